@@ -1,4 +1,4 @@
-"""The data of a run: how many samples each split needs, and an iterator over each."""
+"""Data of a run: number of samples in each split, and an iterator over each."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TrainingData:
         return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
 
     def add_source_ids(self) -> None:
-        """Makes all micro-batches from now on say which data set each sample is of."""
+        """Add the dataset number of each sample to all further micro-batches."""
         for each in self._iterators():
             each.with_sources = True
 
@@ -156,9 +156,9 @@ def divider_of(config: RunConfig) -> DividesSequences | None:
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """The data, and the plan with the length of the run: known only now where it is one epoch long.
+    """Build the data and the plan with the run's length, which for one epoch is known only now.
 
-    Raises ValueError for whatever is wrong with the data the flags name.
+    Raises ValueError for any problem of the data that the flags name.
     """
     told: set[str] = set()
 
@@ -192,7 +192,7 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
 
 
 def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames) -> Splits:
-    """The data sets of a phase, which takes up the training sources where the phases before it have left them."""
+    """Build the datasets of a phase; training sources continue where earlier phases stopped."""
     config = phase.config
     training = phase.config.training
     order = demands.order
@@ -231,8 +231,10 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
-    """Raises ValueError, on every rank, if other ranks found other training data under the same paths: a host with a
-    copy of its own may have another version. Collective over `world`."""
+    """Raise ValueError, on every rank, if ranks found different training data under the same paths.
+
+    A host with its own copy may have another version. Collective over `world`.
+    """
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
         raise ValueError(

@@ -20,9 +20,11 @@ from megatron.training.run import TrainingRun
 
 
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
-    """Evaluates the data sets of "valid" or "test" of the current phase, and logs the loss and perplexity of each,
-    unless the run is asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens.
-    Each validation reads the next samples. Collective."""
+    """Evaluate the "valid" or "test" datasets of the current phase, and log loss and perplexity of each. Collective.
+
+    It stops if the run is asked to stop. If all datasets have names, the loss without a name covers all tokens. Each
+    validation reads the next samples.
+    """
     training = run.config.training
     runtime = run.runtime
     iteration = run.progress.iteration

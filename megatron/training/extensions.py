@@ -55,15 +55,17 @@ class CallbackFacts:
     """Facts about a callback, known before it is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """True if a run of this configuration has it; where not, it is not imported."""
+    """Return True if a run with this configuration uses it; otherwise it is not imported."""
 
     evaluates: str = ""
     """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
-    """Names of the states that it keeps, or a function that returns those of a run: a number for each element of the
-    trained parameters, as `stored` says. They start at zero, are planned, divided among ranks as the optimizer's are,
-    and kept in checkpoints (`Callback.states`)."""
+    """Names of its states, or a function that returns a run's state names.
+
+    A state has one number per element of the trained parameters, stored as `stored` says. States start at zero, are
+    included in plans, sharded like the optimizer's, and saved in checkpoints (`Callback.states`).
+    """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
     """Storage of a run's states: by default in the main dtype, on the device."""

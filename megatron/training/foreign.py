@@ -1,7 +1,7 @@
-"""Stand-ins for functions of other libraries, where those have no other way to watch or to silence them.
+"""Replaces functions of other libraries that offer no other way to observe or silence them.
 
-They are the collectives of torch.distributed, which our code, torch's own and a user's layer call alike, and the bars
-and prints of lm-evaluation-harness.
+Examples are the collectives of torch.distributed, which our code, torch and custom layers all call, and the progress
+output of lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ _MISSING = object()
 
 @contextmanager
 def replaced(*stand_ins: tuple[object, str, object]) -> Iterator[None]:
-    """Takes (owner, name, stand-in): within the block each stand-in is the attribute of that name of its owner, a
-    module, class or object of another library. Our own code takes what differs as an argument."""
+    """Replace attributes within the block, given as (owner, name, replacement).
+
+    An owner is a module, class or object of another library. Our own code receives variations as arguments instead.
+    """
     with ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
             home: str = getattr(owner, "__module__", None) or vars(owner)["__name__"]

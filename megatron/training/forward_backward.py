@@ -149,8 +149,10 @@ class Pipeline:
 
     @property
     def counting_rank(self) -> int | None:
-        """The pipeline rank that counts the tokens of a batch for all, that of the loss. None: each counts for itself,
-        and waits for no other."""
+        """Return the pipeline rank that counts a batch's tokens for all, which is the rank of the loss.
+
+        None means that each rank counts for itself and waits for no other.
+        """
         return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
@@ -175,7 +177,7 @@ class Pipeline:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Turns off dropout and whatever else modules do only in training."""
+        """Disable dropout and everything else that modules do only in training."""
         for stage in self.stages.values():
             stage.eval()
         try:

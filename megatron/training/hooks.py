@@ -119,8 +119,10 @@ class Judge(Protocol):
     """State of the judge as a flat float64 tensor, which checkpoints keep."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """(1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the
-        device, from the gradient norm, 1 where a value is not finite, and [loss sum, tokens], all of the world."""
+        """Return (1 to skip the update, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the device.
+
+        Inputs are the gradient norm, 1 if a value is not finite, and [loss sum, tokens] over the world.
+        """
 
 
 class Log(Protocol):
@@ -296,8 +298,10 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """Return further watches for this rank's watchdog. Called before the ranks meet, as soon as they can learn of
-        each other's failures."""
+        """Return additional watches for this rank's watchdog.
+
+        Called before the ranks meet, as soon as they can learn of each other's failures.
+        """
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
@@ -370,8 +374,11 @@ class Callback:
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-        """Deletes older checkpoints in `root` after that of iteration `newest` is complete, but none in `held`. On one
-        rank, on the thread that writes checkpoints. May raise OSError."""
+        """Delete older checkpoints in `root` after the checkpoint of iteration `newest` is complete, except those in
+        `held`.
+
+        Called on one rank, on the thread that writes checkpoints. May raise OSError.
+        """
 
     def on_start(self, run: RunView) -> None:
         """Called before the first step, after a checkpoint was loaded."""
@@ -383,9 +390,11 @@ class Callback:
         """Called after each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Weights for evaluations to use in place of the model's, such as averages: a state of the optimizer, out of
-        `run.optimizer.sharded_state()`, or of the callback; None for the model's own. The last callback that offers
-        some is followed. Every rank offers those of the elements that it updates. Collective."""
+        """Return weights for evaluation in place of the model's, such as averages; None for the model's own.
+
+        They are a state of the optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback
+        that returns some wins. Every rank returns the elements that it updates. Collective.
+        """
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:

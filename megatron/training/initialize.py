@@ -132,9 +132,10 @@ def connect(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
-    """Starts the watchdog, once connected.
+    """Start the watchdog, once connected.
 
-    Raises ValueError if the environment is wrong or a folder cannot be written, and what a `Watch` raises as it starts.
+    Raises ValueError if the environment is wrong or a folder cannot be written; exceptions of a starting `Watch`
+    propagate.
     """
     launch, training = watchdog.launch, config.training
     if launch.rank == 0 and (problems := list(unwritable(config))):
@@ -210,7 +211,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
-    # Pipeline messages have groups of their own for what must not wait for each other.
+    # Pipeline messages that must not wait for each other use separate groups.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and (folder := config.checkpoint.save_folder) is not None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

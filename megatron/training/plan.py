@@ -1,9 +1,7 @@
-"""The plan of a run: its length, its batch sizes and its learning rate, known before it starts. This module does not
-import torch.
+"""Plan of a run: its length, batch sizes and learning rate, known before it starts. This module does not import torch.
 
-A run has one phase, with the configuration of its flags. An extension may plan several (`PLANS`).
-All that a phase decides follows from the number of samples consumed before a step, so a run resumes anywhere and at any
-layout.
+A run has one phase, with the configuration of its flags. An extension may plan several (`PLANS`). Everything in a phase
+follows from the number of samples consumed before a step, so a run can resume anywhere and under any layout.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class History:
     """As `RunPlan.record` makes them."""
 
     config: RunConfig | None = None
-    """That of the checkpoint."""
+    """Configuration of the checkpoint."""
 
     @property
     def remedy(self) -> str:
@@ -187,7 +185,8 @@ class RunPlan:
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
 
     def schedule(self) -> OptimizerParamScheduler:
-        """Learning rate and weight decay over the whole run. Raises ValueError where a length does not fit the run."""
+        """Return learning rate and weight decay over the whole run. Raises ValueError if a length does not fit the
+        run."""
         config, training = self.base.optimizer, self.base.training
         if training.train_samples is not None or training.train_tokens is not None:
             length = ScheduleLength.in_samples(config, self.samples)
@@ -196,14 +195,14 @@ class RunPlan:
         return OptimizerParamScheduler(config, length)
 
     def schedule_position(self, scheduled_samples: int, saved: RunConfig) -> int:
-        """The position in the schedule of this plan, for a position in that of the run of a checkpoint."""
+        """Convert a position in the schedule of a checkpoint's run to this plan's schedule."""
         begun = saved.training.train_iters is not None and plan_class(saved) is RunPlan
         before, now = replace(legal_sizes(saved), past=START) if begun else self.sizes, self.schedule_sizes
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """Remaining part of a run after its resumption at the last position of `past`, if its batch sizes differ from
-        those of the checkpoint."""
+        """Return the rest of a run that resumes at the last position of `past`, if its batch sizes differ from the
+        checkpoint's."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None
@@ -229,7 +228,7 @@ class RunPlan:
         yield from ()
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
-        """The data set of the samples of the run, of those of its phases."""
+        """Return the dataset of the run's samples, over all phases."""
         return parts[0]
 
 

@@ -69,8 +69,10 @@ class Progress:
     """The checkpoint that this process resumed from."""
 
     origin: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """What the loader of another format says about the model that the weights came from, of JSON's types. Every later
-    checkpoint repeats it, also those of a run that only takes the weights."""
+    """Description of the model from which the weights came, in JSON types, by the loader of another format.
+
+    All later checkpoints repeat it, including those of runs that only load the weights.
+    """
 
     def next_step(self, batch_sizes: BatchSizes) -> Step:
         return Step(self.iteration + 1, self.consumed_samples, batch_sizes.at(self.consumed_samples))
@@ -146,7 +148,7 @@ class Interval:
 
     start: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
-    """Per iteration [loss sum, tokens] of this rank; zeros where another rank counts them."""
+    """[loss sum, tokens] of this rank per iteration; zeros if another rank counts them."""
     results: list[StepResult] = field(default_factory=list)
     passed_over: int = 0
     """Iterations left out by --iterations-to-skip."""

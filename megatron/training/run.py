@@ -32,10 +32,11 @@ class RunStep(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use.
+    """Owns the components of a run on one rank. The loop holds it; other functions take the components that they use.
 
-    `config` is that of the current phase; `plan.base` is the one that the flags say. `progress` and `interval` change
-    with every step, the other parts are built once."""
+    `config` is the configuration of the current phase, and `plan.base` the configuration of the flags. `progress` and
+    `interval` change with every step; everything else is built once.
+    """
 
     plan: RunPlan
     runtime: Runtime

@@ -86,21 +86,23 @@ def host_threads(device: torch.device) -> int:
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if a run resumes at another position than the plan was made for: the newest checkpoint is damaged, or
-    has not been examined before."""
+    """Return True if a run resumes at another position than the planned one.
+
+    This happens if the newest checkpoint is damaged, or had not been examined.
+    """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
 
 
 def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> RunConfig:
-    """The configuration with lengths that are counted from where the run resumes."""
+    """Return the configuration with lengths counted from the position at which the run resumes."""
     given = with_named(replace(config, past_batches=progress.past_batches), dict(config.given))
     found = resolve(given, runtime.launch.world_size, config.model.vocab_size)
     return replace(config, training=found.training, optimizer=found.optimizer, past_batches=progress.past_batches)
 
 
 def planned_data(config: RunConfig, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """The data of a run, and its plan, of which the data may know the length. Collective."""
+    """Return the data of a run, and its plan, whose length may depend on the data. Collective."""
     return build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
 
 
@@ -157,7 +159,7 @@ def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
 
 
 def meters_of_trunk(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], parts: Parts) -> list[Meter]:
-    """The meters that every run has; those of callbacks follow."""
+    """Return the meters that every run has; meters of callbacks follow."""
     return [
         ExpertLoad(config.model, runtime.state, stages, runtime.device),
         MultiTokenLosses(config.model, runtime.state, stages, runtime.device),

@@ -56,11 +56,10 @@ class StepFacts:
     """Facts for plans and rules. Each section of a run's configuration has the flags of extensions."""
 
     when: Callable[[Section], bool]
-    """Configuration section -> function that tells whether these parts are used."""
+    """(configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Bytes that it keeps on the device, where updates do not wait for the gradient norm at the end of their step; None
-    where they do."""
+    """Bytes that it keeps on the device; None if updates wait for the gradient norm at the end of their step."""
 
     kept_name: str = ""
     """Name of these bytes in plans."""

@@ -1,4 +1,4 @@
-"""The work of a run beside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
+"""Work of a run outside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIVE_BACK_INTERVAL = 100
 
 
 def start_run(run: TrainingRun, resources: ExitStack) -> None:
-    """Says what starts, opens the logs, and builds the tasks. The first step may wait as long as start-up."""
+    """Print what starts, open the logs, and build the tasks. The first step may take as long as start-up."""
     watchdog, parallel = run.runtime.watchdog, run.config.parallel
     watchdog.status.executor = run.pipeline.executor
     watchdog.doing("opening the logs")
@@ -40,7 +40,7 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
 
 
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
-    """The periodic tasks of a run in the order in which they are performed, those of extensions before the save."""
+    """Return the periodic tasks of a run in execution order, with tasks of extensions before the save."""
     config = run.config
     first = run.progress.iteration + 1
     of_callbacks = [task for callback in run.callbacks for task in callback.tasks(run, log)]
@@ -100,7 +100,7 @@ def save(run: TrainingRun) -> None:
 
 
 def say_what_starts(run: TrainingRun) -> None:
-    """Prints what the run is about, and how long start-up took."""
+    """Print a summary of the run, and how long start-up took."""
     runtime = run.runtime
     if runtime.is_main:
         run.say("\n".join(banner(run)))
@@ -119,8 +119,11 @@ def why_untrained(run: TrainingRun) -> str:
 
 
 def end_callbacks(run: TrainingRun) -> str:
-    """Calls `on_end` of all callbacks: the run has ended and is saved, so none may spoil that. Returns, on every rank,
-    what the first one that raised says, which is printed; empty if none did. Collective."""
+    """Call `on_end` of all callbacks. Collective.
+
+    The run has ended and is saved, so an exception must not change its result. Returns, on every rank, the message of
+    the first exception, which is printed; empty if there was none.
+    """
     raised = []
     for callback in run.callbacks:
         try:

@@ -26,10 +26,11 @@ from megatron.training.train_step import train_step
 
 
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
-    """Trains with a configuration that is resolved and validated for `launch.world_size`, and with `parts` of the
-    caller's own beside those that extensions have registered.
+    """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    Returns the exit code. Any exception ends all ranks with one report."""
+    `parts` of the caller are used in addition to parts registered by extensions. Returns the exit code. Any exception
+    ends all ranks with one report.
+    """
     watchdog = Watchdog(launch)
     callbacks: Sequence[Callback] = ()
     built: TrainingRun | None = None
@@ -58,7 +59,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run)
         except BaseException as error:
             tell_of_failure(error, callbacks, launch, built)
-            watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
+            watchdog.fail(error)  # before resources close, which could wait for ranks that are gone
 
 
 def train(run: TrainingRun) -> ExitCode:

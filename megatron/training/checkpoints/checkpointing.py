@@ -77,7 +77,7 @@ class RunCheckpoint:
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
     plan: RunPlan | None = None
-    """None where nothing is trained."""
+    """None if nothing is trained."""
     callbacks: Sequence[Callback] = ()
     """Callbacks of the run, some of which keep state."""
 
@@ -90,9 +90,9 @@ class RunCheckpoint:
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
     ) -> tuple[StateDict, dict[str, object]]:
-        """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
+        """Return (tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
 
-        `metrics`: what was measured at this iteration, for cleanups to choose by.
+        `metrics` holds values measured at this iteration, by which cleanups choose checkpoints.
         """
         config = self.config
         optimizer = self.optimizer
@@ -137,13 +137,14 @@ class RunCheckpoint:
     def load(
         self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint, why: str = ""
     ) -> Progress:
-        """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and
-        the optimizer. Says which were skipped and why, and in one line what was loaded, from where (and `why` from
-        there), and where the run starts.
+        """Load the newest complete and undamaged checkpoint of --load, saved under any layout, into parameters and
+        optimizer.
 
-        Return the position of the run: the start if there is no checkpoint, or under --finetune or --reset-iteration.
-        Raises ValueError, on every rank, if the checkpoint does not fit the run, or the run's data, whose fingerprint
-        at a number of consumed samples is `data`, is not what its data position refers to.
+        Prints which checkpoints were skipped and why, what was loaded and from where (`why` explains the place), and
+        where the run starts. Returns the position of the run, which is the start if there is no checkpoint, or with
+        --finetune or --reset-iteration. Raises ValueError, on every rank, if the checkpoint does not fit the run, or if
+        the run's data differ from the data of the checkpoint's position; `data` is their fingerprint at a number of
+        consumed samples.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -305,11 +306,17 @@ def load_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """This rank's pipeline stages of the model of a checkpoint, or of a model that an extension loads, and
-    its configuration. Collective.
+    """Load this rank's pipeline stages of a checkpoint's model, or of a model that an extension loads, and its
+    configuration. Collective.
 
-    `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The multi-token
-    prediction modules, which only training has a use for, are left out.
+    Multi-token prediction modules are omitted, because only training uses them.
+
+    Args:
+        path: The checkpoint or model.
+        layout_of: Returns the layout of a configuration for any number format, or refuses it.
+        state: Process groups.
+        device: Device of the model.
+        number_format: Number format of the weights; None keeps the stored one.
     """
     if (loader := _loader_of(path, state)) is not None:
         return loader.stages(located(path), layout_of, state, device, number_format)

@@ -114,7 +114,7 @@ def verify(folder: PurePath, world: Axis) -> list[str]:
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Entries besides tensors that a checkpoint needs for a run to resume from it."""
+"""Entries besides tensors that a checkpoint needs so that a run can resume from it."""
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -181,7 +181,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
                 "other dropout and data order: give the checkpoint's, or --no-load-rng to continue with the new one"
             )
-        # Other data are no matter where none are trained on, or from the start.
+        # other data do not matter if nothing is trained, or if training starts over
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem + _new_phase(config))
@@ -201,8 +201,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Remedy for other data or another sequence length: the flags that divide a run into phases, if it has none of
-    them."""
+    """Return a remedy for other data or another sequence length: the flags that divide a run into phases, if the run
+    has no phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -215,7 +215,7 @@ def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
 
 
 def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Says which tokens begin with rows that padded the vocabulary of the checkpoint, under --finetune."""
+    """Report which tokens use rows that padded the checkpoint's vocabulary, under --finetune."""
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before:
         say(f" tokens {before} to {now - 1} take rows that padded the checkpoint's vocabulary, which were not trained")
@@ -239,8 +239,11 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
 
 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """The targets without histories that the checkpoint has not, or of another length: they start empty, as a run may
-    turn on fp8, or another recipe, at any time. So do optional states that it has not."""
+    """Return the targets without histories that the checkpoint lacks or has in another length.
+
+    They start empty, because a run may turn on fp8, or change its recipe, at any time. Missing optional states are
+    dropped too.
+    """
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
@@ -285,8 +288,8 @@ def mismatch_remedy(keys: Sequence[str]) -> str:
 
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Says which parameters have another factor of the learning rate, or another weight decay, than in the checkpoint's
-    run: the flags of this run count."""
+    """Report parameters whose learning rate factor or weight decay differs from the checkpoint's run. The flags of this
+    run apply."""
     if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
         return
     pairs = {

@@ -73,8 +73,10 @@ class CommandLine:
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
-    """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
-    after one rank has printed every problem, those of the validation included."""
+    """Parse `argv`. `--help` prints and raises SystemExit(0).
+
+    Raises SystemExit(2) for invalid flags after one rank has printed every problem, validation included.
+    """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
         from importlib.metadata import version  # which imports email
@@ -199,7 +201,7 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 def config_of(values: dict[str, object]) -> RunConfig:
     """The configuration of values of fields by their names, not resolved."""
-    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which stand for what is missing
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which replace the missing values
     return replace(config_of_sections({"": values}), given=zeros)
 
 
@@ -249,8 +251,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
 
 
 def _extensions_in(path: str) -> list[str]:
-    """The extensions that a file of flags names. None where the file cannot be read, which is said when the rest of it
-    is."""
+    """Return the extensions that a file of flags names. None if the file cannot be read, which is reported with the
+    rest of it."""
     try:
         node = compose(path)
     except (OSError, ValueError):
@@ -261,11 +263,12 @@ def _extensions_in(path: str) -> list[str]:
 
 
 def save_config(config: RunConfig, path: str | PurePath) -> None:
-    """Writes a configuration as YAML that `--config` reads back.
+    """Write a configuration as YAML that `--config` reads back.
 
-    Values that follow from others, or from the world, stand in comments, so that the file also serves another layout
-    and a flag that wins over it takes with it what depends on it. The global batch is kept: without it, a run that
-    continues at another layout would differ."""
+    Values derived from other values or from the world size are written as comments. The file therefore also works with
+    another layout, and an overriding flag also changes the values derived from it. The global batch size is kept,
+    because a run that continues under another layout would otherwise differ.
+    """
     derived = dict(config.given)
     derived.pop("global_batch_size", None)
     lines = ["# Resolved configuration. Start a run with it by --config; flags override this file."]

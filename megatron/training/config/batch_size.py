@@ -41,7 +41,7 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """The sizes of a run that has these positions behind it; the last one is where it resumes."""
+        """Return the batch sizes of a run that has passed these positions; it resumes at the last one."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)
@@ -98,7 +98,7 @@ class SchedulesBatches(Protocol):
 
     @property
     def changes_batches(self) -> bool:
-        """True if a flag says so."""
+        """True if a flag changes the batch size during the run."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
         """The sizes of a run that is resolved and validated, if it changes them."""
@@ -126,8 +126,10 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 
 
 def samples_of_run(config: RunConfig) -> int | None:
-    """Samples of a run given in samples or tokens, the smaller of both; None where it is given in iterations, or is one
-    epoch."""
+    """Return the samples of a run whose length is given in samples or tokens, whichever is smaller.
+
+    Returns None if the length is given in iterations, or if the run is one epoch.
+    """
     training = config.training
     if training.train_tokens is None or config.model.seq_length < 1:
         return training.train_samples

@@ -1,11 +1,11 @@
-"""Records which code the user's own runs have used, so that files of these runs may name it again. This module does not
-import torch.
+"""Records the code that the user's own runs have used, so that files of these runs may name it again. This module does
+not import torch.
 
-Code runs because the command line names it. A checkpoint or a configuration that names code has no such right: it may
-come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
+Code runs only because the command line names it. A checkpoint or configuration that names code is not trusted, because
+it may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
 starts, `record_code` writes the folder, the names of the code and digests of its content to the user's state folder,
-outside of the run. `standing` compares a name in a file with that record. A checkpoint cannot add to the record, and
-code that has changed since does not pass.
+outside the run. `standing` compares a name in a file with that record. A checkpoint cannot extend the record, and code
+that has changed since is refused.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 
 
 def standing(source: str | PurePath, name: str) -> Standing:
-    """Whether code that the file or folder `source` names may run: "recorded" if the source lies in the folder of a run
-    of the user's own, which used this code with the same content; "changed" if the content was another one."""
+    """Return whether code that the file or folder `source` names may run.
+
+    "recorded": the source is in the folder of one of the user's runs, which used this code with the same content.
+    "changed": the content was different.
+    """
     source, name = _resolved(source), _whole(name)
     digests = [_recorded(folder)[name] for folder in (source, *source.parents) if name in _recorded(folder)]
     if not digests:
@@ -84,9 +87,11 @@ def standing(source: str | PurePath, name: str) -> Standing:
 
 
 def code_digest(name: str) -> str | None:
-    """Digest of the files that a name refers to, and of their paths: a Python file, a module with the packages around
-    it, or the Python and YAML files of a folder; a YAML file stands for its folder. Nothing is imported. None if there
-    are no such files."""
+    """Return a digest of the files that a name refers to, and of their paths.
+
+    The files are a Python file, a module with its parent packages, or the Python and YAML files of a folder; a YAML
+    file represents its folder. Nothing is imported. Returns None if there are no such files.
+    """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
         if not files or len(files) > MOST_FILES:
@@ -110,7 +115,8 @@ def _code_files(name: str) -> Iterator[Path]:
 
 
 def _module_files(name: str) -> Iterator[Path]:
-    """The files of package.module and of the packages around it, where an import of it as an extension finds them."""
+    """Return the files of package.module and of its parent packages, found as an import of the extension would find
+    them."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     for count in range(1, len(names) + 1):
@@ -123,8 +129,11 @@ def _module_files(name: str) -> Iterator[Path]:
 
 
 def _recorded(run: Path) -> dict[str, str]:
-    """Name -> digest of the code that is recorded for a folder. Empty unless the record is this user's, and nobody else
-    could have written it: also where it lies in the folder itself."""
+    """Return the digests recorded for a folder by code name.
+
+    Empty unless the record belongs to this user and nobody else could have written it, even if it is in the folder
+    itself.
+    """
     path = _record_file(run)
     try:
         about = path.stat()

@@ -1,7 +1,7 @@
-"""Commands: what `pretrain_gpt.py` does instead of training. Extensions add them, with the options beside. This module
-does not import torch.
+"""Commands that `pretrain_gpt.py` runs instead of training. Extensions add commands together with their options. This
+module does not import torch.
 
-An option is given on the command line and is not configuration: files do not contain it, and checkpoints do not keep
+An option is given on the command line and is not configuration: files do not contain it, and checkpoints do not store
 it.
 """
 
@@ -30,8 +30,8 @@ class Option:
     """True if it selects a command other than training."""
 
     json: bool = False
-    """True if its value is the file that a command writes as JSON, and to which its problems go too; without a value it
-    is standard output."""
+    """True if its value is the file to which a command writes JSON, including problems; without a value, standard
+    output."""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Prepared:
     config: RunConfig
     world_size: int
     problems: Sequence[Problem]
-    """For which a run cannot start, those of files that it reads or writes not included."""
+    """Problems that prevent a run from starting, except problems of files that it reads or writes."""
 
     inputs: Sequence[Problem]
     """Problems of data lists that cannot be read; `missing_inputs` finds more problems."""
@@ -91,7 +91,8 @@ class Prepared:
     launch: Launch
 
     def refuse(self, problems: Sequence[Problem], json: bool = True) -> NoReturn:
-        """Ends the process with code 2 after one rank has printed the problems, with `json` to `json_file` too."""
+        """End the process with code 2 after one rank has printed the problems. With `json`, they are also written to
+        `json_file`."""
         refuse(problems, self.launch, self.json_file if json else None)
 
 
@@ -99,7 +100,7 @@ class Command:
     """Base of commands that run instead of training."""
 
     reads_data: ClassVar[bool] = True
-    """True if flags must say which data; else they are synthetic by default."""
+    """True if flags must select the data; otherwise the data are synthetic by default."""
 
     def note(self, world_size: int) -> str | None:
         """Printed if the number of ranks follows from the layout: neither flags nor a launcher say it."""

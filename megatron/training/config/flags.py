@@ -23,12 +23,13 @@ class TooLargeError(ValueError):
 
 
 class StandInError(ValueError):
-    """Values of other flags cannot be read from the file that a flag names."""
+    """Raised if values of other flags cannot be read from the file that a flag names."""
 
     def __init__(self, text: str, config: RunConfig) -> None:
         super().__init__(text)
         self.config = config
-        """The configuration with stand-ins for these values, so that their absence is no second problem."""
+        """The configuration with placeholders for these values, so that their absence is not reported as a second
+        problem."""
 
 
 def parse_int(text: str) -> int:
@@ -81,7 +82,7 @@ class Flag:
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """Without these no flag of its dataclass has an effect: what that states as `NO_EFFECT_WITHOUT`."""
+    """Return the flags without which no flag of a dataclass has an effect, from its `NO_EFFECT_WITHOUT`."""
 
     @property
     def name(self) -> str:
@@ -136,7 +137,7 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""(resolved configuration, world size) -> problems. Must not raise, whatever the values are."""
+"""(resolved configuration, world size) -> problems. Must not raise for any values."""
 
 Resolve = Callable[[RunConfig], RunConfig]
 """A configuration -> the same with values that follow from others. Must not raise either."""
@@ -153,7 +154,7 @@ class ExtensionSection:
     """True if they may differ between a checkpoint and the run that loads it."""
 
     rules: Rules | str | None = None
-    """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
+    """Rules about the flags, or their location "module:function", which is imported if one of the flags is given."""
 
     always: bool = False
     """True if the rules are called in every run: they concern a part that other flags choose."""
@@ -166,8 +167,11 @@ class ExtensionSection:
     which names the flag, where one cannot be read."""
 
     part_of: str | None = None
-    """The section of `RunConfig` that they belong to: with "model" they say what a model is, and are compared with a
-    checkpoint's, taken from it, and converted as that section's fields are; with "data" they name data."""
+    """Section of `RunConfig` to which the flags belong.
+
+    With "model" they describe a model: they are compared with a checkpoint's values, taken from it, and converted like
+    that section's fields. With "data" they name data.
+    """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
         """Problems that the rules find in a resolved configuration that has one of the flags, or was given one."""
@@ -182,8 +186,10 @@ class ExtensionSection:
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
-        """The configuration with what the files say that these flags name. Raises ValueError, also for one of these
-        files that cannot be opened."""
+        """Return the configuration with the values in the files that these flags name.
+
+        Raises ValueError, also for files that cannot be opened.
+        """
         try:
             return self._filled(config, self.reads)
         except OSError as error:
@@ -206,9 +212,9 @@ EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 
 
 def add_section(title: str, section: ExtensionSection) -> None:
-    """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
+    """Make flags from the fields of an extension's frozen dataclass, in a separate section of `--help`.
 
-    Raises ValueError if the class or a flag will not do.
+    Raises ValueError if the class or a flag is invalid.
     """
     cls = section.cls
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
@@ -279,7 +285,7 @@ def _is_given(config: RunConfig, spelling: str, *rest: str) -> bool:
 
 
 def flags_of(section: str) -> tuple[Flag, ...]:
-    """The flags of a section of `RunConfig`, and those of extensions that are a part of it."""
+    """Return the flags of a section of `RunConfig`, and of extensions that belong to it."""
     extensions = {title for title, extension in EXTENSION_SECTIONS.items() if extension.part_of == section}
     return tuple(flag for flag in all_flags() if flag.section == section or flag.section in extensions)
 
@@ -294,14 +300,14 @@ def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
 
 
 def named_value(config: RunConfig, field: str) -> Any:
-    """Value of a configuration's field, by its name alone; None where the extension of the flag is not installed."""
+    """Return the value of a configuration's field by its name; None if the flag's extension is not installed."""
     flag = field_table().get(field)
     return None if flag is None else value_of(config, flag)
 
 
 def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """The configuration with `values` by fields, in whatever section; those of extensions that are not installed are
-    left out."""
+    """Return the configuration with `values` by field, in any section. Fields of extensions that are not installed are
+    ignored."""
     found: dict[str, dict[str, object]] = {}
     for flag in (field_table()[field] for field in values if field in field_table()):
         found.setdefault(flag.section, {})[flag.field] = values[flag.field]
@@ -331,7 +337,7 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
 
 
 def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
-    """Section -> field -> value, those of extensions under their titles: what a checkpoint keeps as JSON."""
+    """Return section -> field -> value, with extensions under their titles, as checkpoints store them in JSON."""
     values: dict[str, dict[str, object]] = {section: {} for section in sections()}
     own = _values_of_sections(config)
     for flag in all_flags():
@@ -361,8 +367,10 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """The configuration of `values_by_section`, also where a field stood in another section. Fields that are not known
-    any more are dropped, missing ones take their default."""
+    """Return the configuration of `values_by_section`, even if a field was in another section.
+
+    Unknown fields are dropped, and missing ones get their default.
+    """
     built = {}
     saved = {field: value for fields in values.values() for field, value in fields.items()}
     for section, cls in sections().items():
@@ -374,8 +382,11 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
 
 
 def _as_field(flag: Flag, value: object) -> object:
-    """A value as its field has it: several are a tuple, also one alone, which older files have where there was one. The
-    credentials of URLs are hidden."""
+    """Convert a value to its field's type.
+
+    Several values become a tuple, and so does a single one, because older files store it without a list. The
+    credentials of URLs are hidden.
+    """
     if flag.spec.path == "url" and isinstance(value, list | tuple):
         value = [take_credentials(each) if isinstance(each, str) else each for each in value]
     if isinstance(value, list | tuple) or value is None or not flag.takes_several:

@@ -29,7 +29,7 @@ SECTION_TITLES = {
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the string below it in the source, inherited fields too; empty where there is no source."""
+    """Return the docstring of each field, inherited fields included; empty if the source is not available."""
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _own_docs(base).items()}
 
 
@@ -59,10 +59,16 @@ USAGE = (
 def help_text(
     extra: Sequence[tuple[str, str]], required: Collection[str], words: Sequence[str] = (), width: int = 110
 ) -> str:
-    """Flags by section, with defaults: those of a first run; all for the word "all", those of the section whose title
-    the words are, or those whose name or help contains each of the words.
+    """Return the help text of flags by section, with defaults.
 
-    `extra` has (spelling, help) of flags that are not configuration; fields that are `required` have no default.
+    Without words, it lists flags for a first run; with the word "all", every flag. Other words select the section with
+    that title, or flags whose name or help contains all of them.
+
+    Args:
+        extra: (spelling, help) of options that are not configuration.
+        required: Fields without a default.
+        words: Words after --help.
+        width: Line width in characters.
     """
     asked = " ".join(words).lower()
     titles = {section: SECTION_TITLES.get(section, section) for section in sections()}

@@ -43,8 +43,10 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 
 
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
-    """The problem of --load if it does not exist, or is a file, and the run may not start from scratch. Unless the
-    flags or the checkpoint say what the model is (`has_model`), a folder must hold one, too."""
+    """Return the problem of --load if it does not exist or is a file, unless the run may start from scratch.
+
+    Unless the flags or the checkpoint describe the model (`has_model`), a folder must contain one too.
+    """
     options = config.checkpoint
     load, kind = str(options.load), kind_of(options.load or "")
     if options.may_be_missing or PATH_KINDS.facts(kind).loaded_as or (has_model and os.path.isdir(load)):

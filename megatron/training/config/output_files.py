@@ -1,5 +1,5 @@
-"""Output: checks that the paths given by flags can be written, and messages if a file or standard output is full or
-closed. This module does not import torch."""
+"""Output files: checks that paths in flags are writable, and reports full or closed files and standard output. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Return whether standard output takes no more: what it could not write is still to be written."""
+    """Return whether standard output fails; unwritten output remains buffered."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
@@ -69,8 +69,11 @@ def _output_fails() -> bool:
 
 
 def open_closed_streams() -> bool:
-    """Opens standard streams that the shell has closed (`>&-`), for which Python has None. Writes to standard output
-    then fail as on a full disk; messages on standard error are lost. Returns whether standard output was closed."""
+    """Open standard streams that the shell has closed (`>&-`), which are None in Python.
+
+    Writes to standard output then fail as on a full disk; messages on standard error are lost. Returns whether standard
+    output was closed.
+    """
     closed = sys.stdout is None
     if closed:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")

@@ -141,10 +141,11 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
 def _vocabulary(
     config: RunConfig, resolved: RunConfig, line: CommandLine, world_size: int
 ) -> tuple[int | None, list[Problem]]:
-    """Tokens of the vocabulary, None where nothing says it or where flags of the tokenizer are wrong, and the problems
-    of reading the tokenizer.
+    """Return the vocabulary size and the problems of reading the tokenizer.
 
-    A command plans with the vocabulary that flags or the checkpoint state, if the tokenizer cannot be read."""
+    The size is None if it is not specified, or if tokenizer flags are wrong. If the tokenizer cannot be read, a command
+    plans with the size that flags or the checkpoint state.
+    """
     wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
         return None, []
@@ -170,9 +171,11 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
-    """The problems, with that of a --load which cannot be used in place of flags of the model that it would state.
-    `together`: where the flags say what the model is, it is found later, by the ranks of several hosts, of which some
-    may have the folder, or by a command."""
+    """Return the problems, plus one if --load cannot be used to determine missing model flags.
+
+    `together` means that the flags describe the model. The problem is then found later, by the ranks of several hosts,
+    some of which may have the folder, or by a command.
+    """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]
     has_model = len(others) == len(problems)
@@ -183,7 +186,7 @@ def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> l
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
-    """A problem where the SLURM job would be over before it begins, each time that it is put back into the queue."""
+    """Yield a problem if the SLURM job would end before training starts, and again after each requeue."""
     start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
     margin = config.training.exit_margin_in_mins
     if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:
@@ -193,7 +196,7 @@ def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Probl
 
 
 def tokenizer_vocabulary(config: RunConfig) -> int | None:
-    """Tokens of the tokenizer that the flags name; None where they name none."""
+    """Return the vocabulary size of the tokenizer that the flags name; None if they name none."""
     if config.tokenizer.tokenizer_type is None:
         return None
     return build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size

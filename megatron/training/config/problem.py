@@ -23,17 +23,17 @@ NO_URL = (
     "is a URL, and only paths of mounted file systems are taken here",
     "use such a path, and copy from or to the other storage yourself",
 )
-"""Rule and remedy where a URL is given for a path."""
+"""Rule and remedy for a URL given instead of a path."""
 
 NO_STORAGE = "use a path of a mounted file system, or name by --extension a file that registers one (docs/extending.md)"
-"""Remedy where a URL is given whose scheme no extension has registered."""
+"""Remedy for a URL whose scheme no extension has registered."""
 
 
 SECRET = (
     "has credentials, which would be saved with the run",
     "give them to the storage in the environment (docs/extending.md)",
 )
-"""Rule and remedy where the URL of a storage has a password, a token or a signature."""
+"""Rule and remedy for a storage URL that contains a password, a token or a signature."""
 
 LONGEST_NAME = 255
 """Bytes of a file's name on the file systems of Linux."""
@@ -53,7 +53,7 @@ class Problem:
     rule: str
     remedy: str
     harmless: bool = False
-    """True if the run can start all the same: the flag has no effect, which is only said."""
+    """True if the run can start regardless: the flag has no effect, which is only reported."""
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
@@ -108,7 +108,7 @@ def problems_of(found: Iterable[object]) -> Iterator[Problem]:
 
 
 def _shown(value: object) -> str:
-    """A value in a message, in quotes where it would not be seen."""
+    """Format a value in a message, in quotes if it would be invisible otherwise."""
     text = visible_value(value)
     return text if str(value).strip() else f"'{text}'"
 
@@ -201,8 +201,10 @@ def divides(divisor: int | None, value: int | None) -> bool:
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """(rule, remedy) of a path that no file can have, or of a device that never ends, else None. `kind` is that
-    of `FlagSpec.path`."""
+    """Return (rule, remedy) for a path that no file can have, or for a device that never ends, else None.
+
+    `kind` is as in `FlagSpec.path`.
+    """
     if "://" in path:
         if kind == "stored" and take_credentials(path) != path:
             return SECRET

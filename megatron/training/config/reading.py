@@ -54,13 +54,13 @@ class ForeignProgram(Protocol):
         """The flags."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Tells the reader what such a flag or value is; returns False for what it does not know."""
+        """Report the flag or value to the reader; return False if it is unknown."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """The feature, which is not built, that these values of a field's flag ask for."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """File of examples/ -> one of the unregistered flags that needs what the file registers."""
+        """Maps a file of examples/ to one of the unregistered flags that need its registrations."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Lines about results of a resolved configuration that differ from the results of this program under equal
@@ -82,7 +82,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """File of examples/ -> one of the unknown flags that needs what the file registers."""
+    """Return files of examples/, each with one of the unknown flags that need its registrations."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -132,7 +132,7 @@ class FlagReader(GivenOptions):
         self.read_known(name, texts)
 
     def read_known(self, name: str, texts: list[str]) -> None:
-        """Reads a flag by a spelling that is known, if any is: of an option, a field, or another program."""
+        """Read a flag by a known spelling, if there is one: of an option, a field, or another program."""
         flag, _ = spelling_table().get(name, (None, True))
         if _is_switch(flag, name):
             texts = [text for text in texts if not text.isspace()]
@@ -150,7 +150,7 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Reads the flag of a field, with values that may stand for those `given`."""
+        """Read the flag of a field; the values in `given` may be converted first."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -214,8 +214,11 @@ class FlagReader(GivenOptions):
             self.set(flag, name, value)
 
     def set(self, flag: Flag, name: str, value: object) -> None:
-        """The last of several wins, as launch scripts append overrides; a note says so if they differ. The values of a
-        flag that may be repeated add up."""
+        """Set a value. The last of several wins, because launch scripts append overrides; a note says so if they
+        differ.
+
+        The values of a repeatable flag accumulate.
+        """
         if flag.spec.repeats and isinstance(value, tuple):
             value = (*(self.values[flag.field] if flag.field in self.given else ()), *value)
         elif flag.field in self.given and self.values.get(flag.field) != value:
@@ -399,8 +402,8 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 
 
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
-    """The error for a value that is none of a flag's choices: of another program, of an extension that is not
-    installed, or unknown."""
+    """Return the error for a value that is not a choice of a flag: known to another program, from an extension that is
+    not installed, or unknown."""
     import difflib
 
     choices = list(map(str, flag.spec.choices or ()))

@@ -33,12 +33,14 @@ from megatron.training.config.run_config import CheckpointConfig, Point, RunConf
 from megatron.training.plan import PLANS, History
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
-"""Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
+"""Optimizer fields that form the schedule, in addition to the fields whose names start with lr_."""
 
 
 def training_only() -> frozenset[str]:
-    """Fields that affect how a model is trained or stored, but not its outputs. `extension_options` are among them, as
-    they belong to parts that other fields name."""
+    """Return the fields that affect how a model is trained or stored, but not its outputs.
+
+    `extension_options` are among them, because they belong to parts that other fields name.
+    """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
 
@@ -85,12 +87,15 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
 
 
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-"""Fields that say which tokenizer a run has; all but the first are paths."""
+"""Fields that select a run's tokenizer; all but the first are paths."""
 
 
 def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tuple[dict[str, str | None], list[str]]:
-    """Values of the tokenizer's fields as in the checkpoint's run, and a line for each file that is read from where the
-    run kept it. Nothing if a flag of the tokenizer is given."""
+    """Return the checkpoint run's values of the tokenizer fields, and a line for each file that is read from the run's
+    copy.
+
+    Returns nothing if a tokenizer flag is given.
+    """
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
         return {}, []
     values: dict[str, str | None] = {field: getattr(saved.tokenizer, field) for field in TOKENIZER_FIELDS}
@@ -102,7 +107,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
 
 
 def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str, str, str]]:
-    """(field, path, the kept copy) of files that are no longer where the run had them."""
+    """Return (field, path, saved copy) of files that are no longer at the run's paths."""
     name = values["tokenizer_type"]
     in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
     for field in TOKENIZER_FIELDS[1:]:
@@ -156,8 +161,11 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
-    """Contents, besides tensors, of the checkpoint whose run a run continues; None if it starts at iteration 0.
-    ValueError as in `saved_metadata`."""
+    """Return the contents, besides tensors, of the checkpoint from which a run continues; None if it starts at
+    iteration 0.
+
+    Raises ValueError like `saved_metadata`.
+    """
     if options.load is None or options.anew:
         return None
     load = located(options.load)
@@ -165,9 +173,10 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """That of the checkpoint a run resumes from; None if it starts at sample 0, or with other data.
+    """Return the history in the checkpoint from which a run resumes; None if it starts at sample 0, or with other data.
 
-    Raises ValueError if no checkpoint can be read."""
+    Raises ValueError if no checkpoint can be read.
+    """
     if options.override_data_fingerprint:
         return None
     metadata = resumed_metadata(options)
@@ -214,10 +223,11 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 
 
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
-    """Contents of the latest checkpoint in a folder besides tensors; None if there is none.
+    """Return the contents of the latest checkpoint in a folder besides tensors; None if there is none.
 
-    One that cannot be read is skipped for the one before it, as when it is loaded. Raises ValueError if none can be, or
-    if they are another program's."""
+    An unreadable checkpoint is skipped for the previous one, as in loading. Raises ValueError if none is readable, or
+    if another program wrote the checkpoints.
+    """
     damaged = []
     try:
         folders = candidates(load).folders
@@ -280,7 +290,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
+    """Return the model fields that a run may choose when it starts from converted weights, because they do not change
+    outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}
@@ -297,9 +308,19 @@ def changed_fields(
     ignored: Collection[str] = (),
     where: tuple[str, str] = ("in the checkpoint", "in the run"),
 ) -> list[str]:
-    """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
-    two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
-    given and differs with others is left to them, and so are those `ignored`. `where` names the two."""
+    """Return the flags that change a result and in which two runs differ, with both values.
+
+    These are flags of the model, or of an extension in the checkpoint's `sections`, that were given or follow from
+    other fields. A field that was not given and differs together with others is not reported, nor are fields in
+    `ignored`.
+
+    Args:
+        saved: Configuration of the checkpoint.
+        run: Configuration of the run.
+        sections: Extension sections in the checkpoint.
+        ignored: Fields to ignore.
+        where: Names of the two runs.
+    """
     changed = []
     fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
     compared = {flag.section for flag in flags_of("model")} | fixed.intersection(sections)

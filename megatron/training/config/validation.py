@@ -52,7 +52,7 @@ def validate(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def notices(config: RunConfig, world_size: int) -> list[Problem]:
-    """Flags of a configuration that have no effect beside the others."""
+    """Return notices about flags of a configuration that have no effect together with the others."""
     return [problem for problem in findings(config, world_size) if problem.harmless]
 
 
@@ -73,7 +73,7 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         resolved = resolve(config, world_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
-        # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
+        # A value that is wrong on its own is reported once: rules that relate it to others are skipped.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in _of_extension(section, config, resolved, world_size) if p.flag not in flagged]
@@ -91,7 +91,7 @@ def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig
 
 
 def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
-    """(field, the value it gets, what is said)."""
+    """Yield (field, its new value, notice)."""
     single_expert = _is_dense(c)
     if single_expert:
         rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to use a dense MLP"
@@ -242,8 +242,11 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
 
 
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. If that
-    is given in tokens and iterations vary in samples, lengths in iterations become samples too."""
+    """Convert lengths in tokens to samples, or to iterations if the run's length is given in iterations.
+
+    If the run's length is given in tokens and iterations vary in samples, lengths in iterations are converted to
+    samples too.
+    """
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":
         optimizer = replace(optimizer, use_distributed_optimizer=False)

@@ -1,7 +1,8 @@
-"""Reads YAML that may come from anybody: plain values alone, of a bounded size. This module does not import torch.
+"""Reads untrusted YAML: only plain values of bounded size. This module does not import torch.
 
-A few lines of YAML can stand for billions of values (aliases of aliases), for a list that contains itself, or for
-objects of Python. Whatever no file of settings needs is refused with its line."""
+A few lines of YAML can represent billions of values (aliases of aliases), a list that contains itself, or Python
+objects. Anything that settings files do not need is refused with its line number.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     Node = ScalarNode | SequenceNode | MappingNode
 
 Plain = None | bool | str | list[str] | dict[str, str]
-"""A YAML value as `plain` has it; an empty mapping for what it does not read."""
+"""A YAML value as returned by `plain`; an empty mapping for anything that it does not read."""
 
 MOST_BYTES = 16 * 2**20
 """Size of the largest file that is read."""
@@ -32,7 +33,7 @@ TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml_file(path: str | Path) -> str:
-    """The text of a YAML file. Raises OSError or ValueError where it cannot be read."""
+    """Return the text of a YAML file. Raises OSError or ValueError if it cannot be read."""
     with Path(path).open("rb") as file:  # which may be a pipe of the shell
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -41,8 +42,11 @@ def read_yaml_file(path: str | Path) -> str:
 
 
 def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
-    """The YAML of a text as nodes; None for an empty text. Raises ValueError, in one line, where it is no YAML of plain
-    values; `any_tag` also permits values with tags of a program's own, which stay nodes."""
+    """Parse YAML text to nodes; None for an empty text.
+
+    Raises ValueError, in one line, unless it is YAML of plain values; `any_tag` also permits values with application
+    tags, which remain nodes.
+    """
     import yaml  # most runs do without
 
     try:
@@ -72,7 +76,7 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Size and height of nodes, each node measured once, however often aliases repeat it."""
+    """Measures size and height of nodes. Each node is measured once, no matter how often aliases repeat it."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag
@@ -116,13 +120,15 @@ def _refused(node: Node, why: str) -> ValueError:
 
 
 def compose(path: str) -> Node | None:
-    """The YAML of a file as nodes, its keys text. Raises OSError or ValueError where it cannot be read."""
+    """Parse a YAML file to nodes with string keys. Raises OSError or ValueError if it cannot be read."""
     return compose_yaml(read_yaml_file(path))
 
 
 def plain(node: Node) -> Plain:
-    """A YAML node as None, a bool, a list of texts, or text as it stands: fields know their own types. {} for a mapping
-    and for a list that is no list of single values."""
+    """Convert a YAML node to None, a bool, a list of strings, or a string, which fields convert to their own types.
+
+    Returns {} for a mapping and for a list of anything but single values.
+    """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [item.value for item in node.value]
     if node.id != "scalar":

@@ -35,7 +35,14 @@ class LogLines:
         return progress_line(record, self.train_iters, self.metrics)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
-        """The lines of an evaluation of "valid" or "test". `name`: of one validation set of several, or empty."""
+        """Yield the lines of an evaluation.
+
+        Args:
+            iteration: Iteration of the evaluation.
+            split: "valid" or "test".
+            name: Name of one of several validation sets, or empty.
+            loss: Mean loss in nats.
+        """
         line = f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}"
         yield f"{line} | perplexity: {perplexity(loss):.6E}"
 
@@ -103,4 +110,4 @@ def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = (
 
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
-"""Counts of a record that are shown where they are not 0."""
+"""Counts in a record that are shown only if they are not 0."""

@@ -25,8 +25,8 @@ class SourceNames:
         return [self._number(path) for path in paths]
 
     def sized(self) -> tuple[list[str], list[int]]:
-        """(names, tokens of an epoch) of all sources; nothing where there are no epochs. Sources that are not trained
-        on have one token."""
+        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. Untrained sources have one
+        token."""
         if not self.tokens:
             return [], []
         return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]

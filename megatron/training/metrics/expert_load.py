@@ -23,7 +23,7 @@ from megatron.training.progress import Interval
 
 
 class ExpertLoad(Meter):
-    """The mixture-of-experts layers of a rank's stages, and what they have tallied since the last record."""
+    """MoE layers of a rank's stages, and their tallies since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -48,7 +48,7 @@ class ExpertLoad(Meter):
         that a sum over the world counts everything once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """The micro-batches, numbered, with what their auxiliary gradients are multiplied by."""
+        """Yield the numbered micro-batches with the factor of their auxiliary gradients."""
         if not self.totals.shape[0]:
             return batches
         for balance in self.balances:

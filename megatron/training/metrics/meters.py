@@ -1,4 +1,4 @@
-"""Meters that every run has beside expert load: losses of multi-token prediction, metrics of a user's own, memory."""
+"""Meters of every run other than expert load: losses of multi-token prediction, custom metrics, memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tallies(Meter):
 
 
 def means(summed: Tensor) -> list[float | None]:
-    """Mean of each row of `take` summed over the world; None where no token counted."""
+    """Return the mean of each row of `take` summed over the world; None if no token counted."""
     return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
@@ -69,12 +69,12 @@ class MultiTokenLosses(Tallies):
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Mean loss by depth from 1; None where no token counted."""
+        """Return the mean loss by depth from 1; None if no token counted."""
         return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
 
 
 class UserMetrics(Tallies):
-    """Adds up what metrics measure. Costs nothing where there are none."""
+    """Sums the values of custom metrics. Costs nothing if there are none."""
 
     def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)
@@ -123,7 +123,7 @@ class PeakMemory(Meter):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far: of the CUDA allocator, or of the process on CPU."""
+    """Return the peak memory in bytes so far: of the CUDA allocator, or of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024

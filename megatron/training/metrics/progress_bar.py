@@ -1,4 +1,4 @@
-"""Progress of long work beside training steps: a tqdm bar on a terminal, plain lines in a log."""
+"""Progress of long operations outside training steps: a tqdm bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ or goes; new keys may be added in the same version."""
 class RunLog:
     """Writes records and progress on the first rank, and nothing on the others.
 
-    Creates --save and writes the resolved configuration into it, unless the run only evaluates what another has saved
-    there. Everything is closed with `resources`, or when the process ends by a failure.
+    Creates --save and writes the resolved configuration into it, unless the run only evaluates an existing checkpoint
+    in it. Everything is closed with `resources`, or when the process ends after a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:

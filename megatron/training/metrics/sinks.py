@@ -59,15 +59,15 @@ SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
 
 class JsonLinesSink:
     """Appends each record as one line of JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity",
-    which `float` reads; null is a value that was not measured.
+    which `float` parses; null means that a value was not measured.
 
-    A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
-    had never stopped. A record of the checkpoint's iteration that the file has already is not added, such as that of
-    the test at the end of a run which is started again. If other lines than the last one are damaged, the file is
-    copied first. A new run renames an existing file instead of overwriting it. If a write fails, for example on a full
-    disk, one warning is printed and the record is written together with a later one.
+    A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run had
+    never stopped. An existing record of the checkpoint's iteration is not repeated, for example the test record when a
+    finished run is started again. If lines other than the last one are damaged, the file is copied first. A new run
+    renames an existing file instead of overwriting it. If a write fails, for example on a full disk, one warning is
+    printed and the record is written together with a later one.
 
-    If the file is deleted, renamed or replaced during the run, records continue in the file that then has its name.
+    If the file is deleted, renamed or replaced during the run, further records go to the file that then has its name.
     `check` raises OSError if the run must not create files there now.
     """
 
@@ -229,7 +229,7 @@ def _json_line(record: Record) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    """`value`, or the name of a number that JSON has not: NaN, Infinity or -Infinity. None is what was not measured."""
+    """Return `value`, or the name of a number that JSON lacks: NaN, Infinity or -Infinity. None means not measured."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""The record of a log interval: loss, gradient norm, throughput, MFU, and what all meters report."""
+"""Record of a log interval: loss, gradient norm, throughput, MFU, and the reports of all meters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PEAK_TFLOPS_16BIT = {
 """Dense peaks of matrix products in TFLOP/s, with sums in fp32, by model of device, from the vendors' data sheets."""
 
 OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
-"""Words that make the name of a device that of another model."""
+"""Words that turn a device name into another model's name."""
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -56,8 +56,10 @@ def summarize(run: TrainingRun) -> Record:
 
 
 def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
-    """Values that every run logs; `losses` [steps, 2] are loss sums and tokens over the world, `flops` those of a token
-    in the model."""
+    """Return the values that every run logs.
+
+    `losses` [steps, 2] are loss sums and tokens over the world; `flops` are the model's FLOPs per token.
+    """
     config = run.config
     interval = run.interval
     progress = run.progress
@@ -95,8 +97,10 @@ def flops_per_token(run: TrainingRun) -> float:
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
-    """Peak TFLOP/s of one device: --peak-tflops, or the data sheet's value for 16-bit training or that of a format of
-    `LINEAR_FORMATS`; None if neither is known."""
+    """Return the peak TFLOP/s of one device; None if it is unknown.
+
+    It is --peak-tflops, the data sheet's value for 16-bit training, or the value of a format in `LINEAR_FORMATS`.
+    """
     if config.peak_tflops is not None:
         return config.peak_tflops
     if device.type != "cuda" or dtype.itemsize != 2:
@@ -112,7 +116,7 @@ def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
 
 
 def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:
-    """A run's record of TFLOP/s of one device, and MFU; nothing where nobody counts FLOPs."""
+    """Return a record of TFLOP/s per device and MFU; empty if FLOPs are not counted."""
     if not tflops:
         return {}
     dtype = getattr(torch, config.parallel.params_dtype)

@@ -40,7 +40,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
 
 
 def end_children() -> None:
-    """Ends the child processes of this process, except those with a session of their own, which are meant to stay."""
+    """End the child processes of this process, except those in their own session, which are meant to survive."""
     with suppress(OSError):
         session = os.getsid(0)
         children = [pid for pid in _children() if os.getsid(pid) == session]
@@ -55,12 +55,12 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Children of all threads of this process; none where the kernel does not list them."""
+    """Return the children of all threads of this process; none if the kernel does not list them."""
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a child runs, and has not ended without this process having waited for it."""
+    """Return whether a child is running and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,7 +1,7 @@
-"""Ends all ranks when one fails: the first to fail reports for all, the others say where they were and exit.
+"""Ends all ranks when one fails: the first to fail reports for all; the others report their position and exit.
 
-An error that the end of another rank may have caused waits for a better one first. Every public method of
-`FailureHandler` but `connect` ends the process.
+An error that the end of another rank may have caused first waits for the original error. Every public method of
+`FailureHandler` except `connect` ends the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRACE = 3.0
 """Seconds that a consequence waits for its cause."""
 
 GATHER = 2.0
-"""Seconds in which the other ranks say where they were."""
+"""Seconds in which the other ranks report their positions."""
 
 STORE_ANSWER = 1.5
 """Seconds in which a store that can be reached answers."""
@@ -51,7 +51,7 @@ PARTING = 5.0
 """Seconds that a rank waits at most for others to have seen why it leaves."""
 
 LAST_RESORT = 30.0
-"""Seconds after which a process that has begun to end is ended, whatever holds it up: a store, a screen, a disk."""
+"""Seconds after which a process that is ending is killed, whatever blocks it: a store, a screen, a disk."""
 
 
 class FailureHandler:
@@ -73,7 +73,7 @@ class FailureHandler:
         """Says how the same command resumes from memory, newer than any checkpoint; empty if it does not."""
 
         self.reported: Failure | None = None
-        """The failure by which this rank ends, for functions of `at_exit`; None where it ends for another reason."""
+        """The failure that ends this rank, for `at_exit` functions; None if it ends for another reason."""
 
         self.left = False
         """True if this rank needs the store no more, whose process may end at any time now."""
@@ -104,7 +104,7 @@ class FailureHandler:
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             if self._launch.local_rank == 0:
-                self._outcome.recorded = False  # another run may have --save: the ranks have not met to look
+                self._outcome.recorded = False  # another run may own --save, because the ranks have not met to check
                 self._outcome.end(alone.code, f"{alone.who}: {error}")
             tell_last(alone.text())
             self._exit(alone.code)
@@ -193,7 +193,7 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Reports for this host and ends, without messages to or from other hosts. Files may lie with them."""
+        """Report for this host and end, without messages to or from other hosts, whose files may be shared."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -263,7 +263,7 @@ class FailureHandler:
             return []
 
     def _end(self, failure: Failure, silent: Collection[int] = (), waited: bool = False) -> NoReturn:
-        """Reports and ends, unless another rank already does. `silent`: ranks that will not say where they are."""
+        """Report and end, unless another rank already does. `silent` are ranks that will not report their position."""
         board, rank = self._board, self._launch.rank
         try:
             first = board.post_cause(failure)
@@ -407,7 +407,7 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last."""
         self.reported = failure
-        # torchrun sends a signal to the others when a process is gone, and prints what they have said of that.
+        # torchrun signals the other processes when one is gone, and prints their reports
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
@@ -425,8 +425,11 @@ class FailureHandler:
 
 
 def end_within(seconds: float) -> None:
-    """Ends this process with code 1 and the stacks of its threads on the screen unless it has ended by itself in that
-    time; the first call counts. Neither needs Python: a thread of C ends it, and the kernel where that hangs too."""
+    """End this process with code 1 and the stacks of its threads unless it ends itself in that time; the first call
+    counts.
+
+    Neither step needs Python: a C thread ends the process, and the kernel does if that thread hangs.
+    """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)

@@ -37,7 +37,7 @@ CONSEQUENCE = re.compile(
 """Text of errors that the failure of another rank may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
-"""Kind of failure -> what to do about it. `{again}` stands for `start_again`."""
+"""Maps a kind of failure to advice. `{again}` is replaced by `start_again`."""
 
 OPEN_FILES = {errno.EMFILE, errno.ENFILE}
 TOO_MANY = os.strerror(errno.EMFILE).lower()
@@ -113,7 +113,8 @@ class Failure:
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """The report as printed. `others`: where the other ranks were. A configuration error is printed alone."""
+        """Return the report as printed. `others` are the positions of the other ranks. A configuration error is printed
+        alone."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -129,7 +130,7 @@ class Failure:
 
 
 class LateRanksError(TimeoutError):
-    """Some ranks have not ended a phase of start-up in time."""
+    """Raised if some ranks have not finished a phase of start-up in time."""
 
     def __init__(self, ranks: Collection[int], phase: str, limit: str) -> None:
         self.ranks = ranks
@@ -147,9 +148,11 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 
 
 def start_again(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """How the run continues after a failure: from memory as `memory` says, from the checkpoint that the same command
-    loads, from one that it has saved and does not load, or from the start. `saved`: the last iteration that it has
-    saved."""
+    """Explain how the run continues after a failure.
+
+    It continues from memory (`memory`), from the checkpoint that the same command loads, from a checkpoint that it does
+    not load, or from the start. `saved` is its last saved iteration.
+    """
     foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
     said, anew = "start the same command again", options.anew
@@ -172,12 +175,15 @@ def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") 
 
 
 MANY_OPEN = 0.75
-"""Share of the limit of open files from which a failure may come from it."""
+"""Share of the open-file limit above which it may have caused a failure."""
 
 
 def perhaps_open_files() -> str:
-    """Further advice for a failure that may be caused by the limit of open files: libraries hide it behind other
-    errors, and gloo aborts the process, whose peers have about as many files open. Empty if far fewer are open."""
+    """Return advice for a failure that the open-file limit may have caused; empty if far fewer files are open.
+
+    Libraries hide this cause behind other errors, and gloo aborts the process, whose peers have about as many open
+    files.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd")) - 1

@@ -29,7 +29,7 @@ NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$
 """The ranges in a node list of SLURM, and a part of such a list between commas."""
 
 START = "START_IN_JOB"
-"""Variable with the number of this start, from 0, where a process of the launcher starts its rank again by itself."""
+"""Environment variable with the number of this start, from 0, if a launcher process restarts its rank itself."""
 
 BEGAN = "JOB_BEGAN"
 """Variable with `time.monotonic()` when the first of these starts began."""
@@ -129,7 +129,7 @@ class Launch:
         return launch
 
     def export(self, environ: MutableMapping[str, str]) -> None:
-        """Sets what torch.distributed's env:// rendezvous reads, where the launcher was not torchrun.
+        """Set the variables that torch.distributed's env:// rendezvous reads, if the launcher was not torchrun.
 
         Under srun, ranks meet at the first node of the list; set MASTER_ADDR to choose another one.
         """
@@ -138,7 +138,7 @@ class Launch:
             environ["LOCAL_RANK"] = str(self.local_rank)
             if "MASTER_ADDR" not in environ:
                 environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
-            # Jobs that share a node meet at different ports: derived from the job and step numbers.
+            # Jobs that share a node use different ports, derived from the job and step numbers.
             job = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
             environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
 
@@ -163,7 +163,7 @@ def write_error_file(text: str, at: float | None = None) -> bool:
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # a full disk, of which the text may tell
+    except OSError:  # a full disk, which the text may mention
         return False
     return True
 

@@ -78,8 +78,10 @@ class LossyFile(io.RawIOBase):
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Replaces both standard streams by lossy ones. At the end, and when this process exits by `before_exit`, each
-    stream says on the other one what it has lost."""
+    """Replace both standard streams by lossy ones.
+
+    At the end, and when this process exits by `before_exit`, each stream reports its losses on the other one.
+    """
     before = sys.stdout, sys.stderr
     streams = [_lossy(stream) for stream in before]
     sys.stdout, sys.stderr = (new or old for new, old in zip(streams, before, strict=True))
@@ -96,7 +98,7 @@ _at_exit: list[Callable[[], None]] = []
 
 
 def flush_output() -> None:
-    """Flushes both standard streams, and prints what they have lost. Raises nothing."""
+    """Flush both standard streams, and print how much they have lost. Raises nothing."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -106,7 +108,7 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Prints one line if the file `what` cannot be written, where a run is to continue without it."""
+    """Print one line if the file `what` cannot be written and the run should continue without it."""
     try:
         yield
     except OSError as error:
@@ -114,7 +116,7 @@ def told_if_unwritten(what: str) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO) -> io.TextIOWrapper | None:
-    """A lossy stream to the same file; None where a stream has no file, as under a test."""
+    """Return a lossy stream to the same file; None if a stream has no file, as in a test."""
     try:
         stream.flush()
         descriptor = stream.fileno()

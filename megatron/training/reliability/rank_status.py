@@ -32,13 +32,13 @@ class Standing:
 
     @classmethod
     def from_json(cls, text: str) -> Standing:
-        """Raises ValueError unless the text describes a standing."""
+        """Parse a position. Raises ValueError if the text does not describe one."""
         return parse_record(cls, text)
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks at fault, and one line that says what they did."""
+    """The ranks at fault, and one line that describes what they did."""
 
     ranks: tuple[int, ...]
     title: str
@@ -52,7 +52,7 @@ class Meeting:
     ranks: tuple[int, ...]
     number: int
     what: str
-    """The phase at the end of which they meet."""
+    """The phase at the end of which the ranks meet."""
 
     pending: bool = True
 
@@ -68,11 +68,11 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """The ranks at fault; None if the standings do not show it."""
+        """Return the ranks at fault; None if the positions do not show it."""
         return None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Writes what belongs beside the stacks of a rank. May raise OSError."""
+        """Write additional evidence beside the stacks of a rank. May raise OSError."""
 
 
 class RankStatus:
@@ -112,7 +112,7 @@ class RankStatus:
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:
-        """This rank's position, for the report of another rank."""
+        """Return this rank's position, for another rank's report."""
         if self.error is not None:
             frames = traceback.extract_tb(self.error.__traceback__)
         else:

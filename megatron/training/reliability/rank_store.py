@@ -50,17 +50,17 @@ MARGIN = 3.0
 
 
 PATIENCE = 10.0
-"""Seconds after which a rank says for what it waits at start-up."""
+"""Seconds after which a rank prints what it is waiting for at start-up."""
 
 
 def tell(line: str) -> None:
-    """Prints a line on standard error, if it can be written."""
+    """Print a line on standard error, if it can be written."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 class NoStoreError(ConnectionError):
-    """This rank cannot talk to the others. `waited`: whether it has waited for the store as long as it may."""
+    """Raised if this rank cannot reach the others. `waited` is True if it waited for the store as long as it may."""
 
     def __init__(self, message: str, waited: bool = False) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "") -> dist.S
 
 
 def identity(config: RunConfig) -> str:
-    """Text that tells a run from others: all of its ranks have the same one."""
+    """Return a text that identifies a run: all of its ranks compute the same one."""
     model = hashlib.sha256(repr(config.model).encode()).hexdigest()[:8]
     return f"--save {config.checkpoint.save_root}, --seed {config.training.seed}, model {model}"
 
@@ -124,14 +124,15 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """The number of the start in the job (`START`) whose ranks have set a key by a store of `meet`; None for others."""
+    """Return the number of the start in the job (`START`) whose ranks have set a key through a store of `meet`; None
+    for other keys."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
 
 
 def launcher_has_store() -> bool:
-    """Return whether the store is in a process of the launcher, as torchrun's is, and not in that of rank 0."""
+    """Return whether the store is in a launcher process, as torchrun's is, instead of rank 0's process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -148,8 +149,11 @@ def store_refuses() -> bool:
 
 
 def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: timedelta) -> dist.Store:
-    """A connection to a store. Raises TimeoutError if another program has the port and does not answer, for which torch
-    would wait without a limit, and ForeignPortError as soon as it is known that there will be no store."""
+    """Connect to a store.
+
+    Raises TimeoutError if another program holds the port and does not answer, for which torch would wait forever, and
+    ForeignPortError as soon as it is known that there will be no store.
+    """
     stores, errors = list[dist.Store](), list[BaseException]()
 
     def connect() -> None:
@@ -193,7 +197,7 @@ class Peer:
     pid: int
     namespace: str
     started: str
-    """Tells the process from a later one of the same number."""
+    """Distinguishes the process from a later one with the same pid."""
 
     @classmethod
     def here(cls) -> Peer:
@@ -276,7 +280,7 @@ class Board:
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self.ignored = Ignored(lambda: self.name(launch.rank), reports=launch.rank == 0)
-        """Malformed values in the store, of which rank 0 reports the first one."""
+        """Malformed values in the store; rank 0 reports the first one."""
 
         self._malformed = dict[str, int]()
         """Key -> hash of the malformed value that was counted, so that none is counted again at every look."""
@@ -298,11 +302,11 @@ class Board:
             )
 
     def get(self, key: str) -> str | None:
-        """A value, None where there is none yet."""
+        """Return a value, None if there is none yet."""
         return _text(self.store.get(key)) if self.store.check([key]) else None
 
     def read(self, key: str, parse: Callable[[str], T]) -> T | None:
-        """A value as `parse` returns it, None where there is none yet or `parse` raises ValueError."""
+        """Return a value parsed by `parse`; None if there is none yet, or if `parse` raises ValueError."""
         text = self.get(key)
         return self._parsed(key, text, parse) if text else None
 
@@ -349,7 +353,7 @@ class Board:
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
     def peer(self, rank: int) -> Peer | None:
-        """The process of a rank, None if it has not come."""
+        """Return the process of a rank, None if it has not arrived."""
         return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
 
     def name(self, rank: int) -> str:
@@ -378,7 +382,7 @@ class Board:
         return self.read("cause", self._parse_failure)
 
     def post_report(self, failure: Failure) -> None:
-        """Tells the other ranks that the report is printed, and what it says."""
+        """Tell the other ranks that the report is printed, and its text."""
         self.store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
@@ -428,7 +432,7 @@ class Board:
             self.first_phase = self.last_phase(0)
 
     def known_neighbours(self) -> dict[int, Peer]:
-        """`neighbours`, without asking the store: empty if this rank has not read yet who they are."""
+        """Return `neighbours` without querying the store; empty if this rank has not read them yet."""
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
@@ -440,6 +444,6 @@ class Board:
         return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
 
     def missing(self, meeting: str) -> list[int]:
-        """The ranks that have not come."""
+        """Return the ranks that have not arrived."""
         came = self.get_all(f"came/{meeting}")
         return [rank for rank in self.ranks if rank not in came]

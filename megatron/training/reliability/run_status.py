@@ -149,7 +149,7 @@ def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
 
 
 def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
-    """As `recorded_events`, but one after another: a long run has many."""
+    """Yield the events of `recorded_events` one by one, because a long run has many."""
     if save is None:
         return
     with suppress(OSError), storage_of(save).open(save / EVENTS) as file:

@@ -12,7 +12,7 @@ from typing import TextIO
 from megatron.training.reliability.rank_store import out_of_memory_kills
 
 MOST = 2000
-"""Characters shown of what a crashed interpreter wrote."""
+"""Maximum number of characters shown of a crashed interpreter's output."""
 
 
 class StackDump:
@@ -38,7 +38,7 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def write(self, title: str, beside: Callable[[Path, int], None]) -> None:
-        """Writes the stacks of all threads, then what `beside(folder, rank)` writes, unless the disk is full."""
+        """Write the stacks of all threads, then the output of `beside(folder, rank)`, unless the disk is full."""
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):
@@ -64,7 +64,7 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def last_words(self, rank: int) -> str:
-        """Facts about the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""
+        """Return facts about another rank's end: kills by the kernel, and the crash output of its interpreter."""
         said = []
         if (kills := out_of_memory_kills()) > self._kills:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")

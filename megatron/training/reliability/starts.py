@@ -20,8 +20,10 @@ class Starter(Protocol):
     """Makes the attempts of a rank."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-        """Calls `attempt`, perhaps several times, each in a process of its own, and with a rank and a world of its own:
-        the processes that the launcher has started may be more. Returns the exit code of the last."""
+        """Call `attempt`, possibly several times, each in a separate process with its own rank and world.
+
+        The launcher may have started more processes than the world has ranks. Returns the exit code of the last call.
+        """
 
 
 @runtime_checkable

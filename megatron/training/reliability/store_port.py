@@ -1,5 +1,7 @@
-"""Why the store of the ranks cannot be reached, as far as another rank can know: the failure of the rank that opens it,
-if that is on the same host, and what the port does. This module does not import torch."""
+"""Explains why the ranks' store cannot be reached, as far as another rank can know. This module does not import torch.
+
+It checks for a failure of the rank that opens the store, if that rank is on the same host, and the state of the port.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def leave_failure(address: str, port: int, why: str) -> None:
 
 
 def left_failure(address: str, port: int) -> str | None:
-    """The reason that `leave_failure` left since this process began; None without one. What an earlier start, another
-    launcher or another user left does not count."""
+    """Return the reason that `leave_failure` has left since this process started; None if there is none.
+
+    Files of an earlier start, another launcher or another user are ignored.
+    """
     path = _place(address, port)
     try:
         mine = path.parent.stat().st_uid == path.lstat().st_uid == os.getuid() and not path.is_symlink()

@@ -1,8 +1,8 @@
 """Keeps the credentials of URLs out of files, logs and messages. This module does not import torch.
 
 Flags take URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link. `take_credentials`
-returns such a URL with *** in place of what is secret, which is all that a configuration, and what is made of it, ever
-holds. The URL itself stays in this process: `with_credentials` returns it where a connection is opened.
+returns such a URL with *** in place of secrets. Configurations, and everything derived from them, hold only this form.
+The full URL stays in this process: `with_credentials` returns it when a connection is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VALUE = re.compile(
     r"(?P<secret>[^&;#\s'\"]*[^&;#\s'\":,.)])",
     re.IGNORECASE,
 )
-"""A parameter of a query that grants access."""
+"""A query parameter that grants access."""
 
 _URLS: dict[str, str] = {}
 """URL without credentials -> the URL as it was given."""
@@ -58,8 +58,8 @@ def with_credentials(url: str) -> str:
 
 
 def like(url: str, found: str) -> str:
-    """`found`, a URL that a listing of `url` has returned, with the user of `url` where the listing left it out, its
-    credentials hidden."""
+    """Add the user of `url` to `found`, a URL from a listing of `url`, if the listing omitted it; credentials are
+    hidden."""
     user, other = _USER.search(with_credentials(url)), _USER.search(found)
     if user is not None and other is None and found.startswith(user["before"]):
         found = found.replace(user["before"], f"{user['before']}{user['secret']}@", 1)
@@ -67,8 +67,8 @@ def like(url: str, found: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text with the credentials of URLs replaced: in every URL that it holds, and where those that were given to this
-    process stand alone."""
+    """Replace the credentials of URLs in a text: in every URL, and wherever credentials given to this process appear
+    alone."""
     if "://" in text:
         text = _hidden(text)
     for secret in _SECRETS:

@@ -1,7 +1,8 @@
 """Makes control characters in printed text visible. This module does not import torch.
 
-Values of flags, names in files and messages of exceptions come from anybody. Printed raw, their escape sequences could
-rename the window of a terminal, hide lines that were printed before, or type into the shell."""
+Values of flags, names in files and messages of exceptions may be untrusted. If printed unchanged, their escape
+sequences could rename a terminal window, hide earlier lines, or type into the shell.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def visible(text: str) -> str:
 
 
 def visible_value(value: object) -> str:
-    """A value as part of a line of a message: `visible` without lines and tabs, cut in the middle where it is long."""
+    """Format a value for a message line: `visible`, without line breaks and tabs, shortened in the middle if it is
+    long."""
     text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
@@ -75,7 +77,7 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Within it, whatever is printed is `visible`: for programs that print no escape sequences of their own."""
+    """Make all output within the block `visible`, for programs that print no escape sequences themselves."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream)) for stream in before)
     try:

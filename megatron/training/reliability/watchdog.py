@@ -71,10 +71,11 @@ class Watchdog:
         self.failures.connect(board)
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
-        """Starts the thread, once connected. Call it on the main thread.
+        """Start the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run. `deadlines`: what else does -> (`time.monotonic()` of its end, kind of
-        the request)."""
+        `signals` says whether signals end the run. `deadlines` maps other causes to (`time.monotonic()` of the end,
+        kind of the request).
+        """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
         for watch in self.watches:
@@ -104,8 +105,10 @@ class Watchdog:
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:
-        """Returns when all ranks have ended `what`. Raises LateRanksError, which names those that have not, if they do
-        not within `minutes`."""
+        """Return when all ranks have finished `what`.
+
+        Raises LateRanksError, which names the missing ranks, if they do not finish within `minutes`.
+        """
         board, status = self.board, self.status
         if board is None or self.launch.world_size == 1:
             return

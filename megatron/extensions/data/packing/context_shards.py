@@ -1,5 +1,5 @@
-"""Division of packed documents over context-parallel ranks, such that each rank has equally many pairs of a query and a
-key. Does not import torch.
+"""Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. Does not
+import torch.
 
 The usual shards, an early and a late chunk of the sample, have equal work only if the sample is a single document. Here
 each rank holds as many tokens as before, so that shapes and padding stay the same, but the tokens differ. Several

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, located, stor
 from megatron.extensions.data.text_data.inputs import TextFile, files_below
 
 Value = str | bytes | NDArray | ValueError
-"""A text, token ids [n], or what is wrong with a record."""
+"""A text, token ids [n], or the problem of a record."""
 
 DEFAULT_KEY = "text"
 TOKEN_KEYS = ("input_ids", "tokens")
@@ -28,7 +28,7 @@ class Documents(ABC):
     """The documents of a data set, in the order of its files. Errors of users are ValueErrors."""
 
     unit = "row"
-    """What a record is called in messages."""
+    """Name of a record in messages."""
 
     name: str
     """The data set as the flag names it."""

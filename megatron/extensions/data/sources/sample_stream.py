@@ -25,7 +25,7 @@ KEPT = 1 << 16
 
 
 class Place(NamedTuple):
-    """Where a sample starts."""
+    """Position at which a sample starts."""
 
     epoch: int = 0
     window: int = 0
@@ -35,10 +35,10 @@ class Place(NamedTuple):
     """Cursor of the first document of the window."""
 
     document: int = 0
-    """Documents of the window, as shuffled, that are behind."""
+    """Number of finished documents of the shuffled window."""
 
     token: int = 0
-    """Tokens of the document that are behind."""
+    """Number of consumed tokens of the current document."""
 
 
 class SampleStream:
@@ -57,7 +57,7 @@ class SampleStream:
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
-        """Where a sample starts; reads up to it if that is not known."""
+        """Return the position at which a sample starts; reads up to it if that is unknown."""
         with self._lock:
             found = self._places.get(sample)
         if found is None:
@@ -66,7 +66,7 @@ class SampleStream:
         return found
 
     def know(self, sample: int, place: Place) -> None:
-        """Notes where a sample starts."""
+        """Record the position at which a sample starts."""
         with self._lock:  # a checkpoint asks for places while threads read on
             if sample in self._places:
                 return

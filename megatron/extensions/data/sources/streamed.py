@@ -81,7 +81,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """The stream behind the views of a run."""
+    """Return the stream on which the views of a run are based."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset
@@ -95,8 +95,11 @@ def with_tokenizer(dataset: StreamedDataset, tokenizer: Tokenizer | None) -> Non
 
 
 class PlaceInStream(Callback):
-    """Keeps in checkpoints where the next sample of the training stream starts, so that a resumed run need not read
-    what is before. Every rank computes the same place."""
+    """Stores in checkpoints where the next sample of the training stream starts, so that a resumed run need not read
+    earlier data.
+
+    Every rank computes the same position.
+    """
 
     known: Mapping[str, object] = MappingProxyType({})
     """The state of the checkpoint that the run resumes from."""

@@ -10,8 +10,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class NoFirstNormLayer(TransformerLayer):
-    """`TransformerLayer` whose attention reads the residual stream as it is in layer 0, where the embeddings are
-    normalized already. The layers after it are those of `TransformerLayer`."""
+    """`TransformerLayer` without the first norm: in layer 0, attention reads the embeddings, which are already
+    normalized."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

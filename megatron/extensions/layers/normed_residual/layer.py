@@ -12,8 +12,10 @@ from megatron.extensions.layers.normed_residual.flags import NormedResidualFlags
 
 
 class NormedResidualLayer(TransformerLayer):
-    """x = norm(x), then x = weight * x + dropout(f(x)), for attention and for the MLP (MiniMax-Text-01, arXiv
-    2501.08313). The parameters are those of `TransformerLayer`."""
+    """Normalizes the residual stream: x = norm(x), then x = weight * x + dropout(f(x)), for attention and MLP.
+
+    MiniMax-Text-01 (arXiv 2501.08313). The parameters are those of `TransformerLayer`.
+    """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -42,7 +42,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""How often ranks look for a result between two audits."""
+"""Number of times that ranks check for a result between two audits."""
 
 LONGEST_WAIT = 600.0
 """Seconds that the end of a run waits for the last audit."""

@@ -108,7 +108,7 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
 
 @dataclass(frozen=True)
 class Start:
-    """How a start is made."""
+    """Decision about how a start is made: its workers, ranks and layout."""
 
     roster: Roster
     """Worker of each rank."""
@@ -239,8 +239,10 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Finds the keys of starts before this one, to which all that take part in it have come, for `tidy`. One that
-        comes to an earlier start later reads that there is a newer one."""
+        """Find the keys of earlier starts at which all their workers have arrived, for `tidy`.
+
+        A worker that arrives at an earlier start later reads that there is a newer one.
+        """
         answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
         if not hasattr(whole, "list_keys"):  # torch 2.11 has no such call: old keys stay

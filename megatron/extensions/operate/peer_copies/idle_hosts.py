@@ -1,5 +1,5 @@
-"""Hosts without ranks whose copies are still read: what a process of the launcher there offers, and where the ranks
-find it. This module does not import torch."""
+"""Copies on hosts without ranks: a launcher process on such a host offers them, and ranks find and read them. This
+module does not import torch."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ neither the reason nor the error that would end a collective has arrived: the ne
 end."""
 
 FAREWELLS = 8
-"""How often the last message is sent."""
+"""Number of times that the last message is sent."""
 
 BURST = 256
 """Number of datagrams, and of connections, that are read between two looks at the clock, so that a flood does not delay
 heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""What a message may say about the end of its host: see `Peer.end`."""
+"""Values of a message about the end of its host: see `Peer.end`."""
 
 
 Address = tuple[str | int, ...]
@@ -319,7 +319,7 @@ class Heartbeat:
                 self.links.hear(message, sender, now)
 
     def _answer_doors(self) -> None:
-        """Accept connections, of which the kernel holds only a limited number, and close them."""
+        """Accept connections and close them, because the kernel queues only a limited number."""
         for door in self._doors:
             with suppress(OSError):  # there are no more connections, or the other end has gone
                 for _ in range(BURST):

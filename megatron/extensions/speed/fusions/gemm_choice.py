@@ -290,7 +290,7 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Where the additions are made, according to the timings."""
+    """Return where the additions are computed, according to the timings."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 

@@ -93,8 +93,10 @@ class ExpertKernel(Generic[*Operands]):
         RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Why a run uses none of the kernels: at one of its shapes none is right, or torch is faster than each of them;
-        None if it uses them. Collective over the world."""
+        """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
+
+        At one of its shapes, no kernel is correct or torch is faster than each of them.
+        """
         self.chosen.clear()
         self.found.clear()
         if not _on_gpu(shapes) or shapes.fp8 is None:
@@ -123,7 +125,7 @@ def _on_gpu(shapes: RunShapes) -> bool:
 
 
 def _untimed(run: Run) -> float:
-    """A clock that runs once, and by which all runs take equally long."""
+    """Return a clock that runs the function once and reports equal times for all."""
     run()
     return 0.0
 

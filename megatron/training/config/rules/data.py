@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def listed(c: RunConfig) -> list[str]:
-    """Flags of extensions that name data, where given: what they list is read before a run starts."""
+    """Return the flags of extensions that name data, if given: their lists are read before a run starts."""
     return [flag.name for flag in flags_of("data") if flag.section != "data" and value_of(c, flag)]
 
 

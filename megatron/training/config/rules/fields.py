@@ -59,7 +59,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
-    """Checks what a given flag needs and excludes."""
+    """Check which other flags a given flag requires and excludes."""
     for flag in all_flags():
         value = value_of(c, flag)
         if value == flag.default:
@@ -79,7 +79,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
 
 
 def _section(condition: Condition) -> str:
-    """The section of the first flag of a condition; "" where it names none, as "GPUs" does."""
+    """Return the section of the first flag in a condition; "" if it names none, such as "GPUs"."""
     named = spelling_table().get(condition.parts[0].split()[0])
     return named[0].section if named else ""
 
@@ -104,7 +104,7 @@ LIMITS: dict[str, tuple[float, str]] = {
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
-    """The limit by the name of a field; that of its own bounds counts where it has one."""
+    """Return the limit by the name of a field. The field's own bound takes precedence."""
     own = flag.spec.at_most is not None or flag.spec.below is not None
     words = flag.field.split("_") if flag.kind is float and not own and _is_ours(flag) else []
     return next((LIMITS[word] for word in words if word in LIMITS), None)

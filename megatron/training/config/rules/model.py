@@ -53,7 +53,7 @@ def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
 
 
 def window_heads(c: RunConfig) -> dict[str, int | None]:
-    """Flag -> heads of layers with a sliding window or chunks, where it is given."""
+    """Return the flags and head counts of layers with a sliding window or chunks, if given."""
     m = c.model
     return {
         "--window-num-attention-heads": m.window_num_attention_heads,
@@ -129,7 +129,7 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
-    """One activation function, and bounds of its operands where it has any."""
+    """Check that there is a single activation function, and bounds of its operands if it uses any."""
     short = ["--" + name.replace("_", "-") for name in m.activation_flags]
     if m.activation_func is not None and short:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
@@ -178,7 +178,7 @@ def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Patterns of layers, and what they need beside them."""
+    """Check patterns of layers and their requirements."""
     m = c.model
     some_local = m.window_size is not None or m.attention_chunk_size is not None
     if m.num_layers < 1:
@@ -202,7 +202,7 @@ def pattern_of(num_layers: int) -> str:
 
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Which layers have linear attention, and what they do not read."""
+    """Check which layers have linear attention, and that other settings apply to them."""
     m = c.model
     flag = "--linear-attention-freq"
     cp = c.parallel.context_parallel_size
@@ -266,7 +266,7 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
-    """A head's rotated channels are pairs. `width` is that of a head."""
+    """Check that a head's rotated channels form pairs. `width` is the head's width."""
     if percent is None or not width or width < 0 or not 0 < percent <= 1:
         return
     rotated = int(width * percent)

@@ -1,7 +1,8 @@
-"""Makes the nearest values that problems name legal under all rules. This module does not import torch.
+"""Makes the nearest values in problems legal under all rules. This module does not import torch.
 
-A rule names the nearest value that it accepts by itself. Another rule of the same flag may refuse that one, so values
-are tried before a message names them."""
+A rule names the nearest value that it accepts. Another rule of the same flag may refuse that value, so values are tried
+before a message names them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ TRIED = 8
 """Values that are tried because a rule names them as the nearest."""
 
 SCANNED = 32
-"""Small numbers, as of groups and layers, that are tried where no named value is legal."""
+"""Small numbers, such as numbers of groups and layers, to try if no named value is legal."""
 
 Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """The problems with values in "nearest: N" that no rule of the flag refuses, as far as one is found; where there is
-    none, the remedy says what refuses the value that was named. `judge` finds the problems of a configuration."""
+    """Return the problems with values in "nearest: N" that no rule of the flag refuses, if any is found.
+
+    Otherwise the remedy says what refuses the named value. `judge` finds the problems of a configuration.
+    """
     return [_with_legal_value(each, problems, config, judge) for each in problems]
 
 
@@ -37,7 +40,7 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
     named = NAMED.fullmatch(problem.remedy)
     if named is None or flag is None or flag.kind is not int or flag.takes_several:
         return problem
-    # What any value of the flag meets, such as another flag that it needs, does not count.
+    # problems that any value of the flag has, such as another required flag, do not count
     lasting = {_kind(each) for each in problems if each.flag == problem.flag and NAMED.fullmatch(each.remedy) is None}
 
     def refusals(value: int) -> list[Problem]:
@@ -63,8 +66,11 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 
 
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
-    """Values in the order in which they are tried: those that the problem names, those that the rules name which refuse
-    them, common multiples of the distances of these, and small numbers. `tried` gets the refusals meanwhile."""
+    """Yield values in the order in which to try them.
+
+    They are the values in the problem, the values named by rules that refuse those, common multiples of their
+    distances, and small numbers. `tried` collects the refusals.
+    """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
         yield value

@@ -99,7 +99,7 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor of `size` that is at most `most`: what divides the size divides the world too."""
+    """Return the largest divisor of `size` that is at most `most`; a divisor of the size also divides the world."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
 
 
@@ -178,13 +178,13 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         dims = ParallelDims.from_config(p, world_size)
     except (ValueError, ZeroDivisionError):
-        return  # another rule says so
+        return  # another rule reports it
     sizes = [("DP * CP", dims.dp * dims.cp)]
     if c.model.num_experts is not None:
         sizes.append(("the data-parallel size of experts", dims.expt_dp))
     for what, size in sizes:
         if size < 1:
-            continue  # another rule says so
+            continue  # another rule reports it
         if count < 1 or size % count:
             yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest_divisor(size, count)}")
 

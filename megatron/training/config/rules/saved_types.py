@@ -51,8 +51,7 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Contents of a checkpoint besides tensors. `config` and `model_of_run` hold fields, which have types of their
-    own."""
+    """Contents of a checkpoint besides tensors. `config` and `model_of_run` hold fields with their own types."""
 
     format_version: int
     torch_version: str

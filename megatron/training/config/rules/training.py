@@ -100,8 +100,7 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
-    """Convert a number of iterations to samples, or of samples to iterations, after its flag. Empty where the batch
-    varies."""
+    """Format iterations as samples, or samples as iterations, for a message. Empty if the batch size varies."""
     size = c.training.global_batch_size
     if not size or size < 0 or batch_schedule(c):
         return ""

@@ -37,15 +37,17 @@ from megatron.extensions.speed.fusions.kernels.grouped_triton import (
 )
 
 COLUMNS = 64
-"""That a program casts, of one tile of tokens."""
+"""Columns of a token tile that one program casts."""
 
 TILINGS = {
     "square": Tiling(128, 128, 1, warps=8, stages=4),
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Of weight gradients, by name. Rows are counted in tiles of 128. Larger tiles leave no registers for a second sum of
-each output. The second one fits the shared memory of Ada."""
+"""Tilings for weight gradients by name. Rows are counted in tiles of 128.
+
+Larger tiles leave no registers for a second sum of each output. The second tiling fits the shared memory of Ada.
+"""
 
 
 class RowTiling(NamedTuple):
@@ -67,7 +69,7 @@ ROW_TILINGS = {
     "shallow": RowTiling(128, 128, TILE, 8, 3),
     "flat": RowTiling(64, 128, TILE, 4, 3),
 }
-"""Of products of rows, by name."""
+"""Tilings for products of rows by name."""
 
 
 @triton.jit
