@@ -120,9 +120,7 @@ class Judge(Protocol):
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return (1 to skip the update, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the device.
-
-        Inputs are the gradient norm, 1 if a value is not finite, and [loss sum, tokens] over the world.
-        """
+        Inputs are the gradient norm, 1 if a value is not finite, and [loss sum, tokens] over the world."""
 
 
 class Log(Protocol):
@@ -155,11 +153,9 @@ class Exporter(Protocol):
 
 
 class Meter:
-    """Base class of meters, which count during the passes of steps on one rank, and report at log lines.
-
-    For each step: `begin_step`, the passes, `gradients_ready`, `end_step` with the update of the weights, or
-    `discard_step` in its place, `after_update`. At a log line: `take` on every rank, a sum over the world, `report`.
-    """
+    """Base class of meters, which count during the passes of steps on one rank, and report at log lines. For each step:
+    `begin_step`, the passes, `gradients_ready`, `end_step` with the update of the weights, or `discard_step` in its
+    place, `after_update`. At a log line: `take` on every rank, a sum over the world, `report`."""
 
     def begin_step(self, step: Step) -> None:
         """Called before the passes of a step, and again if they are repeated."""
@@ -298,10 +294,8 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """Return additional watches for this rank's watchdog.
-
-        Called before the ranks meet, as soon as they can learn of each other's failures.
-        """
+        """Return additional watches for this rank's watchdog. Called before the ranks meet, as soon as they can learn
+        of each other's failures."""
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
@@ -375,10 +369,7 @@ class Callback:
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
         """Delete older checkpoints in `root` after the checkpoint of iteration `newest` is complete, except those in
-        `held`.
-
-        Called on one rank, on the thread that writes checkpoints. May raise OSError.
-        """
+        `held`. Called on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
         """Called before the first step, after a checkpoint was loaded."""
@@ -390,11 +381,9 @@ class Callback:
         """Called after each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation in place of the model's, such as averages; None for the model's own.
-
-        They are a state of the optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback
-        that returns some wins. Every rank returns the elements that it updates. Collective.
-        """
+        """Return weights for evaluation in place of the model's, such as averages; None for the model's own. They are a
+        state of the optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns
+        some wins. Every rank returns the elements that it updates. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
