@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.extensions.operate.peer_copies.holder import read_header
+from megatron.extensions.operate.resilience.save_lease import SaveLease
 from tests.extensions.peer_copies.runs import Planned, Run
 
 SHARDED = ("--bf16", "--data-parallel-sharding-strategy", "optim")
@@ -90,3 +91,18 @@ def damage(folder: Path, iteration: int, part: str) -> None:
             header.with_suffix("").write_bytes(data)
             return
     raise AssertionError(f"there is no copy of {part} at iteration {iteration}")
+
+
+def test_a_refused_run_does_not_hide_what_has_ended_the_other(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1)
+    try:
+        run.start(Planned("error", 0, 2))
+        other = SaveLease(run.save, pytest.fail)
+        other.acquire()
+        assert "another run saves to" in run.start(code=1)
+        other.release()
+        run.start()
+        (event,) = run.events("recovery")
+        assert event["what"].endswith("InjectedError: injected")
+    finally:
+        run.end()

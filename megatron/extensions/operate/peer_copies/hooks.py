@@ -105,6 +105,9 @@ class PeerCopies(Callback):
         self._copies: Copies | None = None
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
+        self._met = False
+        """True once the ranks have met, of which the first holds the lease on --save."""
+
         self._saved: int | None = None
         """Last iteration that this start has saved, as of the last copy."""
 
@@ -128,6 +131,7 @@ class PeerCopies(Callback):
         """Open the holder of this host, and learn what all hosts hold. Collective."""
         world, own = runtime.state.world, host_name()
         names = gather_objects(own, world)
+        self._met = True
         self._leads = names.index(own) == world.rank
         mine = Host(own, None, Inventory(), None)
         if self._leads:
@@ -388,9 +392,10 @@ class PeerCopies(Callback):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Record the failure that ends the run, for the next start."""
+        """Record the failure that ends the run, for the next start; not that of a run that has been refused, because
+        the copies belong to the run that holds the lease."""
         cause = self._watchdog.failures.reported
-        if cause is not None:
+        if cause is not None and self._met:
             done = 0 if self._run is None else self._run.progress.iteration
             with suppress(OSError):
                 write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
