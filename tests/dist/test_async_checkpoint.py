@@ -169,9 +169,10 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
 def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*fatal-save-errors"):
         run_world(2, train_on_a_bad_disk, "iter_0000002", "--save", str(tmp_path), "--fatal-save-errors")
-    with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*it was the last of the run"):
-        run_world(2, train_on_a_bad_disk, "iter_0000008", "--save", str(tmp_path))
-    assert read_latest(tmp_path) == 6
+    for flag in ("--async-save", "--no-async-save"):
+        with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*it was the last of the run"):
+            run_world(2, train_on_a_bad_disk, "iter_0000008", "--save", str(tmp_path), flag)
+        assert read_latest(tmp_path) == 6
 
 
 def test_in_the_background_or_not_the_same_is_saved(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ class RunSaver:
         self._told: tuple[int, str] | None = None
         """Iteration and reason of the failure that was printed last, without the reason's numbers."""
 
+        self._given_up = ""
+        """Reason why the newest checkpoint that was begun is not on disk; empty if it is, or is being written."""
+
         self.exporters: list[Exporter] = []
         if self.writer is not None:
             self.writer.check = runtime.watchdog.check_save_folder
@@ -64,7 +67,7 @@ class RunSaver:
         """Starts a checkpoint of the current iteration; with --no-async-save it is written on return."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
-        self.last = iteration
+        self.last, self._given_up = iteration, ""
         self._runtime.watchdog.doing(f"saving iteration {iteration}")
         if self.exporters:  # they learn of the save before, whose checkpoint must then not be deleted
             self.writer.wait()
@@ -74,10 +77,10 @@ class RunSaver:
             self._runtime.say(self._lines.saving(iteration, stalled=time.perf_counter() - start))
         self.report()
 
-    def report(self, last: bool = False) -> None:
+    def report(self) -> None:
         """Prints the outcome of saves that ended since the last call, on the first rank.
 
-        Raises CheckpointError if a save was given up, under --fatal-save-errors or if it was the `last` of the run.
+        Raises CheckpointError if a save was given up under --fatal-save-errors.
         """
         for report in self.writer.reports() if self.writer is not None else []:
             if report.error is None:
@@ -90,10 +93,12 @@ class RunSaver:
             self._record(report)
             if self._runtime.is_main:  # every rank has the same report
                 self._say_failure(report, message)
-            given_up = not report.complete and not report.attempts_left
-            if given_up and (last or self.options.fatal_save_errors):
-                raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
-
+            if report.complete or report.attempts_left:
+                continue
+            if self.options.fatal_save_errors:
+                raise CheckpointError(f"{message} (--fatal-save-errors)")
+            if report.iteration == self.last:
+                self._given_up = message
         self._say_exported()
 
     def _say_failure(self, report: SaveReport, message: str) -> None:
@@ -136,7 +141,9 @@ class RunSaver:
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
-            self.report(last=True)
+            self.report()
+            if self._given_up:  # without --async-save it was reported in `save`
+                raise CheckpointError(f"{self._given_up} (it was the last of the run)")
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
             self._runtime.say(f" {line}")
         self._say_exported(wait=True)
