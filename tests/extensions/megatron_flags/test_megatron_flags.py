@@ -205,6 +205,8 @@ EXCHANGES = [name for name, entry in TABLE.entries.items() if isinstance(entry, 
     ("flags", "cost"),
     [
         ("--moe-token-dispatcher-type flex", "a token travels once for each of its experts"),
+        ("--moe-enable-deepep", "a token travels once for each of its experts"),
+        ("--cross-entropy-fusion-impl linear", "kernels are launched for each of these chunks"),
         ("--cuda-graph-impl full_iteration", "the host launches every kernel"),
     ],
 )

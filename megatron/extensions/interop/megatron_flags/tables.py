@@ -43,6 +43,9 @@ class SameAs:
     quiet: bool = False
     """True if it is a usual spelling, of which nothing need be said."""
 
+    cost: str = ""
+    """What it costs that these flags do the same in another way."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -183,10 +186,10 @@ class ForeignFlags:
             reader.read_known(each, values)
             if each not in options():
                 reader.readings.pop()
-        why = "" if entry.quiet else "another name" if len(words) <= 2 else "short for these"
+        why = "" if entry.quiet else entry.cost or ("another name" if len(words) <= 2 else "short for these")
         reader.readings.append(Reading((name, *texts), tuple(ours), why, len(reader.problems) > before))
         if not entry.quiet:
-            reader.notes.append(str(reader.readings[-1]))
+            reader.notes.append(str(reader.readings[-1]) + (f": {entry.cost}" if entry.cost else ""))
 
 
 def _no_effect(reader: FlagReader, name: str, texts: Sequence[str], reason: str) -> None:
@@ -234,7 +237,7 @@ def read_tables() -> ForeignFlags:
             settings["arity"] = None
         entries |= dict.fromkeys(group["flags"], Accepted(**settings))
     for quiet, table in ((True, tables["usual"]), (False, tables["replaced"])):
-        entries |= {name: SameAs(flags, quiet) for name, flags in table.items()}
+        entries |= {name: SameAs(flags, quiet, tables["costs"].get(name, "")) for name, flags in table.items()}
     entries |= {name: Exchange(*words) for name, words in tables["exchanged"].items()}
     prefixes: dict[str, NotBuilt] = {}
     for group in tables["not_built"]:
