@@ -205,7 +205,7 @@ tree_flatten = _pytree.tree_flatten
 """The leaves of nested containers. torch 2.13. When it goes: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
-"""Nested containers from their leaves. torch 2.13. When it goes: as for `tree_flatten`."""
+"""Rebuilds nested containers from their leaves. torch 2.13. When it goes: as for `tree_flatten`."""
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Progress:
     (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
-    """Iterations so far without an update: not finite, a spike, or left out by --iterations-to-skip."""
+    """Number of iterations without an update: not finite, a spike, or skipped by --iterations-to-skip."""
 
     nan_iterations: int = 0
     """Skipped steps with a loss or gradient that was not finite, except overflows of fp16's loss scale."""

@@ -126,7 +126,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
 
     A sink z is an additional score in each softmax row that has no value, so a head may attend to nothing (gpt-oss;
-    arXiv 2309.17453 describes sinks that form without one). It changes the result of a kernel without sinks row by row:
+    arXiv 2309.17453 describes sinks that form without one). This function corrects each row of a kernel without sinks:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 

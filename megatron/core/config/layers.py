@@ -83,11 +83,13 @@ class ResidualClass(Protocol):
         `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
-        """Makes a stream of hidden states: x [s, b, h] -> [s, b, w]. A static method."""
+        """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. A static method."""
 
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Makes the module that turns the stream after the last layer into hidden states, [s, b, w] -> [s, b, h].
-        `name` is that of the norm after it. A static method."""
+        """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
+
+        `name` is the name of the norm that follows. A static method.
+        """
 
 
 RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)

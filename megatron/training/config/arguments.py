@@ -234,9 +234,10 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
-    """Imports the extensions that the command line names, and those that files name and that may be loaded, and returns
-    all with whole paths. One that the command line names replaces one in a file that has moved. Raises
-    ExtensionError."""
+    """Import extensions named on the command line, and permitted ones named in files; return absolute paths.
+
+    An extension on the command line replaces one in a file that has moved. Raises ExtensionError.
+    """
     written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))
     known = loaded_extensions()

@@ -169,9 +169,10 @@ def write_error_file(text: str, at: float | None = None) -> bool:
 
 
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
-    """Makes the root cause, of the time `at` or just now, the last text on the screen: through torchrun, which prints a
-    worker's error file when all workers have ended, or directly if torchrun will restart them. `now`: directly too, as
-    torchrun itself is ending.
+    """Make the root cause, of the time `at` or of now, the last text on the screen.
+
+    torchrun prints a worker's error file when all workers have ended. If torchrun will restart them, or with `now`,
+    because torchrun itself is ending, the text is printed directly.
 
     torchrun shows a time one to two seconds before: a process that died without an error file has the second in which
     torchrun noticed it, and this cause must be earlier."""

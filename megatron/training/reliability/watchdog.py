@@ -97,11 +97,11 @@ class Watchdog:
             guard()
 
     def doing(self, phase: str) -> None:
-        """Names the phase that begins, for the report of a failure."""
+        """Set the current phase, for failure reports."""
         self.status.phase = phase
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all ranks because of an exception on this one. Raises it again if not connected."""
+        """End all ranks because of an exception on this one. If not connected, re-raise the exception."""
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:

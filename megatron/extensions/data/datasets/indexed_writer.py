@@ -198,7 +198,7 @@ class IndexedDatasetBuilder:
                 write(block)
 
     def _remove_old(self) -> None:
-        """An old index, or old checksums, must never be beside new data."""
+        """Remove an old index and old checksums, which must never be combined with new data."""
         for suffix in (SUMS, ".idx"):
             path = located(self.prefix + suffix)
             with suppress(FileNotFoundError):

@@ -180,7 +180,7 @@ class _Deal:
         self.owners = np.full(length, -1)
         starts = np.cumsum(lengths) - lengths
         self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
-        """[length + 1]: pairs of all positions before each."""
+        """[length + 1]: number of query-key pairs of all earlier positions, by position."""
 
         self.room = np.full(ranks, length // ranks)
         """Number of tokens for which each rank still has room."""

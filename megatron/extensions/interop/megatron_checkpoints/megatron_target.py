@@ -31,7 +31,7 @@ from megatron.training.config.run_config import RunConfig
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
-"""Folder, and text of the latest iteration, of a checkpoint without a position in a run."""
+"""Name that replaces the iteration in a checkpoint that belongs to no run: of its folder, and in the tracker file."""
 
 
 Place = tuple[tuple[str, ...], int | None]

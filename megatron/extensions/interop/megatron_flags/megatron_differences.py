@@ -86,17 +86,17 @@ class Run:
 
     @property
     def several_samples(self) -> bool:
-        """True if a step has more samples than one."""
+        """True if a step has more than one sample."""
         return (self.training.global_batch_size or 1) > 1
 
     @property
     def several_samples_at_once(self) -> bool:
-        """True if micro-batches have more samples than one on all ranks together."""
+        """True if a micro-batch has more than one sample, counted over all ranks."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
     def several_micro_batches(self) -> bool:
-        """True if a step has more micro-batches than one, on a rank or on several."""
+        """True if a step has more than one micro-batch, on one rank or on several."""
         return (self.training.global_batch_size or 1) > self.training.micro_batch_size
 
     @property

@@ -28,7 +28,7 @@ class Accepted:
     """Number of values; None if any will do."""
 
     values: tuple[str, ...] = ()
-    """If given, the only values without effect: any other one asks for `feature`."""
+    """If given, the only values without effect; any other value requests `feature`."""
 
     feature: str = "something"
 

@@ -78,7 +78,7 @@ _progress: mmap.mmap | None = None
 
 
 def end_in_order() -> None:
-    """Tell the parent that the exit code which follows is that of the run."""
+    """Tell the parent that the run itself has set the exit code that follows."""
     if _progress is not None:
         _progress[IN_ORDER] = 1
 
@@ -331,7 +331,7 @@ class Parent:
         return code
 
     def _next_worker(self) -> int:
-        """The worker of the next rank: each parent looks after one other."""
+        """Return the worker of the next rank. Each parent watches one other parent."""
         roster = self._start.roster
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 

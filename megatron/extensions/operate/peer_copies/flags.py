@@ -15,7 +15,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     copies = config.options(PeerCopyConfig).peer_copies
     save, load = config.checkpoint.save_root, config.checkpoint.load_root
     if copies and (save is None or load != save):
-        rule = "needs --save and --load with one folder, from which a run resumes that has lost its copies"
+        rule = "needs --save and --load with one folder, from which a run that has lost its copies resumes"
         yield Problem("--peer-copies", copies, rule, "give --save DIR --load DIR")
 
 

@@ -45,8 +45,8 @@ FEW = 64
 arrived."""
 
 PEACE = 60.0
-"""Seconds for which a rank may stay at one place of a step after the run has ended without a failure on another
-host."""
+"""Seconds without progress within a step after which a rank ends, once another host has ended the run without a
+failure."""
 
 LOOK = 0.5
 """Seconds between two checks of how long the store has not answered."""

@@ -33,8 +33,10 @@ MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Rounds of all programs, relative to the steps of the longest tile, from which on no tile is split, because less than
-one round is lost."""
+"""Number of rounds of all programs, relative to the steps of the longest tile, above which no tile is split.
+
+Less than one round is then lost.
+"""
 
 LEAST_STEPS = tl.constexpr(8)
 """Rows of a part of a tile."""
@@ -204,9 +206,11 @@ def add_grouped_kernel(
 def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """Add a sum to the tile of the matrix, to which nothing else is added in this kernel, or write it separately if it
-    is not the first part. This is done in four pieces, because giving threads adjacent numbers then needs little shared
-    memory."""
+    """Add the first part's sum to the tile of the matrix, or write the sum of another part separately.
+
+    Only one program of this kernel adds to a tile. It works in four pieces, because giving threads adjacent numbers
+    then needs little shared memory.
+    """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):
         two = _halves(left if half == 0 else right, BLOCK_O, BLOCK_I // 2)
