@@ -256,7 +256,7 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for the all-gathers, and repeat those in another format in the parameters' format.
+        """Wait for the all-gathers. Gather weights again that were gathered in another format than their own.
 
         Every parameter that is whole between passes is then whole again. Collective over the data-parallel ranks.
         """

@@ -50,7 +50,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Configuration of a phase that the rules of a run can judge."""
+    """Return the configuration of a phase in a form that the rules of a run can check."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)

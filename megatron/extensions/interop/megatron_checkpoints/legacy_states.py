@@ -144,7 +144,7 @@ def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """The parameters of each buffer of a chunk: those of one dtype, and dense or of experts where these are apart."""
+    """Yield the parameters of each buffer of a chunk: one dtype each, with experts apart if they have buffers."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):

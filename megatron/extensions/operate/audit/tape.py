@@ -278,7 +278,7 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """Rank at the other end of a message, which torch.distributed accepts in several ways."""
+    """Return the rank at the other end of a message, from any argument that torch.distributed accepts for it."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

@@ -229,4 +229,4 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Prints nothing: the line about a rollback has it."""
+    """Print nothing: the line about the rollback contains the message."""

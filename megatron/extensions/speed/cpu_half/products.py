@@ -53,7 +53,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 Results = Tensor | tuple[Tensor, ...]
 
 Kernel = Callable[..., Results]
-"""Function of an operator, which takes a dispatch key set and the operands."""
+"""Implementation of an operator; its arguments are a dispatch key set and the operands."""
 
 
 @cache

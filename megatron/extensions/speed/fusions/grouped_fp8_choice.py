@@ -95,7 +95,7 @@ class ExpertKernel(Generic[*Operands]):
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
 
-        At one of its shapes, no kernel is correct or torch is faster than each of them.
+        The reason is a shape for which no kernel is correct, or for which torch is faster than every kernel.
         """
         self.chosen.clear()
         self.found.clear()
