@@ -29,6 +29,19 @@ def test_copies_of_a_deleted_folder_are_not_loaded(tmp_path: Path) -> None:
         run.end()
 
 
+def test_copies_that_are_gone_are_missed(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1)
+    try:
+        run.start(Planned("copied", 0, 2))
+        run.lose(0)
+        said = run.start()
+        assert "copies in memory are not used: no host holds any of the start before; copies are kept for 1 min" in said
+        assert "loaded checkpoint" not in said and run.metrics()[0][0] == 1
+        assert "copies in memory" not in run.start(flags=["--train-iters", "5"])
+    finally:
+        run.end()
+
+
 def test_copies_are_not_loaded_after_checkpoints_were_deleted(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 1, ["--train-iters", "6", "--save-interval", "3", "--no-async-save"])
     try:

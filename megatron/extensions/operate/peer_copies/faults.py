@@ -96,7 +96,7 @@ class Recovery:
     """How the ranks were restarted: one of the rungs above."""
 
     source: str
-    """Source of the state: `copies in memory`, or `checkpoint on disk`."""
+    """Source of the state: `copies in memory`, `checkpoint on disk`, or, without either, `the beginning`."""
 
     why: str
     """Reason why the state did not come from memory; empty if it did, or if nothing was ever copied."""

@@ -45,7 +45,7 @@ from megatron.extensions.operate.peer_copies.faults import (
 )
 from megatron.extensions.operate.peer_copies.flags import PeerCopyConfig
 from megatron.extensions.operate.peer_copies.holder import WORLD, write_whole
-from megatron.extensions.operate.peer_copies.identity import keep_identity, new_identity, read_identity
+from megatron.extensions.operate.peer_copies.identity import drop_identity, keep_identity, new_identity, read_identity
 from megatron.extensions.operate.peer_copies.idle_hosts import IdleHost, read_note
 from megatron.extensions.operate.peer_copies.memory_checkpoint import CopyError, MemoryCheckpoint, Readers, damaged
 from megatron.extensions.operate.peer_copies.placement import duties, place, stored_bytes
@@ -121,6 +121,12 @@ class PeerCopies(Callback):
         watchdog.requests.undecided = True
         return ()
 
+    @property
+    def _lifetime(self) -> str:
+        """How long copies exist."""
+        minutes = self._options.peer_copy_keep_minutes
+        return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
+
     def _advice(self) -> str:
         """How the same command resumes after a failure now; empty if nothing is in memory."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
@@ -171,7 +177,7 @@ class PeerCopies(Callback):
         progress, why = None, ""
         if self._loads:
             why = self._drop_foreign(say, world)
-            found, progress, unused = self._resume(begun, say, data, world)
+            found, progress, unused = self._resume(begun, say, data, world, foreign=bool(why))
             why = unused or why
         self._resumed = progress is not None
         if progress is None:
@@ -180,7 +186,8 @@ class PeerCopies(Callback):
             kept = [copy for copies in found.copies.values() for copy in copies] if found and progress else []
             drop_others(self._folder, kept)
         if self._fault is not None:
-            source = "copies in memory" if progress is not None else "checkpoint on disk"
+            from_disk = "checkpoint on disk" if self._on_disk else "the beginning"
+            source = "copies in memory" if progress is not None else from_disk
             rung = os.environ.get(RUNG) or BY_LAUNCHER
             self._recovery = Recovery(self._fault, rung, source, why)
         return progress
@@ -209,9 +216,15 @@ class PeerCopies(Callback):
             say(f" no restart can use the copies in memory that this start makes: {why}")
 
     def _resume(
-        self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None], world: Axis
+        self,
+        begun: BegunRun,
+        say: Callable[[str], None],
+        data: Callable[[int], str | None],
+        world: Axis,
+        foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """Load the newest complete set of copies. If all copies of a part are damaged, load the set of the step before.
+        `foreign`: True if there were only copies that do not belong to --save.
 
         Returns the loaded set, its position, and, if no set was loaded, None, None and the reason."""
         root = begun.config.checkpoint.load_root
@@ -219,6 +232,8 @@ class PeerCopies(Callback):
         self._on_disk = on_first_rank(lambda: read_latest(root), world)
         on_disk = self._on_disk or 0
         sets, why = complete_sets(self._held), why_none(self._held)
+        if not why and not sets and not foreign and self._identity is not None:
+            why = f"no host holds any of the start before; {self._lifetime}"
         for complete in sets:
             found = self._verified(complete, world)
             if found.iteration < on_disk:
@@ -271,7 +286,8 @@ class PeerCopies(Callback):
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
             if int(checkpoint.payload.get("saved_iteration") or 0) <= on_disk:
-                where = f"copies in the memory of {len(set(self._host_of))} hosts"
+                hosts = len(set(self._host_of))
+                where = f"copies in the memory of {hosts} {'hosts' if hosts > 1 else 'host'}"
                 return found, begun.resume_with(checkpoint, say, data, where), ""
             why = f"--load was set back to iteration {on_disk} since"
         except CopyError as error:
@@ -412,9 +428,13 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder: the state is on disk."""
+        """End the holder: the state is on disk, and no start is to miss the copies."""
         self._await_copies()
-        gather_objects(None, self._run.runtime.state.world) if self._run is not None else None
+        if self._run is not None:
+            if self._run.runtime.is_main:
+                with suppress(OSError):
+                    drop_identity(self._save)
+            gather_objects(None, self._run.runtime.state.world)
         if self._leads:
             with suppress(OSError):
                 reached(address_in(self._folder)).end()
