@@ -13,10 +13,10 @@ axis, a single shard or expert, swapped or transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and perhaps `loss_mask`; or
 with `input_ids` and perhaps `labels` as transformers takes them, with -100 for labels that do not count. The loss is
-the mean over all labels that count. Gradients are a .safetensors file, by the names of transformers or of this program,
-a folder in a format of checkpoints (DCP too) with gradients in the place of weights, or the `iter_XXXXXXX` of
-Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` say what the configuration of the model leaves
-open. Exit code 0: equal; 1: a difference; 2: wrong input.
+the mean over all labels that count. Gradients are a .safetensors file or a folder of torch's DCP, by the names of
+transformers or of this program, a folder in a format of checkpoints with gradients in the place of weights, or the
+`iter_XXXXXXX` of Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` say what the configuration
+of the model leaves open. Exit code 0: equal; 1: a difference; 2: wrong input.
 """
 
 from __future__ import annotations

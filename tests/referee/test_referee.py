@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
@@ -104,6 +105,20 @@ def test_a_right_program_is_found_right(llama: Other, capsys: pytest.CaptureFixt
     assert found["equal"] and found["missing"] == []
     assert len(found["gradients"]) == 15  # type: ignore[arg-type]
     assert "15 of 15 gradients are equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", ["transformers", "ours"])
+def test_gradients_are_read_from_a_folder_of_dcp(tmp_path: Path, names: str) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path / "model")
+    source = referee.Input.at(tmp_path / "model").open(referee.Options())
+    theirs = {name: param.detach() for name, param in model.named_parameters()}
+    ours = {name: source.read(name, torch.float32) for name in source.metas}
+    dcp.save(theirs if names == "transformers" else ours, checkpoint_id=tmp_path / "gradients", no_dist=True)
+    dump = referee.open_dump(tmp_path / "gradients", source)
+    assert dump.dtype == torch.float32
+    assert all(torch.equal(dump.read(name), ours[name].double()) for name in source.metas)
 
 
 def test_experts_are_found_right(mixtral: Other) -> None:

@@ -7,14 +7,19 @@ factor. Converting zeros and ones reveals both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.dcp_index import MALFORMED, IndexReader
+from megatron.core.dist_checkpointing.path_kind import METADATA
 from megatron.core.param_meta import ParamMeta
 from megatron.extensions.interop.conversion.convert import Input
 from megatron.extensions.interop.conversion.formats import Options, Source
@@ -24,6 +29,9 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable,
 from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
 from megatron.extensions.interop.megatron_checkpoints.gradient_folder import GradientFolder
 from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
+
+INDEX = ".metadata"
+"""File of a folder of torch's DCP."""
 
 
 class Dump:
@@ -43,9 +51,9 @@ class Dump:
 def open_dump(path: Path, model: Source) -> Dump:
     """Open gradients written by another program.
 
-    `path` is a `.safetensors` file with names of this program or of transformers, a folder in a checkpoint format that
-    contains gradients in place of weights, or a folder of --save-wgrads-interval. Raises ValueError for names and
-    shapes that do not fit the model.
+    `path` is a `.safetensors` file or a folder of torch's DCP, with names of this program or of transformers; a folder
+    in a checkpoint format that contains gradients in place of weights; or a folder of --save-wgrads-interval. Raises
+    ValueError for names and shapes that do not fit the model.
     """
     if path.is_dir() and (files := sorted(path.glob(GRADIENTS))):
         return _of_step(path, files, model)
@@ -56,6 +64,8 @@ def open_dump(path: Path, model: Source) -> Dump:
     if path.is_dir() and (path / CONFIG).is_file():
         folder = HFFolder(path)
         return _of_transformers(path, folder.tensors, model, next(iter(folder.tensors.values())).dtype)
+    if (path / INDEX).is_file() and not (path / METADATA).is_file():
+        return _by_name(path, dict(_stored(path)), model)
     if path.is_dir():
         source = Input.at(path).open(Options())
         if different := {name for name, meta in model.metas.items() if _shape(source.metas.get(name)) != _shape(meta)}:
@@ -66,6 +76,40 @@ def open_dump(path: Path, model: Source) -> Dump:
         tensors: dict[str, Sliceable] = {**read_header(path)}
     except OSError as error:
         raise ValueError(f"--gradients {path} cannot be read: {error}") from None
+    return _by_name(path, tensors, model)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a folder of torch's DCP."""
+
+    reader: IndexReader
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> Tensor:
+        """Read the whole tensor, and return a part of it."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load({self.key: tensor}, storage_reader=self.reader, planner=planner, no_dist=True)
+        return tensor[box]
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a folder that torch.distributed.checkpoint.save has written, by name."""
+    reader = IndexReader(folder)
+    try:
+        entries = reader.read_metadata().state_dict_metadata.items()
+    except (OSError, *MALFORMED) as error:
+        raise ValueError(f"--gradients {folder} cannot be read: {type(error).__name__}: {error}") from None
+    for key, entry in entries:
+        if isinstance(entry, TensorStorageMetadata):
+            yield key, StoredTensor(reader, key, tuple(entry.size), entry.properties.dtype)
+
+
+def _by_name(path: Path, tensors: Mapping[str, Sliceable], model: Source) -> Dump:
+    """Read gradients with names of this program, or else of transformers."""
     if not tensors:
         raise ValueError(f"--gradients {path} holds no tensors")
     dtype = next(iter(tensors.values())).dtype
@@ -79,7 +123,7 @@ def open_dump(path: Path, model: Source) -> Dump:
     return _of_transformers(path, tensors, model, dtype)
 
 
-def _of_transformers(path: Path, tensors: dict[str, Sliceable], model: Source, dtype: torch.dtype) -> Dump:
+def _of_transformers(path: Path, tensors: Mapping[str, Sliceable], model: Source, dtype: torch.dtype) -> Dump:
     """Read gradients of a transformers model. Parameters with a missing tensor are omitted."""
     family = model.origin.model_type
     if family is None:

@@ -1,4 +1,4 @@
-"""Large tensors in files: memory then holds what is used at the moment, as the system writes other pages to disk.
+"""Puts large tensors into files: memory holds only the pages in use, because the system writes others to disk.
 
 Each tensor is a shared mapping of a file without a name in the folder for temporary files (TMPDIR), which has to be on
 a disk, and have room for all of them. The file ends with the tensor.
@@ -6,6 +6,7 @@ a disk, and have room for all of them. The file ends with the tensor.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 LARGE = 1 << 16
 """Bytes from which on a tensor is in a file."""
+
+M_MMAP_THRESHOLD = -3
+"""Parameter of glibc's mallopt: bytes from which on a block is mapped by itself."""
 
 FACTORIES: tuple[Callable[..., Tensor], ...] = (torch.empty, torch.zeros, torch.full, torch.ones)
 
@@ -33,6 +37,14 @@ def empty_on_disk(like: Tensor) -> Tensor:
     finally:
         os.close(handle)
         os.unlink(name)
+
+
+def return_freed_memory() -> None:
+    """Make malloc return large temporary tensors to the system as soon as they are freed, where it is glibc's. It would
+    keep them, and small objects between them would prevent their reuse."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 def _is_large(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Source
 from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
 from megatron.extensions.observe.diagnosis.step_replay import without_callbacks, without_data_flags
-from megatron.testing.referee.on_disk import LargeTensorsOnDisk, saved_on_disk
+from megatron.testing.referee.on_disk import LargeTensorsOnDisk, return_freed_memory, saved_on_disk
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
 from megatron.training.config.validation import resolve_legal
@@ -183,6 +183,7 @@ class Model:
         """
         config = self._config(batch)
         set_determinism(config)
+        return_freed_memory()
         with LargeTensorsOnDisk():
             run = build_run(config, Runtime(Launch(), torch.device("cpu"), ParallelState()))
         with closing(run.data), ExitStack() as hooks:

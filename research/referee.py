@@ -1,0 +1,78 @@
+"""Other programs before the referee: one step of each, saved, and judged by `tools/referee.py`.
+
+    python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
+    python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches
+    python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault: see FAULTS
+
+megatron-core's package has the same name as this program's. Install it into its own folder, which only the two
+processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
+referee's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.extensions import load
+from tools import referee
+
+FAULTS = {
+    "megatron-core": {"norms": "gradients of norms are not summed over the ranks of sequence parallelism"},
+    "trainer": {"means": "the mean of the micro-batches' means in the place of the mean over tokens"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=list(FAULTS))
+    parser.add_argument("--site", type=Path, help="folder where megatron-core is installed")
+    faults = ", ".join(name for own in FAULTS.values() for name in own)
+    parser.add_argument("--fault", help=f"plant a fault: {faults}")
+    args = parser.parse_args(argv)
+    if args.fault is not None and args.fault not in FAULTS[args.program]:
+        parser.error(f"--fault {args.fault}: {args.program} has {', '.join(FAULTS[args.program])}")
+    load()
+    with tempfile.TemporaryDirectory() as folder:
+        return JUDGED[args.program](Path(folder), args)
+
+
+def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
+    """Judge the gradients that two ranks of megatron-core have summed."""
+    if args.site is None or not (args.site / "megatron/core").is_dir():
+        raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
+    script = Path(__file__).with_name("megatron_core_step.py")
+    environment = os.environ | {"PYTHONPATH": str(args.site.resolve()), "OMP_NUM_THREADS": "1"}
+    commands = ([sys.executable, "-W", "ignore", script, str(rank), folder, args.fault or "none"] for rank in range(2))
+    ranks = [subprocess.Popen(command, env=environment) for command in commands]
+    if sum(rank.wait() != 0 for rank in ranks):
+        raise SystemExit("the step of megatron-core failed")
+    gradients, loss = folder / "wgrads/iter_0000001", (folder / "loss.txt").read_text()
+    return judge(folder / "checkpoint", folder / "batch.npz", gradients, loss)
+
+
+def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
+    """Judge the gradients that Trainer has before its optimizer's step."""
+    from research.trainer_step import save_step
+
+    loss = save_step(folder, of_means=args.fault == "means")
+    return judge(folder / "model", folder / "batch.npz", folder / "gradients.safetensors", str(loss))
+
+
+def judge(model: Path, batch: Path, gradients: Path, loss: str) -> int:
+    flags = ["--model", model, "--batch", batch, "--gradients", gradients, "--loss", loss, "--computed-in", "fp32"]
+    return referee.main([str(flag) for flag in flags])
+
+
+JUDGED = {"megatron-core": judged_megatron_core, "trainer": judged_trainer}
+
+if __name__ == "__main__":
+    sys.exit(main())
