@@ -25,6 +25,9 @@ SEPARATOR = " without "
 SIZES = ("world", "tp", "pp", "cp", "ep", "etp", "schedule", "optimizer", "batch", "mlp", "style", "heads")
 """Factors on which most rules depend."""
 
+RUNNING_LOADS = ("batch", "two losses", "forced")
+"""Choices of balancing whose losses compare a sample with those before it in the batch."""
+
 Choice = tuple[str, str]
 Pair = tuple[Choice, Choice]
 
@@ -36,6 +39,8 @@ def faults(combination: Combination) -> int:
     said = sum("has a bubble" not in each.rule for each in found)
     if combination["update"] == "two versions":  # has a schedule of its own
         said += combination["schedule"] != FIRST["schedule"]
+    if combination["cp"] == "2by work":  # deals samples in another order, on which running loads of experts depend
+        said += combination["balancing"] in RUNNING_LOADS
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
     return said
