@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.file_storage import UNFINISHED, located
 from megatron.extensions.operate.object_storage.attempts import ATTEMPT, PUBLISHED, AttemptStorage
+from megatron.extensions.operate.object_storage.block_cache import CACHE
 from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStorage
 from megatron.extensions.operate.object_storage.limits import LIMITS, Limits, Traffic, is_final
 from megatron.extensions.operate.object_storage.s3_requests import is_precondition
@@ -194,6 +195,22 @@ def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStora
     assert not reader.finished(final)
     storage.publish(final)
     assert reader.finished(final) and file_system().find(f"{BUCKET}/run") == [f"{BUCKET}/run/iter_1/config.json"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_ends_the_read(
+    storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(CACHE, "folder", tmp_path)
+    data, block = ROOT / "data.bin", 256 << 10
+    storage.write(data, b"A" * (2 * block))
+    assert storage.read_shared(data, 0, 4) == b"AAAA" and storage.read_shared(data, block, 2) == b"AA"
+    storage.write(data, b"A" * (2 * block))  # the same content
+    (tmp_path / "once").mkdir()
+    monkeypatch.setattr(CACHE, "folder", tmp_path / "once")
+    assert storage.read_shared(data, 0, 4) == b"AAAA"
+    storage.write(data, b"B" * (2 * block))
+    with pytest.raises(FileExistsError, match=f"{data}: .*another object has replaced it"):
+        storage.read_shared(data, block, 2)
 
 
 def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:

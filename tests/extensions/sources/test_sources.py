@@ -177,6 +177,10 @@ def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
     assert len(IndexedDataset(made(path, text_key=("other",)))) == len(IDS)
     with pytest.raises(ValueError, match=r"there is no shard .*shard-2.tar; correct the range"):
         made(path.replace("0..1", "0..2"))
+    shard = tmp_path / "shard-0.tar"
+    shard.write_bytes(shard.read_bytes()[:700])
+    with pytest.raises(ValueError, match=r"shard-0.tar: the tar file is truncated or damaged \("):
+        made(path)
 
 
 @pytest.mark.parametrize(

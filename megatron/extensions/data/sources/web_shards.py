@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from megatron.core.dist_checkpointing.file_storage import UrlPath, located
 from megatron.extensions.data.sources.documents import (
@@ -19,6 +22,8 @@ from megatron.extensions.data.sources.documents import (
     shown_files,
     stored_names,
 )
+
+T = TypeVar("T")
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 DECODED = ("txt", "text", "transcript", "json", "jsn", "npy")
@@ -66,6 +71,15 @@ def missing_shard(files: Sequence[str]) -> str | None:
     return None
 
 
+def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
+    """Yield the samples of a shard. Raises ValueError with its name if the tar file is damaged."""
+    try:
+        yield from samples
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        why = " ".join(map(str, error.args[:1]))
+        raise ValueError(f"{shard}: the tar file is truncated or damaged ({why}); restore it from a copy") from None
+
+
 class WebDocuments(Documents):
     """A document of each sample of some shards.
 
@@ -82,7 +96,8 @@ class WebDocuments(Documents):
         if (missing := missing_shard(self.files)) is not None:
             raise ValueError(f"there is no shard {missing}; correct the range")
         if not self.files:
-            raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}); the path is taken from {os.getcwd()}")
+            where = "" if isinstance(located(path), UrlPath) else f"; the path is taken from {os.getcwd()}"
+            raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}){where}")
         found = self.first()
         if isinstance(found, ValueError):
             raise found
@@ -102,7 +117,7 @@ class WebDocuments(Documents):
                 workersplitter=None,
                 empty_check=False,
             )
-            begun = islice(samples, begin if place == first else 0, None)
+            begun = islice(_intact(samples, shard), begin if place == first else 0, None)
             for number, sample in enumerate(begun, begin if place == first else 0):
                 try:
                     yield [place, number], document_of(self._value(sample))

@@ -96,8 +96,8 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read through the cache of the host. A file that is read in this way must not be replaced while the process
-        runs."""
+        """Read through the cache of the host. On S3, raises FileExistsError if the file has been replaced since the
+        process began to read it; on other stores it must not be replaced."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
@@ -123,16 +123,29 @@ class FsspecStorage(Storage):
 
     def unchanging(self, path: PurePath) -> Stored:
         if (known := self._known.get(path)) is None:
-            size = self._known_size(path)
+            size, s3 = self._known_size(path), self._s3
+            tag = None if s3 is None else LIMITS.tried(path, lambda attempt: s3.tag(path))
             identity = LIMITS.tried(path, lambda attempt: str(self._fs.ukey(self._place(path))))
-            known = self._known[path] = Stored(str(path), identity, size, partial(self._exactly, path))
+            known = self._known[path] = Stored(str(path), identity, size, partial(self._exactly, path, tag))
         return known
 
-    def _exactly(self, path: PurePath, start: int, length: int) -> bytes:
-        data = self.read(path, start, length)
+    def _exactly(self, path: PurePath, tag: str | None, start: int, length: int) -> bytes:
+        """Read a range. On S3, `tag` is the ETag that the object must still have."""
+        data = self.read(path, start, length) if tag is None else self._read_tagged(path, tag, start, length)
         if len(data) != length:
             raise OSError(f"{path}: bytes {start} to {start + length} were asked for, and {len(data)} came")
         return data
+
+    def _read_tagged(self, path: PurePath, tag: str, start: int, length: int) -> bytes:
+        def fetched(attempt: int) -> bytes:
+            LIMITS.move(length)
+            s3 = self._s3
+            assert s3 is not None
+            data = s3.read(path, start, length, tag)
+            LIMITS.count(read=len(data))
+            return data
+
+        return LIMITS.tried(path, fetched) if length else b""
 
     def write(self, path: PurePath, data: bytes) -> None:
         if len(data) > LIMITS.part_bytes:

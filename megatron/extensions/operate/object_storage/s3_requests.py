@@ -1,4 +1,4 @@
-"""S3 requests that fsspec has no method for: multipart uploads from memory, conditional writes.
+"""S3 requests that fsspec has no method for: multipart uploads from memory, conditional reads and writes.
 
 This module does not import torch.
 """
@@ -54,7 +54,7 @@ class S3(NamedTuple):
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
-                tag = self.call("head_object", path)["ETag"]
+                tag = self.tag(path)
                 if self.fs.cat_file(self.place(path)) != expected:
                     return False
             except FileNotFoundError:
@@ -62,6 +62,30 @@ class S3(NamedTuple):
             condition = {"IfMatch": tag}  # from before the content was read, so that a write in between is noticed
         self.call("put_object", path, Body=data, **condition)
         return True
+
+    def tag(self, path: PurePath) -> str:
+        """Return the ETag of an object, which identifies its content."""
+        return str(self.call("head_object", path)["ETag"])
+
+    def read(self, path: PurePath, start: int, length: int, tag: str) -> bytes:
+        """Read a range of an object. Raises FileExistsError if its ETag is no longer `tag`."""
+        from fsspec.asyn import sync  # an extra
+
+        given = {"Range": f"bytes={start}-{start + length - 1}", "IfMatch": tag}
+        try:
+            body = self.call("get_object", path, **given)["Body"]
+        except Exception as error:
+            if not is_precondition(error):
+                raise
+            raise FileExistsError("another object has replaced it since this process began to read it") from None
+
+        async def content() -> bytes:
+            try:
+                return bytes(await body.read())
+            finally:
+                body.close()
+
+        return bytes(sync(self.fs.loop, content, **LIMITS.within(self.fs, length)))
 
     def append(self, path: PurePath, data: bytes) -> None:
         """Make a new object from a large one and the content that follows it."""
