@@ -239,7 +239,8 @@ def test_a_signal_around_a_start_saves_what_copies_hold(
 ) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(*faults, code=75)
-    assert re.search("saved checkpoint at iteration [23] to", said)  # 3 where a rank had begun that step
+    # 3 if a rank had begun that step, 1 if the copies of step 2 were not complete
+    assert re.search("saved checkpoint at iteration [123] to", said)
     assert "SIGTERM on rank" in said
     assert "what to do: " not in said and "if the ranks are not started again automatically" in said
     run.start()
