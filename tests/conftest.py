@@ -31,6 +31,10 @@ EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 share_gloo_devices()
 load()  # before a test could forget what it registers
 
+# torch looks up the name of each address that it connects to. A name server that drops requests would hold up each
+# connection, and every other one to the same store, for ten seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Tests start many programs, and what these import (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

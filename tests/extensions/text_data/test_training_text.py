@@ -386,10 +386,11 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
         tokenized(str(path))
 
 
-def test_text_is_recognized_by_names(tmp_path: Path) -> None:
+def test_text_is_recognized_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
     for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
         check_kind(tmp_path, "", name, kind)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.path_kind._is_dataset", lambda path: False)  # asks the store
     assert data_kind_of(tmp_path / "b") is data_kind_of("s3://bucket/folder") is TEXT and data_kind_of("none") is None
     assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
 
