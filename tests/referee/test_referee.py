@@ -221,12 +221,18 @@ def test_what_a_dump_lacks_is_named(llama: Other, capsys: pytest.CaptureFixture[
     assert "the dump has none of 1 parameters" in capsys.readouterr().out
 
 
+OF_TWO = np.zeros((1, 4), np.int64)
+"""A sample, of two documents."""
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
         ({"tokens": np.zeros((2, 3))}, "has no labels; it has tokens"),
         ({"tokens": np.zeros((2, 3)), "labels": np.zeros((2, 4))}, r"all must be \[samples, s\]"),
         ({"input_ids": np.zeros((1, 40)), "labels": np.full((1, 40), -100)}, "no label counts"),
+        ({"tokens": OF_TWO, "labels": OF_TWO, "position_ids": np.array([[0, 1, 0, 1]])}, "position_ids begin again"),
+        ({"tokens": OF_TWO, "labels": OF_TWO, "document_ids": np.array([[0, 0, 1, 1]])}, "document_ids begin again"),
     ],
 )
 def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:

@@ -6,7 +6,7 @@ only the temporary tensors of one layer at a time. The optimizer makes no update
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,9 +57,11 @@ class Batch:
 
         An `.npz` file holds `tokens`, `labels` and optionally `loss_mask`, as Megatron-LM feeds a model. Or it holds
         `input_ids` and optionally `labels`, as transformers does: label i is token i, and -100 does not count. Raises
-        ValueError if the file holds neither, or if the array shapes differ.
+        ValueError if the file holds neither, if the array shapes differ, or if positions or documents begin within a
+        sample, which no reference is computed for.
         """
         arrays = _arrays(path)
+        _refuse_documents(path, arrays)
         if "input_ids" in arrays:
             arrays = _shifted(arrays["input_ids"], arrays.get("labels"))
         if missing := {"tokens", "labels"} - arrays.keys():
@@ -95,6 +97,17 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         except (OSError, ValueError) as error:
             raise ValueError(f"--batch {each} is no .npz of arrays: {error}") from None
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _refuse_documents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ValueError if a sample has positions other than 0, 1, 2, ..., or more than one document."""
+    positions, documents = arrays.get("position_ids"), arrays.get("document_ids")
+    begin = positions is not None and not (positions == np.arange(positions.shape[-1])).all()
+    several = documents is not None and not (documents == documents[..., :1]).all()
+    if begin or several:
+        name = "position_ids" if begin else "document_ids"
+        remedy = "give samples of one document, from a run without --reset-position-ids and --reset-attention-mask"
+        raise ValueError(f"--batch {path}: {name} begin again within a sample, which cannot be judged; {remedy}")
 
 
 def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:
