@@ -67,8 +67,9 @@ class NoStoreError(ConnectionError):
         self.waited = waited
 
 
-def meet(launch: Launch, timeout: timedelta, name: str, run: str = "") -> dist.Store:
-    """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
+def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
+    """Connect to the store of this world. Rank 0 opens the store unless the launcher has one, or another process of
+    rank 0 has opened it (`open_here=False`).
 
     A store of torchrun outlives the ranks that it restarts, and would give them the positions of their predecessors:
     the keys of each start are apart. If rank 0 opens it, each start has a separate port and store; nodes then need not
@@ -78,7 +79,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "") -> dist.S
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
-    opens = launch.rank == 0 and not has_one
+    opens = launch.rank == 0 and not has_one and open_here
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise NoStoreError(f"rank {launch.rank} cannot find the other ranks: {' and '.join(missing)} not set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extensions.operate.job_restarts import parents, restarts, signals
+from megatron.extensions.operate.job_restarts import forking, parents, restarts, signals
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability import rank_store
@@ -144,9 +144,8 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codes_of(1, attempt) == [75]
 
 
-def test_a_parent_that_is_stopped_with_the_store_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STOPPED", 0.2)
-    monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
     stopped = tmp_path / "stopped"
 
     def attempt(rank: int, number: int) -> int:
@@ -162,6 +161,40 @@ def test_a_parent_that_is_stopped_with_the_store_is_ended(tmp_path: Path, monkey
         return 1
 
     assert codes_of(2, attempt) == [-signal.SIGKILL, 1]
+
+
+def children_of(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_a_store_that_is_stopped_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "ANSWER", 0.5)
+    monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
+
+    def attempt(rank: int, number: int) -> int:
+        if number == 0 and rank == 0:
+            (store,) = children_of(os.getppid()) - {os.getpid()}
+            os.kill(store, signal.SIGSTOP)
+            wait_for(lambda: rank_store._stat(store)[0] != "T")
+            return 1
+        if number == 0:
+            time.sleep(HANG)  # ended by its parent, which learns through the store that another start is due
+        return 75
+
+    assert codes_of(2, attempt) == [75, 75]
+
+
+def test_parents_fork_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread could hold a lock at a fork, for which the child would then wait forever."""
+    threads = 0
+
+    def counted() -> int:
+        nonlocal threads
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        return forking.fork()
+
+    monkeypatch.setattr(restarts, "fork", counted)
+    assert codes_of(2, lambda rank, number: 1 if number == 0 else 75 if threads == 1 else 3) == [75, 75]
 
 
 def fails(*args: object) -> None:

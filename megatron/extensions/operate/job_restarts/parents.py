@@ -7,7 +7,7 @@ Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; ag
 has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
 code of a parent that has ended for good; left/W, W has read that; offer/N/W, the copies on the host of W, which has no
 rank in start N; newest, the number of the last start. The keys of a start, and those that its ranks have set, are
-deleted during the next one. The store is that of the launcher, or else of worker 0.
+deleted during the next one. The store is that of the launcher, or else of a process that worker 0 has forked.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron.extensions.operate.job_restarts.roster import Roster
+from megatron.extensions.operate.job_restarts.store_process import StoreProcess
 from megatron.extensions.operate.peer_copies.client import host_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
-from megatron.training.reliability.rank_store import Peer, identity, meet, start_of
+from megatron.training.reliability.rank_store import Peer, identity, launcher_has_store, meet, start_of
+
+STORE = "parents"
+"""Prefix of the parents' keys in the store."""
 
 LOOK = 0.05
 """Seconds between checks of a child, or of the other parents."""
@@ -87,7 +92,9 @@ class Clock:
 
 
 def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
-    """Return the result of a call to the store. Raises LostStoreError if it fails, or does not return in time."""
+    """Return the result of a call to the store. The thread of the call has ended then, so the caller may fork.
+
+    Raises LostStoreError if the call fails or does not return in time."""
     results = list[T]()
 
     def run() -> None:
@@ -101,6 +108,9 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
     clock = Clock()
     while thread.is_alive() and clock.seconds() < seconds:
         thread.join(LOOK)
+    task = Path(f"/proc/self/task/{thread.native_id}")  # for a moment longer than `is_alive` says
+    while results and task.exists() and clock.seconds() < seconds:
+        time.sleep(0)
     if not results:
         raise LostStoreError("the store of the ranks does not answer")
     return results[0]
@@ -151,6 +161,9 @@ class Parents:
     store: dist.Store
     worker: int
     world: int
+    serves: StoreProcess | None = None
+    """Process that serves the store, on worker 0; None if the launcher does."""
+
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
     """Worker -> its host for copies, and its process."""
 
@@ -164,14 +177,17 @@ class Parents:
 
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Parents:
-        """Connect to the parents of the other ranks. Worker 0 opens a store if the launcher has none, and the children
-        then use it too."""
+        """Connect to the parents of the other ranks. If the launcher has no store, a process of worker 0 serves one,
+        which the children use too."""
         launch.export(os.environ)
         limit = timedelta(minutes=config.parallel.startup_timeout_minutes)
-        store = meet(launch, limit, "parents", identity(config))
+        run, serves = identity(config), None
+        if launch.rank == 0 and launch.world_size > 1 and not launcher_has_store():
+            serves = StoreProcess(launch, limit, STORE, run)
+        store = meet(launch, limit, STORE, run, open_here=False)
         if launch.world_size > 1:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        there = cls(store, launch.rank, launch.world_size)
+        there = cls(store, launch.rank, launch.world_size, serves)
         store.set(f"parent/{launch.rank}", json.dumps([host_name(), asdict(Peer.here())]))
         return there
 
@@ -193,12 +209,20 @@ class Parents:
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
 
-    def end_stopped(self, worker: int) -> None:
-        """End a worker of this machine that a signal has stopped, such as the one whose store does not answer."""
-        peer = self.peers.get(worker, ("", None))[1]
-        if peer is not None and peer.namespace == Peer.here().namespace and peer.state() == "T":
-            with suppress(ProcessLookupError):
-                os.kill(peer.pid, signal.SIGKILL)
+    def resume_store(self) -> None:
+        """Resume the process that serves the store if this worker has forked it and a signal has stopped it."""
+        if self.serves is not None:
+            self.serves.resume()
+
+    def is_stopped(self, worker: int) -> bool:
+        """Return True if a signal (SIGSTOP) has stopped a worker of this machine."""
+        peer = self._peer(worker)[1]
+        return bool(peer.namespace) and peer.namespace == Peer.here().namespace and peer.state() == "T"
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker of this machine, which may have ended by itself."""
+        with suppress(ProcessLookupError):
+            os.kill(self._peer(worker)[1].pid, signal.SIGKILL)
 
     def leave(self, code: int, living: Collection[int]) -> None:
         """Announce that this parent makes no further start, and its exit code. Worker 0, which may hold the store,

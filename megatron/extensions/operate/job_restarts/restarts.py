@@ -10,7 +10,6 @@ starts the ranks.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
@@ -26,6 +25,7 @@ from itertools import count
 from pathlib import Path
 
 from megatron.extensions.operate.job_restarts.flags import RestartConfig
+from megatron.extensions.operate.job_restarts.forking import fork
 from megatron.extensions.operate.job_restarts.layouts import (
     config_in,
     device_here,
@@ -34,7 +34,7 @@ from megatron.extensions.operate.job_restarts.layouts import (
     layout_text,
     smaller_layout,
 )
-from megatron.extensions.operate.job_restarts.parents import LOOK, Clock, LostStoreError, Parents, Start
+from megatron.extensions.operate.job_restarts.parents import ANSWER, LOOK, Clock, LostStoreError, Parents, Start
 from megatron.extensions.operate.job_restarts.roster import fewer, replaced, spares_of
 from megatron.extensions.operate.job_restarts.signals import ParentSignals, SecondSignalError
 from megatron.extensions.operate.peer_copies.faults import FEWER_RANKS, RUNG, SAME_RANKS, SPARES, note_death
@@ -60,9 +60,7 @@ STUCK = 30.0
 """Seconds after SIGKILL for which a parent waits for a child that the kernel cannot end, as in a driver."""
 
 STOPPED = 6.0
-"""Seconds for which a child may be stopped (SIGSTOP) while its parent runs."""
-
-PR_SET_PDEATHSIG = 1
+"""Seconds for which a child, or the next parent on the same machine, may be stopped (SIGSTOP)."""
 
 SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 """Names of signals, which most of those for real time lack."""
@@ -103,14 +101,10 @@ class Kept:
 
     def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
         flush_output()
-        parent = os.getpid()
-        self.pid = os.fork()
+        self.pid = fork()
         if not self.pid:
             code = 1
             try:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:
-                    os._exit(1)
                 os.environ |= environ
                 code = attempt()
                 end_in_order()
@@ -298,9 +292,9 @@ class Parent:
     def _watch(self, child: Kept, number: int) -> int:
         """Wait for the end of a child. It is ended if another rank fails, or after a second signal. Returns its exit
         code."""
-        clock = Clock()
-        ask_at = ran_at = 0.0
-        end_at = lost_at = stuck_at = silent_at = float("inf")
+        clock, following = Clock(), self._next_worker()
+        ask_at = ran_at = following_ran_at = 0.0
+        end_at = lost_at = stuck_at = float("inf")
         while (code := child.ended()) is None:
             now = clock.seconds()
             ran_at = ran_at if child.is_stopped() else now
@@ -318,15 +312,16 @@ class Parent:
                 try:
                     self._parents.beat()
                     self._parents.tidy()
-                    lost_at = min(lost_at, now) if self._parents.lost([self._next_worker()]) else float("inf")
+                    following_ran_at = following_ran_at if self._parents.is_stopped(following) else now
+                    if now > following_ran_at + STOPPED:
+                        self._parents.kill(following)
+                    lost_at = min(lost_at, now) if self._parents.lost([following]) else float("inf")
                     if now > lost_at + GRACE:  # no rank has noticed, as before they have met
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
-                except LostStoreError:
-                    ask_at = float("inf")  # the child notices by itself, unless the store is stopped
-                    silent_at = now
-            if now > silent_at + STOPPED:
-                self._parents.end_stopped(0)
+                except LostStoreError:  # the child notices by itself if the store is gone
+                    self._parents.resume_store()
+                    ask_at = clock.seconds() + ANSWER
             time.sleep(LOOK)
         return code
 

@@ -1,0 +1,63 @@
+"""Process that serves the store of the parents, if the launcher has none.
+
+torch serves a store in a thread. A process that forks must not have such a thread: the fork copies locks that the
+thread holds at that moment, but not the thread, which would unlock them, so the child would wait for them forever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+from megatron.extensions.operate.job_restarts.forking import fork
+from megatron.training.reliability.launch import SIGNALS, Launch
+from megatron.training.reliability.rank_store import NoStoreError, meet
+
+
+class StoreProcess:
+    """Child of worker 0 that serves the store until worker 0 ends. Signals that request a save do not end it."""
+
+    def __init__(self, launch: Launch, timeout: timedelta, name: str, run: str) -> None:
+        """Fork the process and wait until it serves. The arguments are those of `meet`.
+
+        Raises NoStoreError if the process cannot open the store."""
+        read, write = os.pipe()
+        self.pid = fork()
+        if not self.pid:
+            os.close(read)
+            _serve(launch, timeout, name, run, write)
+        os.close(write)
+        with os.fdopen(read) as report:
+            said = report.read()
+        if not said:
+            raise NoStoreError("the process of the store has ended before it could open the store")
+        if failure := json.loads(said):
+            raise NoStoreError(failure["why"], waited=failure["waited"])
+
+    def resume(self) -> None:
+        """Resume the process, in case a signal (SIGSTOP) has stopped it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+
+def _serve(launch: Launch, timeout: timedelta, name: str, run: str, report: int) -> NoReturn:
+    """Open the store, write to `report` the reason if that failed, and serve."""
+    try:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        try:
+            store = meet(launch, timeout, name, run)  # held until the process ends
+        except NoStoreError as error:
+            os.write(report, json.dumps({"why": str(error), "waited": error.waited}).encode())
+            os._exit(1)
+        os.write(report, b"{}")
+        os.close(report)
+        while store is not None:
+            threading.Event().wait()
+    finally:
+        os._exit(1)
