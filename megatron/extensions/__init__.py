@@ -201,6 +201,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("attention/biased_gates", "Self-attention with biases of its output gates, as in Beam."),
     BuiltIn("layers/depth_scaled_residual", "A residual stream whose additions are scaled by depth, as in Beam."),
     BuiltIn("layers/dense_head", "A dense layer before the output layer, as in ModernBERT's decoder."),
+    BuiltIn("layers/gated_norms", "Norms multiplied by a gate of their own output, as in A.X K2."),
     BuiltIn("layers/no_first_norm", "A first layer without a norm before attention, as in ModernBERT."),
     BuiltIn("layers/scaled_layer", "Layers whose output is multiplied by a stored number, as in Gemma 4."),
     BuiltIn("layers/mean_of_experts", "The mean of the shared expert and the chosen experts, as in Command A+."),

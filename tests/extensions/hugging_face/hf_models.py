@@ -16,11 +16,15 @@ TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-
 BASES: dict[str, dict[str, Any]] = TABLES["bases"] | {"NONE": {}}
 SIZES, GPT2_SIZES, MIXTURE, YARN = (BASES[name] for name in ("SIZES", "GPT2_SIZES", "MIXTURE", "YARN"))
 
-NEEDS = {"deepseek": "latent_attention", "qwen3-next": "linear_attention", "granite4": "mamba"}
+NEEDS = (
+    *(("axk2", "gated_norms"), ("axk2", "sparse_attention"), ("deepseek", "latent_attention")),
+    *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
+)
+"""Starts of names of cases, and extensions that the models need."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()
-    if all(installed(extension) for start, extension in NEEDS.items() if name.startswith(start))
+    if all(installed(extension) for start, extension in NEEDS if name.startswith(start))
 }
 """Case -> model_type, and settings: those of one of the bases with changes."""
 

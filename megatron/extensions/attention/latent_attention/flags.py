@@ -56,6 +56,14 @@ class LatentAttentionFlags:
     """MLA: multiply the output of each head by the sigmoid of a linear projection of the layer's input to one number
     per head (Ling 3.0)."""
 
+    mla_latent_gate: bool = flag(
+        False,
+        needs="--q-lora-rank",
+        excludes="--mla-head-gate: heads are gated already",
+    )
+    """MLA: project queries from the normalized query latent beside the latent before its norm. Project a gate for each
+    channel of the head outputs from the same two, and multiply the output by its sigmoid (A.X K2)."""
+
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
     """MLA: epsilon of the latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
 
@@ -112,9 +120,13 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem(name, shown, f"has no effect with {MLA}, {why}", "remove it", harmless=True)
     if m.qk_l2_norm:
         yield Problem.exclusive("--qk-l2-norm", None, MLA, "its heads are made of latents")
-    if c.options(LatentAttentionFlags).mla_head_gate and m.experimental_attention_variant in ("dsa", "dsv4_hybrid"):
-        why = "it has no gates of heads"
-        yield Problem.exclusive("--mla-head-gate", None, "--experimental-attention-variant", why)
+    own, variant = c.options(LatentAttentionFlags), m.experimental_attention_variant
+    for name, given, others in (
+        ("--mla-head-gate", own.mla_head_gate, ("dsa", "dsv4_hybrid")),
+        ("--mla-latent-gate", own.mla_latent_gate, ("dsv4_hybrid",)),
+    ):
+        if given and variant in others:
+            yield Problem.exclusive(name, None, f"--experimental-attention-variant {variant}", "it has no such gates")
     rotary = c.options(LatentAttentionFlags).qk_pos_emb_head_dim
     if rotary > 0 and 0 < m.rotary_percent <= 1 and (m.rotary_dim < 2 or m.rotary_dim % 2):
         rule = f"times --rotary-percent {m.rotary_percent:g} rotates {m.rotary_dim} channels; it must be an even number"

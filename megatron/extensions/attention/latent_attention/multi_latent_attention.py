@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.linear_spec import ColumnLinear, ReplicatedLi
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.core.transformer.rotary import apply_rotary_interleaved, scaled_queries
-from megatron.core.transformer.self_attention import head_wise_gated_output
+from megatron.core.transformer.self_attention import gated_output, head_wise_gated_output
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -39,7 +39,7 @@ class Latents(NamedTuple):
 
     q: Tensor
     """[s, b, q_lora_rank], or the hidden states [s, b, h] without a query latent; [s/tp, ...] under sequence
-    parallelism."""
+    parallelism. With --mla-latent-gate [s, b, 2 * q_lora_rank]: the normalized latent, then the latent itself."""
 
     kv: Tensor
     """[s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
@@ -59,7 +59,7 @@ class LatentLinears:
 
     q: ColumnLinear
     """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
-    [..., h]."""
+    [..., h]; with --mla-latent-gate [..., 2 * q_lora_rank]."""
 
     kv_down: ReplicatedLinear
     """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
@@ -83,12 +83,13 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     kv_rank = own.kv_lora_rank
     rotary = own.qk_pos_emb_head_dim
     q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
+    q_in = (q_rank or hidden) * (2 if own.mla_latent_gate else 1)
     kv_out = (heads, own.qk_head_dim + own.v_head_dim)
     of_output = config.add_bias_linear or config.add_attention_output_bias
     norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
     return LatentLinears(
         ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, False) if q_rank else None,
-        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False),
+        ColumnLinear(q_name, q_in, (heads, config.head_dim), False),
         ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, False),
         ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False),
         RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, of_output),
@@ -96,9 +97,13 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     )
 
 
-def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear:
-    """linear_gate [heads, h]: one number for each head."""
-    return ColumnLinear(f"{name}.linear_gate", config.hidden_size, (config.num_attention_heads,), False)
+def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
+    """linear_gate: [heads, h], one number for each head, or [heads, v_head_dim, 2 * q_lora_rank], one for each channel
+    of their outputs; None if outputs have no gates."""
+    own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
+    if own.mla_latent_gate and own.q_lora_rank:
+        return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
+    return ColumnLinear(f"{name}.linear_gate", config.hidden_size, (heads,), False) if own.mla_head_gate else None
 
 
 class MultiLatentAttention(nn.Module):
@@ -127,8 +132,10 @@ class MultiLatentAttention(nn.Module):
         scaled = {"q": own.q_lora_rank, "kv": own.kv_lora_rank} if own.mla_scale_latents else {}
         self.scales = {of: (config.hidden_size / rank) ** 0.5 for of, rank in scaled.items() if rank}
         self.linear_proj = row_parallel(linears.proj, ctx)
-        self.linear_gate = column_parallel(gate_linear(name, config), ctx) if own.mla_head_gate else None
-        self.gated = region(head_wise_gated_output, ctx.compiled)
+        gate = gate_linear(name, config)
+        self.linear_gate = None if gate is None else column_parallel(gate, ctx)
+        self.gates_latents = own.mla_latent_gate
+        self.gated = region(gated_output if self.gates_latents else head_wise_gated_output, ctx.compiled)
         self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
         kind = config.layer(ctx.layer)
         self.rotation, self.tempered = kind.rotation, kind.tempered
@@ -141,7 +148,7 @@ class MultiLatentAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         latents = self._latents(x)
         if context.cache is not None:
-            return self._projected_back(self._behind_cache(latents, context.cache, context), x)
+            return self._projected_back(self._behind_cache(latents, context.cache, context), latents, x)
         recompute_core, recompute_heads = (
             part and self.training for part in (self.recompute_core, self.recompute_heads)
         )
@@ -153,12 +160,14 @@ class MultiLatentAttention(nn.Module):
             out = recomputed(self.core, *self._heads(latents, context), context)
         else:
             out = self._attend(latents, context)
-        return self._projected_back(out, x)
+        return self._projected_back(out, latents, x)
 
-    def _projected_back(self, out: Tensor, x: Tensor) -> Tensor:
+    def _projected_back(self, out: Tensor, latents: Latents, x: Tensor) -> Tensor:
         """The output of heads [s, b, heads/tp * v_head_dim], gated where heads have gates, as hidden states."""
-        gated = out if self.linear_gate is None else self.gated(out, self.linear_gate(x), "sigmoid")
-        return self.linear_proj(gated)
+        if self.linear_gate is None:
+            return self.linear_proj(out)
+        gate = self.linear_gate(latents.q if self.gates_latents else x)
+        return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
         """Number of rows of the up-projections. All heads share the rotary key."""
@@ -167,7 +176,9 @@ class MultiLatentAttention(nn.Module):
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
 
     def _latents(self, x: Tensor) -> Latents:
-        q = self._scaled(self.q_layernorm(self.linear_q_down(x)), "q")
+        down = self.linear_q_down(x)
+        q = self._scaled(self.q_layernorm(down), "q")
+        q = torch.cat((q, down), dim=-1) if self.gates_latents else q
         kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
         return Latents(q, self._scaled(self.kv_layernorm(kv), "kv"), self.to_heads(key, self.tp).unsqueeze(2))
 

@@ -279,8 +279,8 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        self.linear_gate = None
         """Projects to the key, which is also the value, of all heads."""
+        self.linear_gate = None
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
         norms = {norm: size for norm, size in linears.norms.items() if norm.endswith("q_layernorm")}

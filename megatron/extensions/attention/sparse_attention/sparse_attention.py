@@ -84,6 +84,7 @@ class Indexer(nn.Module):
         self.linear_wq_b, self.linear_wk, self.linear_weights_proj = (
             ReplicatedParallelLinear(linear, ctx) for linear in (linears.q, linears.k, linears.weights)
         )
+        self.rank = linears.q.in_size
         partial_over = sequence_partial(ctx.sequence_parallel)
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
@@ -256,7 +257,9 @@ class SparseAttention(MultiLatentAttention):
 
     def _latents(self, x: Tensor) -> Latents | SparseLatents:  # type: ignore[override]
         latents = super()._latents(x)
-        return latents if self.indexer is None else SparseLatents(*latents, *self.indexer(x, latents.q))
+        if self.indexer is None:
+            return latents
+        return SparseLatents(*latents, *self.indexer(x, latents.q[..., : self.indexer.rank]))
 
     def _heads(self, latents: Latents | SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Return the operands of `SelectedKeys`."""

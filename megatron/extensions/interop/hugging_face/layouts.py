@@ -233,6 +233,29 @@ class OneOfThree(Layout):
         return tensors[0][(slice(self.place, self.place + 1),)][box]
 
 
+@dataclass(frozen=True)
+class RowsOfEachHead(Layout):
+    """Some rows of each attention head in a Hugging Face tensor whose other rows belong to other parameters.
+
+    Tensors with the same name are added up. Adding -0.0 changes no number.
+    """
+
+    rows: Callable[[TransformerConfig], tuple[int, int, int]]
+    """Number of rows of a head before ours, of ours, and after ours."""
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        before, _, after = self.rows(config)
+        whole = parameter.new_full((len(parameter), before + parameter.shape[1] + after, *parameter.shape[2:]), -0.0)
+        whole[:, before : before + parameter.shape[1]] = parameter
+        return (whole.flatten(0, 1),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        before, own, after = self.rows(config)
+        of_head = before + own + after
+        heads = tensors[0][(slice(box[0].start * of_head, box[0].stop * of_head), *box[2:])].unflatten(0, (-1, of_head))
+        return heads[:, before + box[1].start : before + box[1].stop]
+
+
 class WithConstantsOfXIELU(Layout):
     """The second scalar of xIELU, beside which Hugging Face stores its slope at zero and a bound of its exponent."""
 

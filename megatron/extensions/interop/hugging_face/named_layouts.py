@@ -17,6 +17,7 @@ from megatron.extensions.interop.hugging_face.layouts import (
     OneOfThree,
     Pieces,
     Reordered,
+    RowsOfEachHead,
     StackedExperts,
     VocabularyRows,
     WithConstantsOfXIELU,
@@ -143,6 +144,9 @@ ATTENTION: dict[str, Layout] = {
     # DiffLlama: half of all groups away from a group is the other group of its pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
+    # A.X K2: one tensor of latent attention with each head's query before its gate, of which each is a parameter here
+    "QueriesBesideGates": RowsOfEachHead(lambda config: (0, config.head_dim, config.value_head_dim)),
+    "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),
     # DeepSeek-V4: outputs of groups of heads, [groups * rank, channels of a group].

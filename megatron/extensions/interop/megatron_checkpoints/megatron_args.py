@@ -48,7 +48,8 @@ LACKING = (
     *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
     *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
     *("window_kv_channels",),
-    *("mla_head_gate", "mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind", "linear_allow_neg_eigval"),
+    *("mla_head_gate", "mla_latent_gate", "mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind"),
+    "linear_allow_neg_eigval",
     *("linear_num_householder", "linear_norm_epsilon", "linear_norm_placement", "mamba_conv_kernel_dim"),
     *("mamba_min_step_size", "mamba_norm", "mamba_norm_before_gate", "mamba_multipliers"),
 )

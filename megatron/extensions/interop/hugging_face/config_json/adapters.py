@@ -60,7 +60,7 @@ class GroupsByTwoExperts(Adapter):
     """Expert groups, each scored by the sum of its two best experts (DeepSeek-V3)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        if hf["n_group"] == 1 or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
+        if hf["n_group"] in (None, 1) or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
             return fields
         return fields | {"moe_router_group_score_topk": 2}
 

@@ -1,0 +1,44 @@
+"""A layer whose norms of inputs are gated."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
+from megatron.core.tensor_parallel.linear_spec import ReplicatedLinear
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.norm import build_norm
+from megatron.extensions.layers.gated_norms.flags import GatedNormFlags
+
+
+class GatedNorm(nn.Module):
+    """y * sigmoid(W2 silu(W1 y)) for the output y of a norm. Every tensor-parallel rank holds both matrices whole and
+    gates its own tokens."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        hidden, rank = config.hidden_size, config.options(GatedNormFlags).gated_norm_rank
+        self.norm = build_norm(f"{name}.norm", hidden, config, ctx)
+        self.gate_down = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.gate_down", hidden, rank, False), ctx)
+        self.gate_up = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.gate_up", rank, hidden, False), ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        y: Tensor = self.norm(x)
+        return y * torch.sigmoid(self.gate_up(F.silu(self.gate_down(y))))
+
+
+class GatedNormLayer(TransformerLayer):
+    """`TransformerLayer` with gates of the norms before attention and before experts. The norm before a dense MLP has
+    none, as in A.X K2."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx)
+        kind = config.layer(ctx.layer)
+        if kind.mixes:
+            self.input_layernorm = GatedNorm(f"{name}.input_layernorm", config, ctx)
+        if kind.experts and config.norms_apart:
+            self.pre_mlp_layernorm = GatedNorm(f"{name}.pre_mlp_layernorm", config, ctx)
