@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.extensions.operate.job_restarts import forking, parents, restarts, signals
+from megatron.extensions.operate.job_restarts.store_process import StoreProcess
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability import rank_store
@@ -163,17 +164,21 @@ def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert codes_of(2, attempt) == [-signal.SIGKILL, 1]
 
 
-def children_of(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
 def test_a_store_that_is_stopped_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "ANSWER", 0.5)
     monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
+    stores = list[int]()
+
+    def served(*args: Any) -> StoreProcess:
+        process = StoreProcess(*args)
+        stores.append(process.pid)
+        return process
+
+    monkeypatch.setattr(parents, "StoreProcess", served)
 
     def attempt(rank: int, number: int) -> int:
         if number == 0 and rank == 0:
-            (store,) = children_of(os.getppid()) - {os.getpid()}
+            (store,) = stores  # of its parent, before the fork
             os.kill(store, signal.SIGSTOP)
             wait_for(lambda: rank_store._stat(store)[0] != "T")
             return 1
