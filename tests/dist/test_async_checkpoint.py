@@ -1,4 +1,4 @@
-"""Saves in the background: what they write, what a kill leaves, and what a failure does to the run."""
+"""Background saves: what they write, what a kill leaves behind, and how a failure affects the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 40
 
 
 def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torch.Tensor, dict[str, ShardedBoxes]]:
-    """A saver and this rank's half of a tensor."""
+    """Return a saver, this rank's half of a tensor, and the tensors to save."""
     state = initialize_model_parallel()
     part = torch.zeros(ROWS, 3)
     tensors = {"model.a": ShardedBoxes((2 * ROWS, 3), [((rank * ROWS, 0), part)])}
@@ -42,7 +42,7 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torc
 
 
 def test_the_latest_checkpoint_of_another_run_is_not_taken_back(tmp_path: Path) -> None:
-    """The other run has saved to the folder while this one stood still."""
+    """Another run saves to the same folder between two saves of this run."""
     saver, tensors = CheckpointWriter(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
     saver.pause = 0.0
     for iteration, others in ((1, None), (2, "40"), (50, None)):
@@ -57,7 +57,7 @@ def test_the_latest_checkpoint_of_another_run_is_not_taken_back(tmp_path: Path) 
 
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float, saved: int) -> None:
-    """`delay`: seconds after so many saves."""
+    """Save until `victim` is killed, `delay` seconds after its `saved`-th save."""
     saver, part, tensors = start(rank, root, cleanups=(partial(retain, RetentionFlags(keep_last=2)),))
     for iteration in range(1, 10_000):
         if rank == victim and iteration == saved + 1:
@@ -89,7 +89,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     for iteration in range(1, 7):
         part.fill_(iteration)
         saver.save(iteration, tensors, {"n": iteration})
-        part.fill_(-1.0)  # as training does
+        part.fill_(-1.0)  # as a training step would
     saver.close()
     reports = saver.reports()
     assert all(report.complete and report.error is None for report in reports)
@@ -104,7 +104,7 @@ def test_a_save_has_the_state_of_its_call(tmp_path: Path) -> None:
 
 
 def break_disk(times: int, folder: str = "") -> None:
-    """The next writes of this process, to a folder whose path has `folder` in it, find the disk full."""
+    """Make the next `times` writes of this process to paths that contain `folder` fail with a full disk."""
     left = [times]
     original = storage.DataWriter.write_data
 
@@ -162,7 +162,8 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
     assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
     shown = capfd.readouterr().err
     lines = [line for line in shown.splitlines() if "iteration 4 was not saved" in line]
-    assert len(lines) == 3 and shown.count("No space left") == 1, shown  # the ranks have the same reason, told once
+    # all ranks fail for the same reason, which is reported once
+    assert len(lines) == 3 and shown.count("No space left") == 1, shown
     assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
 
 

@@ -1,4 +1,5 @@
-"""Weights to evaluate with, and states of callbacks: as in one process at any layout, planned, saved and resharded."""
+"""Weights used for evaluation and callback states equal those of one process under any layout; states are planned,
+saved and resharded."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ LAYOUTS = {
 
 
 class Sums(Callback):
-    """Adds up the weights after each step."""
+    """Callback that sums the weights after each step."""
 
     def after_step(self, run: TrainingRun) -> None:
         by_kind = {kind: [piece for piece in self.states if piece.key == kind] for kind in ("sums", "twice")}
@@ -68,8 +69,8 @@ def averaged(run: TrainingRun) -> dict[tuple[str, int, int], OptimizerPiece]:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Validation losses after two steps, of the averaged weights and of the trained ones. Whole weights are to the bit
-    what they were before, on every rank."""
+    """Return the validation losses after two steps, of the averaged and of the trained weights. An evaluation leaves
+    the weights of every rank bit for bit as they were."""
     with local_run(config, rank, world_size) as run:
         callbacks, records = run.callbacks, list[dict[str, float]]()
         log = cast("Log", SimpleNamespace(write=records.append, say=print))
@@ -120,7 +121,7 @@ def not_offered(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def saved(rank: int, world_size: int, config: RunConfig) -> None:
-    """Saves the sums of two steps. The states take as many bytes as planned."""
+    """Save the sums of two steps and check that the states take as many bytes as planned."""
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
         for _ in range(2):
@@ -138,7 +139,7 @@ def saved(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
-    """Every element of the states is that of the checkpoint."""
+    """Check that every element of the loaded states equals the checkpoint's."""
     checkpoint = Checkpoint(folder)
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
@@ -152,7 +153,7 @@ def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one process."""
+    """Return the folder that a run on one process saved to."""
     folder = tmp_path_factory.mktemp("one")
     run_world(1, saved, config_of(f"--fp64 --save {folder}", 1))
     return folder

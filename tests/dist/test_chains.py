@@ -1,4 +1,4 @@
-"""Optimizers that are chains of transforms: equal to one process at any layout, with planned states, which reshard."""
+"""Optimizers that chain transforms: updates equal those of one process under any layout, and planned states reshard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2), Paralle
 
 
 class OfMatrices(torch.optim.Optimizer):
-    """An optimizer of whole tensors, which sees matrices as [stack, rows, columns] on the same memory."""
+    """Optimizer of whole tensors that views matrices as [stack, rows, columns] of the same memory."""
 
     def __init__(self, groups, metas, make) -> None:
         super().__init__(groups, {})
@@ -62,7 +62,7 @@ def shape_of(param: Tensor, metas: dict[int, ParamMeta]) -> tuple[int, ...]:
 
 
 class WholeShampoo(torch.optim.Optimizer):
-    """Shampoo of tensors [..., rows, columns], with roots by singular values."""
+    """Shampoo for tensors [..., rows, columns], with matrix roots computed by SVD."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -82,7 +82,7 @@ def root_of(x: Tensor) -> Tensor:
 
 
 def oracle_of(state, kind: str) -> Oracle:
-    """Of parameters that Shampoo does not update as matrices, torch's Adam."""
+    """Return the reference optimizer. torch's Adam updates the parameters that Shampoo does not treat as matrices."""
     oracle = Oracle(state, lambda groups: torch.optim.SGD(groups, lr=LR))
     metas = {id(param): oracle.metas[name] for name, param in oracle.params.items()}
     groups = [{"params": group["params"]} for group in oracle.optimizer.param_groups]
@@ -96,7 +96,7 @@ def oracle_of(state, kind: str) -> Oracle:
 
 
 class Both(torch.optim.Optimizer):
-    """Shampoo for hidden matrices and AdamW for the rest."""
+    """Optimizer that applies Shampoo to hidden matrices and AdamW to all other parameters."""
 
     def __init__(self, groups, metas) -> None:
         super().__init__(groups, {})
@@ -146,7 +146,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
 @pytest.mark.parametrize("kind", EXAMPLES)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, kind, distributed):
-    """Of matrices, Adafactor's are torch's; each rank holds as many bytes of states as planned."""
+    """Adafactor's updates of matrices equal torch's, and each rank holds as many bytes of states as planned."""
     run_world(dims.world_size, compare_with_one_process, dims, distributed, kind)
 
 
@@ -175,7 +175,7 @@ def test_a_skipped_step_leaves_all_states(kind):
 
 
 class Count(Transform):
-    """States of every kind and of several dtypes, which count updates."""
+    """Transform with states of every kind and several dtypes, each of which counts updates."""
 
     def states(self, meta):
         found = [elements("ones", meta, "bfloat16"), reduced("one", meta, dtype="float32")]
@@ -222,7 +222,7 @@ def load_and_compare(rank, world, dims, distributed, kind, folder):
 
 @pytest.mark.parametrize("kind", ["adafactor", "shampoo", "count"])
 def test_states_of_every_shape_reshard(kind, tmp_path: Path):
-    """Saved under one layout and loaded under others, to the bit."""
+    """States saved under one layout are bit-identical when loaded under others."""
     run_world(4, train_and_save, ParallelDims(tp=2, dp=2, ep=2), True, kind, tmp_path)
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     if kind == "count":

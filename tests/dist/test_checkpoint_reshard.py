@@ -1,4 +1,5 @@
-"""What a save writes at any layout, and what one that is cut short leaves. tests/parity/test_reshard.py loads."""
+"""Files that a save writes under any layout, and files that an interrupted save leaves. tests/parity/test_reshard.py
+tests loading."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 
 
 def misfit(rank: int, world_size: int, root: Path) -> str:
-    """One rank wants a key that is not there, another wants another shape; all are told of both."""
+    """Load with one rank that asks for a missing key and another that asks for a wrong shape; every rank reports
+    both."""
     state = initialize_model_parallel()
     module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:
@@ -83,7 +85,8 @@ def test_missing_extra_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path
 
 
 def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, dies_in: tuple[str, str] | None = None):
-    """`dies_in`: rank 0 is killed in that function of `os`, called for a path whose name ends so."""
+    """Save the weights. `dies_in` is (function of `os`, suffix): rank 0 is killed when it calls this function for a
+    path with this suffix."""
     if dies_in is not None and rank == 0:
         method, suffix = dies_in
         original = getattr(os, method)
@@ -115,5 +118,5 @@ def test_a_killed_save_leaves_the_latest_loadable(tmp_path: Path, dies_in: tuple
     folder = candidates(tmp_path).folders[0]
     assert json.loads((folder / "metadata.json").read_text()) == {}
     assert Checkpoint(folder).read("model.a").shape == (9,)
-    run_world(2, save_weights, tmp_path)  # and what was left is cleared away
+    run_world(2, save_weights, tmp_path)  # which also removes what the killed save left
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".tmp", ".old")]

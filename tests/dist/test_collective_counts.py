@@ -1,9 +1,10 @@
-"""What tensor parallelism sends: the number, kind and size of the collectives of a layer and of a model's ends.
+"""Number, kind and size of the collectives of a tensor-parallel layer, of the embedding and of the output layer.
 
-Per layer, forward and backward together, 4 all-reduces of s*b*h elements, or under sequence parallelism 4 all-gathers
-and 4 reduce-scatters of the same, plus the gather of each column-parallel layer's input for its weight gradient. In a
-ring over t ranks an all-reduce sends 2 (t-1)/t of its operand, the other two (t-1)/t of the whole each, so the bytes
-are equal (arXiv 2205.05198, section 4.2.2). On CPU reduce-scatters are all-to-alls, which send as much.
+Per layer, forward and backward together, there are 4 all-reduces of s*b*h elements; with sequence parallelism, 4
+all-gathers and 4 reduce-scatters of the same size, plus the all-gather of each column-parallel layer's input for its
+weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t of its operand, and the other two send (t-1)/t of
+the whole tensor each, so the bytes are equal (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are
+all-to-alls, which send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ NAMES = {
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 Call = tuple[str, int]
-"""Kind of a collective, and bytes of its larger operand: of the whole tensor that the ranks share."""
+"""Kind of a collective and bytes of its larger operand, the whole tensor that the ranks share."""
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """The collectives that this process starts through torch.distributed."""
+    """Record the collectives that this process starts through torch.distributed."""
     calls: list[Call] = []
     originals = {name: getattr(dist, name) for name in (*NAMES, *OTHERS)}
 
@@ -65,18 +66,19 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Bytes that a rank sends: in ring algorithms, and in all-to-alls, which keep a rank's own block at home."""
+    """Return the bytes that a rank sends. All collectives use ring algorithms, except all-to-alls, in which a rank does
+    not send its own block."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 
 
 def all_reduce(nbytes: int, size: int) -> Call:
-    """Of an operand of so many bytes, on CPU: two ranks exchange theirs."""
+    """Return the call that all-reduces an operand of `nbytes` on CPU. With two ranks, they exchange their operands."""
     return ("all_to_all", 2 * nbytes) if size == 2 else ("all_reduce", nbytes)
 
 
 def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
-    """Collectives of one forward and one backward."""
+    """Return the collectives of one forward pass and of one backward pass."""
     config = replace(STYLES[style], num_layers=layers)
     parallel = ModelParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sp, **{dtype: True})
     model = GPTModel(config, parallel, initialize_model_parallel(size))
@@ -90,7 +92,7 @@ def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: st
 
 
 def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
-    """Collectives of one layer: what a model of three layers has over a model of one, halved."""
+    """Return the collectives of one layer: half the difference between models of three layers and of one."""
     one, three = (run_world(size, run_model, layers, *args) for layers in (1, 3))
     assert all(result == one[0] for result in one) and all(result == three[0] for result in three)
     phases = []
@@ -116,7 +118,7 @@ def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize:
 def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
-    regathers = 2  # the inputs of linear_qkv and linear_fc1, of which only the local part is kept
+    regathers = 2  # the inputs of linear_qkv and linear_fc1: only the local shard is saved for the backward pass
     assert Counter(forward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 2}
     assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("all_to_all", sbh): 2}
     hidden = regathers * Fraction(size - 1, size) * sbh
@@ -125,8 +127,9 @@ def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsiz
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_ends_of_a_model(sp: bool) -> None:
-    """Embedding and head each have one collective in one direction (with sequence parallelism one in both, and the
-    regathered input of the head); the loss gathers three numbers a token. None carries the logits."""
+    """Embedding and output layer have one collective each, in the forward or the backward pass. With sequence
+    parallelism they have one in each pass, and the output layer gathers its input again. The loss gathers three numbers
+    per token. No collective carries the logits."""
     size, sbh = 2, S * B * H * 4
     ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")
     loss = ("all_gather", size * 3 * S * B * 4)

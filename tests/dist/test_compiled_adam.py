@@ -1,4 +1,4 @@
-"""AdamW as a compiled region, which runs uncompiled here, beside torch's fused kernel."""
+"""AdamW as a compiled region, run uncompiled here, compared with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dist.toy import build, run_step
 
 
 def trained(dtype: str, compiled: bool, clip: float) -> list[Tensor]:
-    """Parameters, main parameters and moments after steps of which one has a gradient that is no number."""
+    """Return parameters, main parameters and moments after several steps, one of which has a NaN gradient."""
     state, adam = ParallelState(), {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
     ddp, optimizer = build(state, dtype=dtype, compiled=compiled, clip_grad=clip, **adam)
     ((kernel,),) = (chain.kernels for chain in optimizer.chains)

@@ -1,6 +1,7 @@
-"""Gradient buffers: whose they are, in what precision they sum, and what must not happen to them.
+"""Gradient buffers: which gradients they hold, the precision of their sums, and misuse that is refused.
 
-That their gradients are autograd's at every layout, tests/parity/test_matrix.py shows."""
+tests/parity/test_matrix.py shows that the gradients equal autograd's under every layout.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ROLES = dict(zip(SHAPES, ("embedding", "hidden", "bias"), strict=True))
 
 
 class Model(nn.Module):
-    """An embedding, a linear layer, and the embedding again as head: it gets two gradients."""
+    """An embedding, a linear layer, and the embedding again as output layer, so that it receives two gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Model(nn.Module):
             self.register_parameter(f"p{i}", param)
 
     def forward(self, tokens, mask):
-        """Sum of masked numbers."""
+        """Return the sum of the masked losses."""
         word, weight, bias = self.parameters()
         logits = torch.tanh(word[tokens] @ weight.t() + bias) @ word.t()
         return (logits.logsumexp(-1) * mask).sum()
@@ -45,7 +46,7 @@ TOKENS, MASK = torch.arange(22).view(2, 11) % 11, torch.ones(2, 11, dtype=torch.
 def test_a_gradient_after_its_reduction_is_an_error():
     model = Model()
     ddp = DistributedDataParallel(DDPConfig(1, overlap_grad_reduce=True), FP64, ParallelState(), [model])
-    for _ in range(2):  # the second time buckets start early
+    for _ in range(2):  # in the second iteration, buckets start early
         ddp.begin_step(1)
         model(TOKENS, MASK).backward()
         if started := ddp._started:
@@ -90,6 +91,6 @@ def test_main_gradients_of_16_bit_parameters_are_fp32():
     for param in ddp.params:
         assert (param.dtype, param.main_grad.dtype) == (torch.bfloat16, torch.float32)
     bias = ddp.params[2]
-    for _ in range(300):  # in bf16 the sum would stand still at 256
+    for _ in range(300):  # a bf16 sum would stop growing at 256
         bias.sum().backward()
     assert torch.equal(bias.main_grad, torch.full((5,), 300.0))

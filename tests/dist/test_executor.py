@@ -1,6 +1,6 @@
-"""A pipeline runs its list as it stands: outputs are freed and weight gradients added where it says.
+"""A pipeline executes its action list as given: it frees outputs and adds weight gradients where the list says.
 
-That losses and gradients are those of one process, tests/parity/test_matrix.py shows.
+tests/parity/test_matrix.py shows that losses and gradients equal those of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.harness import run_world, running, train_in_world
 from tests.tiny import TINY
 
 CASES = [("1f1b", 4, 1, 8), ("interleaved", 4, 2, 7), ("zb-h1", 3, 1, 7), ("zb-v", 4, 2, 7), ("zb-h2", 4, 1, 8)]
-CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20: more than may be in flight
+CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20 exceeds the number of micro-batches that may be in flight
 
 
 def flags_of(schedule: str, p: int, m: int) -> list[str]:
@@ -35,7 +35,7 @@ def flags_of(schedule: str, p: int, m: int) -> list[str]:
 
 
 class FreedOnceSent:
-    """Hook of a stage that is not the last: asserts that none of its outputs outlives its send."""
+    """Hook for stages before the last: assert that each output is freed once it is sent."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Tensor]] = []
@@ -46,7 +46,8 @@ class FreedOnceSent:
 
 
 def run_pipeline(rank: int, world_size: int, schedule: str, m: int) -> tuple[list[Action], set[Kind], float]:
-    """What a step runs, where it adds to gradients of linear layers, and the loss of an evaluation before it."""
+    """Return the actions of a step, the kinds of actions that add to gradients of linear layers, and the loss of an
+    evaluation that precedes the step."""
     with running(flags_of(schedule, world_size, m), rank, world_size) as run:
         executor, ran, added_in = run.pipeline.executor, list[Action](), set[Kind]()
         found = summed_loss(run, run.data.valid[""], 0, 1, "valid")
@@ -75,7 +76,7 @@ def test_the_list_of_a_rank_is_what_it_runs(schedule: str, p: int, v: int, m: in
 def test_messages_in_lanes_change_nothing(
     schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under NCCL, four groups for what must not wait for each other."""
+    """As under NCCL, four process groups keep independent messages from waiting for each other."""
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 
     def build_with_lanes(*args: Any) -> parallel_state.ParallelState:

@@ -1,7 +1,7 @@
-"""Between two log lines a training step neither reads a value from the device nor waits for it.
+"""Between two log lines, a training step neither reads a value from the device nor waits for it.
 
-Seen on the CPU, where the same calls are made: what reads values, needs values for a shape, or copies Python numbers.
-`tests/gpu/test_host_waits.py` has torch itself watch on a GPU.
+The CPU makes the same calls, so the test records every operation that reads values, needs values for a shape, or copies
+Python numbers. `tests/gpu/test_host_waits.py` has torch itself report such operations on a GPU.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 EXPERTS = "--disable-bias-linear --num-experts 4 --moe-router-topk 2"
 
 HOST_ONLY = (
-    "read_batches",  # samples are put together on the host, and copied from pinned memory
-    "integers_on",  # from pinned memory
-    "add_each_product_",  # reads numbers of rows on the CPU; on a device a kernel has them
-    "check_ids",  # reads ids on the CPU only; on a device it asserts there
+    "read_batches",  # samples are assembled on the host and copied from pinned memory
+    "integers_on",  # copies from pinned memory
+    "add_each_product_",  # reads row counts on the CPU; on a GPU, a kernel reads them
+    "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""What became of the step before: four numbers, copied to the host when that step ended and read once the gradients
-of this one are under way. An event of that copy is waited for, and nothing later."""
+"""Reads of the previous step's outcome: four numbers, copied to the host at the end of that step and read once the
+gradients of the current step are being computed. The host waits only for the event of that copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
-    """Of the third step."""
+    """Return the waits of the third step."""
     return Counter(watched_step(rank, world_size, flags)[0])
 
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
-    """What the third step waits for, and how often it calls each operation of torch."""
+    """Return the places where the third step waits, and how often it calls each torch operation."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_a_dynamic_loss_scale_reads_once() -> None:
 
 @pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
 def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
-    """However many buckets there are: on a GPU each of these is one kernel over all that it is given."""
+    """The number of buckets does not matter: on a GPU, each of these calls is one kernel over all its tensors."""
     world_size = 2 if "--dp 2" in flags else 1
     for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
         assert calls["_fused_adamw_"] == 2, "matrices, and biases and norms, which do not decay"
@@ -107,8 +107,9 @@ CAPACITY = "--moe-expert-capacity-factor 1"
 def test_experts_wait_only_for_sizes_of_all_to_all_messages(
     flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where the number of each expert's rows stays there: `reads` for each layer and micro-batch. What is
-    made of these numbers is made on the host and copied from pinned memory (`integers_on`, `copied_to`)."""
+    """As on a GPU, the number of rows per expert stays on the device, and each layer reads sizes `reads` times per
+    micro-batch. Values derived from these sizes are computed on the host and copied from pinned memory (`integers_on`,
+    `copied_to`)."""
     monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)
     for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})
@@ -116,7 +117,7 @@ def test_experts_wait_only_for_sizes_of_all_to_all_messages(
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_without_grouped_products_experts_wait(dispatcher: str) -> None:
-    """Once for each layer and micro-batch."""
+    """Without grouped GEMMs, each layer waits once per micro-batch."""
     for found in run_world(2, waits, f"--dp 2 --ep 2 {EXPERTS} --moe-token-dispatcher-type {dispatcher}"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 4})
 

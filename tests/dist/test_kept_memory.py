@@ -1,4 +1,4 @@
-"""On CPU, blocks that tensors leave are kept for the next ones, unless the environment configures malloc."""
+"""On CPU, the allocator reuses freed blocks, unless the environment configures malloc."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GLIBC_DEFAULTS = {M_TRIM_THRESHOLD: 128 << 10, M_MMAP_MAX: 65536}
 
 
 def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, str]) -> int:
-    """Page faults of the last of four blocks of 256 MiB, one after the other."""
+    """Allocate and free four blocks of 256 MiB in turn, and return the page faults of the last one."""
     os.environ |= environ
     library = ctypes.CDLL(None)
-    for parameter, default in GLIBC_DEFAULTS.items():  # whatever was set in the process that this one is forked from
+    for parameter, default in GLIBC_DEFAULTS.items():  # the process that this one is forked from may have changed them
         library.mallopt(parameter, default)
     keep_memory(device)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -41,4 +41,4 @@ def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, 
 def test_a_large_block_is_faulted_in_once() -> None:
     assert run_world(1, faults, CPU, {})[0] < PAGES / 100
     for device, environ in ((CPU, {"MALLOC_MMAP_THRESHOLD_": "1048576"}), (torch.device("cuda"), {})):
-        assert run_world(1, faults, device, environ)[0] >= PAGES / 512  # huge pages, or small ones
+        assert run_world(1, faults, device, environ)[0] >= PAGES / 512  # with huge pages or small ones

@@ -1,4 +1,4 @@
-"""What loading takes beside the tensors that are loaded: no more than DCP's own buffers and one parameter."""
+"""Memory that loading takes in addition to the loaded tensors: at most DCP's own buffers and one parameter."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
 
 
 def give_back_pages() -> None:
-    """Has the allocator give freed buffers back to the kernel, now and from here on at once. By default glibc raises
-    its threshold as buffers are freed and keeps the next ones on its heap, whose holes then count as resident."""
+    """Make the allocator return freed buffers to the kernel, now and immediately from now on. By default, glibc raises
+    its threshold as buffers are freed and keeps later ones on its heap, whose holes then count as resident."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     libc.malloc_trim(0)
 
 
 def empty() -> dict[str, torch.Tensor]:
-    """Tensors whose pages are there."""
+    """Return tensors whose pages are resident."""
     return {f"model.{number}": torch.zeros(ROWS, COLUMNS) for number in range(TENSORS)}
 
 
 def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBoxes]:
-    """Each tensor as so many boxes of rows."""
+    """Split each tensor into `cuts` boxes of rows."""
     step = ROWS // cuts
     return {
         key: ShardedBoxes((ROWS, COLUMNS), [((i * step, 0), part) for i, part in enumerate(data.split(step))])
@@ -51,7 +51,7 @@ def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBo
 
 
 def peaks(rank: int, world_size: int, root: Path) -> dict[str, int]:
-    """Way to load -> most bytes beside the targets."""
+    """Return the peak memory of each way to load, without the target tensors."""
     tensors, found = empty(), {}
 
     def dcp_load() -> None:

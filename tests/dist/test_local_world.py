@@ -1,4 +1,4 @@
-"""Forked worlds: a rank that is ended is named, though only the others can say anything."""
+"""Forked worlds: the error names a rank that was killed, though only the other ranks can report anything."""
 
 from __future__ import annotations
 

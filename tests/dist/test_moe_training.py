@@ -1,4 +1,4 @@
-"""Mixture of experts in the training loop: what is logged, with multi-token prediction too, and 16-bit training."""
+"""Mixture of experts in the training loop: logged values, with multi-token prediction too, and 16-bit training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
 
 
 def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> None:
-    """Those of multi-token prediction too, in samples of several documents."""
+    """This includes the layers of multi-token prediction, with samples of several documents."""
     flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging "
     flags += "--vocab-size 12 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --tokenizer-type NullTokenizer "
     flags += "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -43,7 +43,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
     assert len(first) == 2 and len({first[0][key] for key in ("lm_loss", "mtp_loss_1", "mtp_loss_2")}) == 3
     for record in first:
         load = record["moe_load_of_layer"]
-        assert list(load) == ["1", "2", "3", "4"]  # two of the model, two of multi-token prediction
+        assert list(load) == ["1", "2", "3", "4"]  # two layers of the model, two of multi-token prediction
         assert all(len(row) == 8 and sum(row) == pytest.approx(8, abs=1e-3) for row in load.values())
         assert record["moe_load_max"] == pytest.approx(max(map(max, load.values())), abs=1e-4)
         assert record["moe_load_min"] == pytest.approx(min(map(min, load.values())), abs=1e-4)
@@ -52,7 +52,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
-    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 for even loads, in the first step too
+    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 for balanced loads, in the first step too
     for (world_size, _), (record, _) in zip(LAYOUTS.values(), (first, *others), strict=True):
         flops_of_token = world_size * record["tflops_per_device"] / record["tokens_per_second"]
         assert flops_of_token == pytest.approx(first[0]["tflops_per_device"] / first[0]["tokens_per_second"])
@@ -67,7 +67,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 4096", "--bf16", "--fp32"])
 def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
-    """In fp16 the backward pass starts from the loss scale over the sequence length."""
+    """In fp16, the backward pass starts from the loss scale divided by the sequence length."""
     flags = f"{BASE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3"
     expected = train_in_world(1, f"{flags} --fp64".split(), steps=1)
     found = train_in_world(2, f"{flags} {precision} --ep 2".split(), steps=1)
@@ -77,7 +77,7 @@ def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
 
 
 def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
-    """Ten words, of which each token sees two: many weights are equal but for rounding."""
+    """There are ten words, and each token attends to two, so many router weights are equal up to rounding."""
     model = f"{BASE} --fp64 --vocab-size 10 --num-experts 4 --moe-expert-capacity-factor 0.8 --window-size 2 "
     model += "--position-embedding-type none --attention-dropout 0 --hidden-dropout 0 --global-batch-size 4 --seed 2 "
     model += "--seq-length 32 "

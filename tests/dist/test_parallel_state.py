@@ -1,4 +1,4 @@
-"""Process groups on real worlds: membership, and that all ranks make them together."""
+"""Process groups in real worlds: their members, and that all ranks create them together."""
 
 from unittest import mock
 
@@ -42,8 +42,8 @@ SIZES = st.sampled_from([1, 2, 3])
 @given(tp=SIZES, pp=st.integers(1, 4), cp=SIZES, dp=SIZES, expert=st.booleans(), swapped=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_all_ranks_make_their_groups_together(tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool) -> None:
-    """NCCL makes each group by a split of the world that every rank must join: the n-th groups of all ranks must cut
-    the world into disjoint parts, whatever the layout."""
+    """NCCL creates each group by splitting the world, and every rank must join the split: the n-th groups of all ranks
+    must partition the world under any layout."""
     dims = ParallelDims(tp, pp, cp, dp, ep=dp * cp if expert else 1, expt_tp=tp, tp_pp_dp=swapped)
     made: list[list[tuple[int, ...]]] = []
     for rank in range(dims.world_size):
@@ -72,5 +72,5 @@ def initialize_repeatedly(rank: int, world_size: int) -> int:
 
 
 def test_groups_can_be_built_again() -> None:
-    """As when a process loads a second model; ranks between the pipeline's ends are in fewer groups."""
+    """A process that loads a second model does this. Ranks between the pipeline's ends are in fewer groups."""
     assert run_world(3, initialize_repeatedly) == [12, 12, 12]

@@ -1,4 +1,4 @@
-"""Ring attention: what goes over the wire, and in what precision parts are summed. The matrix has its layouts."""
+"""Ring attention: the messages it sends, and the precision of its partial sums. The parity matrix tests its layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKED = Causal(FlashCPUKernel(0.4), ((0, 1, 6, 17, 33), (0, 23, 29, 47)))
 
 
 def operands() -> list[Tensor]:
-    """q, k, v and the output's gradient."""
+    """Return q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(4)
     shapes = [(LENGTH, SAMPLES, n, DIM) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -32,7 +32,7 @@ def rows_of(rank: int, size: int) -> list[int]:
 
 
 def ring(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's part of the output, and of the gradients of q, k and v."""
+    """Return this rank's part of the output and of the gradients of q, k and v."""
     cp = Axis(dist.group.WORLD, rank, size, tuple(range(size)))
     *inputs, grad = (x[rows_of(rank, size)].to(dtype).requires_grad_() for x in operands())
     out = CONTEXT_PARALLEL["p2p"](*inputs, cp, PACKED)
@@ -53,7 +53,8 @@ def sizes_of_messages(rank: int, size: int) -> list[int]:
 
 
 def test_only_groups_of_keys_travel() -> None:
-    """Forward cp - 1 times the keys and values of a rank; backward as many, and their gradients cp times."""
+    """The forward pass sends a rank's keys and values cp - 1 times. The backward pass sends them as often, and their
+    gradients cp times."""
     for sent in run_world(4, sizes_of_messages):
         assert sent == [2 * LENGTH // 4 * SAMPLES * GROUPS * DIM] * (3 + 3 + 4)
 

@@ -1,4 +1,4 @@
-"""What a start of a run does once: it resolves the configuration, and builds the tokenizer."""
+"""Work that a run does once at its start: it resolves the configuration and builds the tokenizer."""
 
 from __future__ import annotations
 

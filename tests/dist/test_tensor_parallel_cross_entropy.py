@@ -1,4 +1,4 @@
-"""Cross entropy over a cut vocabulary against torch's over the whole one."""
+"""Cross entropy over a sharded vocabulary, compared with torch's over the whole one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S, B, V = 5, 3, 32
 
 
 def example(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels (the last one of the vocabulary among them) and weights of the losses, one of them zero."""
+    """Return logits, labels (including the last token of the vocabulary) and loss weights, one of which is zero."""
     generator = torch.Generator().manual_seed(4)
     logits = 3 * torch.randn(S, B, V, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, vocab_size, (S, B), generator=generator)
@@ -30,7 +30,7 @@ def example(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def oracle(dtype: torch.dtype, vocab_size: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Losses and gradient in fp64, padding columns left out."""
+    """Return the losses and the gradient in fp64, without the padding columns."""
     logits, labels, weights = example(dtype, vocab_size)
     logits = logits.double().requires_grad_()
     real = logits[..., :vocab_size]
@@ -52,7 +52,7 @@ def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: 
 
 
 @pytest.mark.parametrize("size", [1, 4])
-# 14: ranks of 4 with no column, and with some
+# 14: with ranks of 4 columns, some have only padding and some have a few tokens
 @pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
 def test_against_torch(size: int, vocab_size: int, z_loss: float) -> None:
     loss, grad = oracle(torch.float64, vocab_size, z_loss)

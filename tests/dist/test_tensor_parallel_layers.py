@@ -1,6 +1,6 @@
-"""Weight gradients: in what precision they are summed, and the queue that puts them off. And a token that no rank owns.
+"""Weight gradients: the precision of their sums, and the queue that defers them. Also tests a token that no rank owns.
 
-That layers compute what one process does, tests/parity/test_matrix.py shows.
+tests/parity/test_matrix.py shows that the layers compute the same as one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.harness import run_world, tp_context
 
 
 def test_main_grad_sums_in_its_own_precision() -> None:
-    """768 ones, then a quarter in 256 parts: a bf16 sum would have stopped growing at 256."""
+    """The sum is 768 ones, then a quarter in 256 parts. A bf16 sum would stop growing at 256."""
     out = torch.zeros(1, 1)
     one = torch.ones(256, 1, dtype=torch.bfloat16)
     for _ in range(3):
@@ -38,7 +38,7 @@ def unknown_token(rank: int, size: int) -> str:
 
 
 def test_token_outside_the_vocabulary() -> None:
-    """No rank would own it, and its embedding would silently be zero."""
+    """No rank owns such a token, so its embedding would silently be zero."""
     for message in run_world(2, unknown_token):
         assert message.startswith("token ids must be in [0, 40)")
         assert message.endswith("found ids from 0 to 40")

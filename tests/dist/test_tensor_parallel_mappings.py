@@ -1,5 +1,5 @@
-"""Collectives as adjoint pairs: <Ax, y> = <x, A'y>, and the size-1 fast path. Their values, tests/parity/test_matrix.py
-shows."""
+"""Collectives as adjoint pairs, <Ax, y> = <x, A'y>, and their fast path for one rank. tests/parity/test_matrix.py
+checks their values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def operand(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 1))
 
 
-# Each map as one linear map of all ranks' operands together: its adjoint has <A x, y> = <x, A' y>, summed over the
-# ranks. gather_from pairs "a part on each rank" with "the same on every rank": there <.,.> counts what the ranks have
-# in common once.
+# Each collective is a linear map of all ranks' operands taken together: its adjoint satisfies <A x, y> = <x, A' y>,
+# summed over the ranks. gather_from maps "a shard on each rank" to "the same tensor on every rank"; for the latter,
+# <.,.> counts the shared values once.
 SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
-    # name: (map, operand is common to the ranks, result is common to the ranks)
+    # name: (map, operand is replicated, result is replicated)
     "copy": (m.copy_to, True, False),
     "reduce": (m.reduce_from, False, True),
     "gather": (lambda x, tp: m.gather_from(x, tp, 1), False, True),
@@ -43,7 +43,7 @@ def adjointness(rank: int, size: int, name: str) -> None:
         return product if common else m.all_reduce_(product.clone(), tp)
 
     torch.testing.assert_close(inner(ax, y, common_out), inner(x, aty, common_in))
-    # The backward is itself a map with an adjoint: the derivative of A'y along z is A z.
+    # The backward pass is itself a map with an adjoint: the derivative of A'y along z is A z.
     z = operand(100 + (0 if common_in else rank), *x.shape)
     (az,) = torch.autograd.grad(aty, y, z)
     torch.testing.assert_close(az, function(z, tp).detach())

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3: what is whole when, what is sent, and which unit is gathered ahead."""
+"""ZeRO-2 and ZeRO-3: when parameters are whole, what is sent, and which unit is prefetched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharding(strategy: str) -> str:
 
 
 def units(run: TrainingRun) -> dict[str, list[UnitBucket]]:
-    """The buckets of each unit."""
+    """Return the buckets of each unit."""
     found: dict[str, list[UnitBucket]] = {}
     for bucket in run.ddp.units.buckets:
         found.setdefault(unit_of(bucket.layout.params[0].meta.name), []).append(bucket)
@@ -51,13 +51,13 @@ CALLS: dict[str, tuple[str, Callable[[UnitBucket], bool]]] = {
     "start_grad_sync": ("reduce", lambda bucket: bucket.whole_grads),
     "finish_grad_sync": ("reduced", lambda bucket: bucket._reduced is not None),
 }
-"""Methods of buckets, what they do, and whether they have something to do."""
+"""Bucket methods: the event that each records, and whether it has work to do."""
 
 
 class Watch:
-    """What is done for which unit, in order: "gather" and "reduce" where a collective is started, "reduced" where it is
-    waited for, "add" where a backward has computed a first gradient. And the most units that were whole at the same
-    time."""
+    """Record the events of units in order: "gather" and "reduce" when a collective starts, "reduced" when it has been
+    waited for, and "add" when a backward pass has computed a first gradient. Also records the largest number of units
+    that were whole at the same time."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()
@@ -79,7 +79,8 @@ class Watch:
 
 
 def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Collectives of the second step, the most units whole at once, and the memory left after it."""
+    """Return the collectives of the second step, the largest number of whole units, and the memory left after the
+    step."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         train_step(run)
         watch = Watch(run)
@@ -98,7 +99,7 @@ def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> int:
-    """Bytes of the collectives of a kind that carry buckets of units."""
+    """Return the bytes of those collectives of a kind that carry unit buckets."""
     sizes = set(found["sizes"].values())
     return sum(nbytes * count for (name, nbytes), count in found["calls"].items() if name == kind and nbytes in sizes)
 
@@ -106,15 +107,16 @@ def bytes_of(found: dict[str, Any], kind: str) -> int:
 def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_once_a_step() -> None:
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads')}"
     for found in run_world(2, steps, flags):
-        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]  # on CPU a reduce-scatter
+        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]  # a reduce-scatter on CPU
         assert bytes_of(found, "all_gather") == found["psi"]
         assert found["whole"][1] == 2, "one unit's gradients are added up while another's are reduced"
         assert found["held"] == 0
 
 
 def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
-    """The backward gathers again all but the output layer, which is kept from the forward, and the embedding, whose
-    backward reads no parameters: 3 Psi less these (arXiv 1910.02054, section 7.2.2)."""
+    """The backward pass gathers all units again except the output layer, which is kept from the forward pass, and the
+    embedding, whose backward reads no parameters. The total is 3 Psi less these two (arXiv 1910.02054, section
+    7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
         layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
@@ -127,7 +129,7 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
 
 
 def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
-    """Those of `Watch`, and ("begin" | "end", unit) of each pass of its module, of the third step."""
+    """Return the events of `Watch` in the third step, and ("begin" or "end", unit) for each pass of a unit's module."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         found = Watch(run).events
         for unit in run.ddp.units.units:
@@ -137,8 +139,9 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
                 "end": (unit.module.register_forward_hook, unit.module.register_full_backward_hook),
             }
             for event, kinds in hooks.items():
-                for register in kinds if "embedding" not in name else kinds[:1]:  # whose input has no gradient
-                    first = {"prepend": True} if event == "begin" else {}  # before what the unit's own hooks start
+                # the embedding's input has no gradient
+                for register in kinds if "embedding" not in name else kinds[:1]:
+                    first = {"prepend": True} if event == "begin" else {}  # before the unit's own hooks start anything
                     register(lambda *_, event=event, name=name: found.append((event, name)), **first)
         for _ in range(2):
             train_step(run)
@@ -148,8 +151,9 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
 
 
 def test_collectives_are_started_while_another_unit_computes() -> None:
-    """By order, not by time. Each gather but the step's first one is started within the pass before the one that needs
-    it, in the forward as in the backward; each reduction but the last one is under way when the next unit computes."""
+    """The test checks the order of events, not their times. Each gather except the first of a step starts during the
+    pass before the one that needs it, forward and backward. Each reduction except the last is in flight while the next
+    unit computes."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     first, second = run_world(2, events, flags)
     assert first == second, "all ranks start collectives in one order"

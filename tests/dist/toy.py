@@ -1,8 +1,8 @@
-"""A made-up model for tests of gradients and optimizer: tagged parameters with known values, and no layers.
+"""Toy model for tests of gradients and optimizers: tagged parameters with known values, and no layers.
 
-Every parameter has a global value and, for each step and data-parallel rank, a global gradient, both functions of
-its name. A rank holds its box of the value and adds what its place in the layout gives it of the gradient, so what
-one process must arrive at is known without running a model.
+Every parameter has a global value and, for each step and data-parallel rank, a global gradient; both are functions of
+its name. A rank holds its box of the value and adds its share of the gradient under the layout, so the result of one
+process is known without running a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LR, DECAY = 0.01, 0.1
 
 
 def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
-    """(tag, stage) of every parameter; a tied one stands on both of its stages. Sizes are odd on purpose."""
+    """Return (tag, stage) of every parameter; a tied parameter is on both of its stages. Sizes are odd on purpose."""
     shared = (0, pp - 1) if pp > 1 else ()
     tied = ParamMeta("embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=shared, role="embedding")
     last, cut, qkv = pp - 1, {"ep": 0, "expt_tp": 1}, Fused("qkv", 1, (3, 1, 1))
@@ -69,7 +69,7 @@ def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
 
 
 def noise(shape: tuple[int, ...], *key: object) -> Tensor:
-    """Standard normal values that depend on the key alone; float64."""
+    """Return standard normal float64 values that depend on the key alone."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -81,7 +81,7 @@ def local_part(tensor: Tensor, meta: ParamMeta, state: ParallelState) -> Tensor:
 
 
 class ToyStage(nn.Module):
-    """One pipeline rank's parameters."""
+    """Parameters of one pipeline rank."""
 
     def __init__(self, state: ParallelState, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -94,7 +94,8 @@ class ToyStage(nn.Module):
 
 
 def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int) -> None:
-    """Adds this rank's share of the step's gradient: partial sums split unevenly over tp, shared ones over stages."""
+    """Add this rank's share of the step's gradient: partial sums are split unevenly over tp, and shared gradients over
+    stages."""
     for param in ddp.params:
         meta = param.meta
         axis = state.axis("expt_dp") if meta.expert else state.dp_cp
@@ -109,7 +110,7 @@ def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int)
 
 
 class Oracle:
-    """The same training in one process, with torch's own optimizer and clipping."""
+    """The same training in one process with torch's own optimizer and clipping."""
 
     def __init__(self, state: ParallelState, make_optimizer, dtype: torch.dtype = torch.float64) -> None:
         self.state = state
@@ -121,7 +122,7 @@ class Oracle:
         self.optimizer = make_optimizer(groups)
 
     def step(self, step: int, tokens: float, clip: float, weight_decay: float) -> float:
-        """One update; returns the norm before clipping."""
+        """Make one update and return the norm before clipping."""
         for name, param in self.params.items():
             members = self.state.dims.expt_dp if self.metas[name].expert else self.state.dims.dp * self.state.dims.cp
             total = sum(noise(tuple(param.shape), name, step, member) for member in range(members))
@@ -139,13 +140,13 @@ class Oracle:
 
 
 def optimizer_config(**flags) -> OptimizerConfig:
-    """The optimizer's configuration of fields, those of extensions too."""
+    """Return an optimizer configuration with these fields, which may be those of extensions."""
     return config_of_sections({"optimizer": flags}).optimizer
 
 
 load()
 KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
-"""Optimizers; muon where its extension is installed."""
+"""Optimizers to test; includes muon if its extension is installed."""
 
 
 def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False, **flags):
@@ -157,12 +158,12 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
 
 
 def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
-    """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token."""
+    """Turn the owned part of every `main_grad` into the gradient of the mean loss per valid token."""
     ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
 
 
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
-    """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
+    """Run one step as a training loop does; each data-parallel rank has `tokens` plus its rank valid tokens."""
     ddp.zero_grad_buffer()
     add_gradients(ddp, state, step)
     if seed != 1.0:

@@ -1,4 +1,4 @@
-"""The command line: its frozen surface, what it makes of Megatron's flags, files, and errors."""
+"""Command line: its frozen surface, translation of Megatron's flags, files, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 
 
 
 def surface() -> str:
-    """One line for each spelling: what it is set to, or the kind of value it takes."""
+    """Return one line per spelling: the value it sets, or the kind of value it takes."""
     lines = []
     for spelling, (flag, on) in spelling_table().items():
         kind = ("on" if on else "off") if flag.kind is bool else flag.kind.__name__ + ("..." if flag.spec.many else "")
@@ -40,7 +40,7 @@ def surface() -> str:
 
 
 def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The problems printed for a command line that cannot run."""
+    """Return the problems printed for an invalid command line."""
     with pytest.raises(SystemExit) as exit:
         command_line(argv.split(), Launch())
     assert exit.value.code == 2
@@ -50,7 +50,7 @@ def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def index() -> str:
-    """A line for each built-in extension that has flags: its name, and their spellings."""
+    """Return one line per built-in extension with flags: its name and their spellings."""
     prefix, spellings = f"{extensions.__name__}.", dict[str, list[str]]()
     for spelling, (flag, _) in spelling_table().items():
         module = sections()[flag.section].__module__
@@ -70,13 +70,15 @@ def index() -> str:
 
 
 def _extension_of(place: str) -> str | None:
-    """The built-in extension whose `flags.py` registers a part at `FILE:LINE`; None for the library's own."""
+    """Return the built-in extension whose `flags.py` registers a part at `FILE:LINE`, or None if the library registers
+    it."""
     folder = Path(place.rpartition(":")[0]).parent
     return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 
 
 def test_surface_is_frozen() -> None:
-    """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; say so in CHANGELOG."""
+    """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; record it in the
+    changelog."""
     installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
     lines = GOLDEN.read_text().splitlines(keepends=True)
     assert surface() == "".join(line for line in lines if home_of(line.split()[0]) in installed)
@@ -136,7 +138,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
     ):
         assert line in lines
-    # The validation's problems come with them, but not those that follow from a misspelt flag.
+    # The validation problems are listed too, except those that follow from a misspelt flag.
     assert any(line.startswith("world size 8: must be a multiple of TP 3") for line in lines)
     assert any(line.startswith("--num-attention-heads: is required") for line in lines)
     assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
@@ -262,7 +264,7 @@ def test_a_later_source_replaces_a_setting_in_another_unit(
 
 def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
     values = flat_values(parse_args(["--config", write(tmp_path, "train-iters: 1\ntrain-samples: 2")]))
-    assert (values["train_iters"], values["train_samples"]) == (1, 2)  # which a rule refuses
+    assert (values["train_iters"], values["train_samples"]) == (1, 2)  # a rule refuses this combination
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_saved_configuration_reads_back(tmp_path: Path) -> None:
     save_config(config, tmp_path / "deep" / "run.yaml")
     again = parse_args(["--config", str(tmp_path / "deep" / "run.yaml")])
     assert resolve(again, 8) == config
-    # The file names the batch, not the ranks, so that it serves another layout.
+    # The file states the batch but no ranks, so that it also serves another layout.
     assert again.training.global_batch_size == 8
     assert validate(again, 4) == validate(resolve(again, 4), 4) == []
     text = (tmp_path / "deep" / "run.yaml").read_text()

@@ -1,4 +1,4 @@
-"""The batch size over a run against a step-by-step walk."""
+"""Batch size over a run, compared with a step-by-step simulation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_length_of_a_run(length: str, samples: int | None, iterations: int | Non
 
 @pytest.mark.parametrize(("given", "used"), [(100, 96), (96, 96), (9, 8), (7, 7)])
 def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: int) -> None:
-    """To a multiple of micro-batch size 2 * DP 4; one that is less stays, and is refused."""
+    """The batch is rounded to a multiple of micro-batch size 2 * DP 4. A smaller batch stays as it is and is
+    refused."""
     flags = f"--micro-batch-size 2 --global-batch-size {given} --decrease-batch-size-if-needed"
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
 

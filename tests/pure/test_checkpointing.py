@@ -1,4 +1,4 @@
-"""Saving and loading a run in one process: what goes on, what is refused, what a stranger's file can do."""
+"""Saving and loading a run in one process: what continues, what is refused, and what an untrusted file can do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATE = ParallelState()
 
 @dataclass
 class Run:
-    """A model with its optimizer, of which a step is a made-up gradient."""
+    """Model and optimizer whose steps use made-up gradients."""
 
     config: RunConfig
     callbacks: Sequence[Callback] = ()
@@ -64,7 +64,7 @@ class Run:
         for param in self.stages[0].parameters():
             if param.requires_grad:
                 param.main_grad.copy_(torch.randn(param.shape, generator=generator))
-            else:  # biases of experts
+            else:  # expert biases
                 param.data.copy_(torch.randn(param.shape, generator=generator))
         self.optimizer.step(Update(Rates(1e-2, 0.01)))
 
@@ -83,7 +83,7 @@ class Run:
 
 
 def config(root: Path, **changes: object) -> RunConfig:
-    """Changes are those of CheckpointConfig, or whole sections."""
+    """Return a configuration with changed fields of CheckpointConfig or whole changed sections."""
     sections = {name: changes.pop(name) for name in ("model", "parallel", "optimizer", "training") if name in changes}
     base = RunConfig(
         model=LLAMA,
@@ -95,7 +95,7 @@ def config(root: Path, **changes: object) -> RunConfig:
 
 
 def refuses(match: str, root: Path, **changes: object) -> None:
-    """Asserts that a run with these changes loads nothing from a folder, and says why."""
+    """Assert that a run with these changes loads nothing from a folder and says why."""
     with pytest.raises(ValueError, match=match):
         Run(config(root, **changes)).load()
 
@@ -193,7 +193,7 @@ def test_a_run_restarts_with_its_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
 def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
-    """And the biases of experts, which no gradient moves: they are part of the model."""
+    """The weights include the expert biases, which no gradient updates but which are part of the model."""
     one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))
@@ -244,7 +244,7 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
 
 
 def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
-    """The way to add tokens is named. With --finetune, rows that were padding become tokens, which is said."""
+    """The error names the way to add tokens. With --finetune, padding rows become tokens, and a message says so."""
     Run(config(tmp_path)).save(Progress(1, 8))
     tokens = LLAMA.vocab_size or 0
     more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)
@@ -308,14 +308,14 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def list_anew(folder: Path) -> None:
-    """Makes the manifest that of the files as they are, as one who means to deceive would."""
+    """Rewrite the manifest to match the files as they are, as an attacker would."""
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     sums = {path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in files}
     write_manifest(folder, sums)
 
 
 def change_metadata(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edits the metadata of a checkpoint, and lists them anew."""
+    """Edit the metadata of a checkpoint and rewrite the manifest."""
     path = folder / "metadata.json"
     payload = json.loads(path.read_text())
     change(payload)
@@ -386,7 +386,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 class Keeps(Callback):
-    """Keeps a list, as a list is of what it has seen."""
+    """Callback whose state is a list, for example of samples that it has seen."""
 
     def __init__(self, kept: Any, name: str = "") -> None:
         super().__init__(RunConfig())
@@ -422,7 +422,7 @@ def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
 def test_a_state_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
     _, payload = run.checkpoint().contents(Progress(1, 8))
-    callback.kept.append(2)  # while the checkpoint is written in the background
+    callback.kept.append(2)  # while the checkpoint is being written in the background
     assert payload["callbacks"] == {"Keeps": [1]}
 
 

@@ -1,4 +1,4 @@
-"""The record of code that the user's own runs have used: which files may name code again."""
+"""Record of code that the user's own runs have used: it decides which checkpoint files may name code again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.extensions import ExtensionError, load_saved_extensions
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An extension that writes a file when it runs, recorded for the run in the folder run."""
+    """Return an extension that writes a file when it runs, recorded for the run in the folder `run`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "own.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
@@ -120,7 +120,7 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
         parse_args(argv)
     assert parse_args([*argv, "--eval-tasks", "lambada"])
     record_code(tmp_path, [f"{tmp_path}/tasks"])
-    with pytest.raises(ValueError, match="may run code"):  # the record must lie outside the folder
+    with pytest.raises(ValueError, match="may run code"):  # the record must not be inside the folder
         parse_args(argv)
     (tmp_path / "run").mkdir()
     (tmp_path / "x.yaml").rename(tmp_path / "run" / "x.yaml")
@@ -133,8 +133,8 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
 
 
 def test_no_run_takes_names_of_code_from_a_checkpoint(tmp_path: Path) -> None:
-    """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler take the model, the schedule and the tokenizer;
-    files of tasks, which may run code, are none of these."""
+    """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler take the model, the schedule and the tokenizer.
+    They do not take task files, which may run code."""
     fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]
     saved = with_named(RunConfig(), {field: (str(tmp_path / "tasks"),) for field in fields})
     (tmp_path / "iter_0000001").mkdir()

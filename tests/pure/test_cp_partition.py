@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, and the tiles of its attention: every pair that should be seen, once."""
+"""Tokens that a context-parallel rank holds, and its attention tiles: every visible pair is computed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def places(spans: Spans) -> list[int]:
 
 
 def seen_pairs(tiles: tuple[Tile, ...], queries: Spans, keys: Spans, samples: int) -> list[Pair]:
-    """(sample, place of query, place of key) of every pair that the tiles compute."""
+    """Return (sample, query position, key position) of every pair that the tiles compute."""
     query_at, key_at = places(queries), places(keys)
     pairs = []
     for tile in tiles:
@@ -101,7 +101,7 @@ def test_tiles_cover_the_visible_keys(seed: int) -> None:
 
 
 def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
-    """A query that has a tile on the diagonal has it before its others."""
+    """Assert that the diagonal tile of a query precedes its other tiles."""
     own = {(tile.sample, row) for tile in tiles if tile.diagonal for row in tile.queries}
     for tile in tiles:
         if tile.diagonal:
@@ -111,7 +111,7 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:
-    """In each step but its own a rank of a ring runs one kernel."""
+    """In every ring step except the first, a rank runs one kernel."""
     spans = [rank_spans(32, rank, 4) for rank in range(4)]
     for rank, queries in enumerate(spans):
         for source, keys in enumerate(spans):
@@ -126,7 +126,7 @@ def test_neighbouring_full_tiles_are_joined() -> None:
 
 
 def test_far_documents_cost_nothing() -> None:
-    """A rank has no tiles with keys of other documents, and the diagonal is as small as the documents."""
+    """A rank has no tiles with keys of other documents, and diagonal tiles are as small as the documents."""
     spans = [rank_spans(64, rank, 4) for rank in range(4)]
     documents = (tuple(range(0, 64, 8)),)
     for rank in range(4):

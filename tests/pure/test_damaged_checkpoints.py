@@ -1,4 +1,4 @@
-"""Damage of every kind to a checkpoint's files: found, said, and the newest whole checkpoint loaded instead."""
+"""Damage of every kind to checkpoint files is found and reported, and the newest whole checkpoint is loaded instead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_at(root: Path, iteration: int, elements: int = 400) -> Path:
 
 
 def load(root: Path) -> tuple[int | None, list[str]]:
-    """(which was loaded, what was said); its tensor is looked at as well."""
+    """Load a checkpoint, check its tensor, and return (iteration, messages)."""
     said: list[str] = []
     checkpoint = choose_checkpoint(root, Axis(), said.append)
     if checkpoint is None:
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def flip(path: Path, place: int | None = None) -> None:
-    """One bit, in the middle by default."""
+    """Flip one bit, in the middle of the file by default."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if place is None else place] ^= 0x10
     path.write_bytes(data)
@@ -155,7 +155,7 @@ def test_something_else_in_the_place_of_latest(root: Path) -> None:
 
 
 def test_checkpoints_moved_away_and_linked_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
-    """The links are replaced and deleted, as folders would be; what they lead to stays."""
+    """A save replaces and deletes links as it does folders, and leaves their targets alone."""
     moved = tmp_path_factory.mktemp("moved")
     for number in (10, 20, 30):
         name = f"iter_00000{number}"
@@ -199,7 +199,7 @@ def test_everything_in_the_folder_is_listed(root: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_named_as_the_reason(root: Path) -> None:
-    """The limit on the size of a file stands for it: a write that fails in the midst of torch's."""
+    """A limit on the file size stands in for a full disk: the write fails in the middle of torch's."""
     with largest_file(100_000), pytest.raises(CheckpointError, match="File too large"):
         save_at(root, 40, elements=1_000_000)
     assert read_latest(root) == 30 and load(root) == (30, [])
@@ -262,4 +262,4 @@ def test_a_start_does_not_hold_the_records_of_a_long_run(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert len(path.read_text().splitlines()) == 1990
-    assert highest < 300_000  # of 2 MB
+    assert highest < 300_000  # the file has 2 MB

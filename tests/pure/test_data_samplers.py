@@ -1,4 +1,4 @@
-"""Which samples a rank takes: the same whatever the layout, the workers and where the run resumed."""
+"""Samples that a rank takes: they depend neither on the layout, nor on the workers, nor on where the run resumed."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tests.limits import wait_for
 
 
 class Numbers:
-    """Sample i holds i; counts who reads what."""
+    """Dataset whose sample i holds i; counts the reads of each process."""
 
     def __init__(self, size):
         self.size = size
@@ -35,7 +35,7 @@ class Numbers:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_grow_and_steps_jump(workers):
-    """Ramp-up, a resume elsewhere and a step repeated, with prefetch running past each of them."""
+    """The steps ramp up, resume elsewhere and repeat a step, while prefetching runs past each of these."""
     steps = [(0, 6), (6, 6), (12, 18), (30, 12), (60, 6), (66, 6), (66, 6), (10, 6)]
     with closing(DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=3, num_workers=workers)) as iterator:
         for consumed, batch in steps:

@@ -1,5 +1,4 @@
-"""Datasets of a run: what a sample holds, which mistakes are named, shares of documents, and the index files that
-processes share."""
+"""Datasets of a run: the contents of a sample, errors, document shares, and index files shared by processes."""
 
 import json
 import os
@@ -29,7 +28,7 @@ def build(sizes=(4, 0, 0), seq_length=16, eod=None, vocab_size=None, **kwargs):
     return build_datasets(config, seq_length=seq_length, seed=5, sizes=sizes, eod=eod, vocab_size=vocab_size)
 
 
-# What a sample holds
+# Contents of a sample
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30))
@@ -130,7 +129,7 @@ def test_a_set_smaller_than_a_sample_is_repeated(tmp_path):
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_drawn(tmp_path):
-    """Too rare for the look taken at the start."""
+    """The id is too rare to be found by the check of a few samples at the start."""
     documents = [[1] * 400_000, [2] * 3, [-5], [1] * 400_000]
     prefix = write_documents(tmp_path / "x", documents, "<i4")
     train = build(data_path=(prefix,), seq_length=1000, sizes=(None, 0, 0), vocab_size=100).train
@@ -170,7 +169,7 @@ def test_index_files_are_reused_and_named_by_content(tmp_path):
     copy = write_documents(tmp_path / "copy", [[1] * 30])
     build(data_path=(copy,), data_cache_path=cache)
     assert len(files(cache)) == 8
-    write_documents(tmp_path / "copy", [[1] * 90])  # other data under the same name: the old index is not read
+    write_documents(tmp_path / "copy", [[1] * 90])  # same name, other data: the old index is not read
     assert build(data_path=(copy,), data_cache_path=cache).train.text(3).tolist() == [1] * 17
 
 
@@ -183,7 +182,7 @@ def test_a_damaged_index_file_is_built_again(tmp_path, left):
 
 
 def raised(file):
-    """The first 16 values of an index file, each one larger."""
+    """Return the file with its first 16 index values increased by one."""
     array = np.load(file, mmap_mode="r")
     changed = bytearray(file.read_bytes())
     changed[array.offset : array.offset + array[:16].nbytes] = (array[:16] + 1).astype(array.dtype).tobytes()
@@ -216,7 +215,7 @@ def test_an_index_file_that_has_changed_is_built_again(tmp_path, caplog, name, c
 
 
 def test_many_samples_of_a_document_need_no_row_each(tmp_path, monkeypatch):
-    """The samples, and what a resumed run compares, are those of the index with a row for each sample."""
+    """The samples, and the values that a resumed run compares, equal those of the index with one row per sample."""
     data = ("1", write_documents(tmp_path / "x", [list(range(n, n + 200)) for n in range(7)]))
     found = {}
     for many in (indices.MANY_SAMPLES, 10**9):
@@ -252,7 +251,7 @@ def test_indices_are_saved_with_the_data_by_default(tmp_path):
 
 @pytest.fixture
 def unwritable(tmp_path):
-    """A folder in which no folder can be made, even by root: its place is taken by a file."""
+    """Provide a path where not even root can create a folder, because it is a file."""
     prefix = write_documents(tmp_path / "x", [[1] * 90])
     (tmp_path / "cache").write_text("")
     return prefix
@@ -280,7 +279,7 @@ def test_a_read_only_folder_serves_its_index_files(tmp_path, caplog, monkeypatch
 
 
 def test_processes_without_locks_end_with_whole_files(tmp_path, monkeypatch):
-    """As on a network disk without locks: all build, and the last rename wins."""
+    """On a network disk without locks, every process builds the index, and the last rename wins."""
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
     test_index_files_are_reused_and_named_by_content(tmp_path)
 

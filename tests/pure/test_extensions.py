@@ -1,6 +1,6 @@
-"""Extensions: loading, flags of their own, and what is said of those that fail.
+"""Extensions: loading, their own flags, and the messages for those that fail.
 
-Each case runs in a process of its own, a fork in most, as registries are not emptied.
+Registries are never emptied, so each case runs in its own process, in most cases a fork.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
     "plan of a device": (RAISES, f"{PLAN} --device h100", 6, "ValueError: deep"),
     "search": (NOPE, f"{PLAN} --device h100 --suggest", 6, LACKS_NOPE),
 }
-"""Source of an extension, flags, and the line that its one message names and says."""
+"""Source of an extension, flags, and the line number and text of its only message."""
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())

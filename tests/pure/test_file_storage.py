@@ -1,4 +1,4 @@
-"""The storage of files: paths of URLs, what follows from five methods, and the local disk."""
+"""Storage of files: URL paths, operations built on five methods, and the local disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.file_storage import (
 
 
 class Objects(Storage):
-    """Files in a dictionary. `cut` is the number of writes and removals after which each further one fails."""
+    """Storage that keeps files in a dictionary. After `cut` writes and removals, each further one fails."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -64,7 +64,7 @@ ROOT_URL = located("tested://bucket/run")
 
 @pytest.fixture
 def objects() -> Objects:
-    """The storage of tested://, empty."""
+    """Return the storage of tested://, emptied."""
     found = storage_of(ROOT_URL)
     assert isinstance(found, Objects)
     found.content, found.reads, found.cut = {}, [], 1 << 30

@@ -1,4 +1,4 @@
-"""Garbage goes when --manual-gc says, and stays when it does not."""
+"""--manual-gc collects garbage only when it says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.apart import python_apart
 
 
 class Knot:
-    """Refers to itself: only a collection frees it."""
+    """Object that refers to itself, so that only a collection frees it."""
 
     def __init__(self) -> None:
         self.me = self
@@ -65,7 +65,7 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.main(['--help'])", "tools.common.run_tool(lambda: 0)"])
 def test_a_program_ends_without_looking_for_garbage(program: str) -> None:
-    """That takes seconds once torch is imported, of the half minute that a preempted job has."""
+    """A last collection takes seconds once torch is imported, and a preempted job has only half a minute."""
     last = "atexit.register(lambda: print('skipped:', gc.get_freeze_count() > 0))"
     shown = python_apart("-c", f"import atexit, gc; {last}; import pretrain_gpt, tools.common; {program}", code=0)
     assert shown.stdout.splitlines()[-1] == "skipped: True"

@@ -1,4 +1,4 @@
-"""Layers on stages and stages on ranks."""
+"""Assignment of layers to stages and of stages to ranks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -134,7 +134,7 @@ def test_who_holds_a_tied_embedding() -> None:
 
 
 class ByTimes:
-    """A split of one's own: the first rank is slow, and gets one layer."""
+    """Custom split: the first rank is slow and gets one layer."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:

@@ -1,4 +1,5 @@
-"""Head and loss in chunks of tokens compute what they do at once: losses, gradients, products, and less memory."""
+"""Output layer and loss in chunks of tokens compute the same as in one piece: losses, gradients and GEMMs, with less
+memory."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_a_size_is_a_number_or_auto() -> None:
 
 
 class Found(NamedTuple):
-    """What a pass computed."""
+    """Results of one pass."""
 
     loss: Tensor
     token_losses: Tensor
@@ -60,7 +61,7 @@ class Found(NamedTuple):
 def trained(
     model: TransformerConfig, chunk: int, main_grad: bool, seed: float = 1.0, parallel: ModelParallelConfig = FP64
 ) -> Found:
-    """One micro-batch, whose gradients are summed by autograd or in a `main_grad` that holds ones before."""
+    """Train on one micro-batch. Gradients are summed by autograd, or into a `main_grad` that held ones before."""
     built = GPTModel(model, replace(parallel, loss_chunk_tokens=chunk)).train()
     seen: list[Tensor] = []
     built.loss_watchers.append(lambda losses, batch: seen.append(losses))
@@ -131,7 +132,7 @@ def test_evaluation_in_chunks() -> None:
 
 
 class Squared(CrossEntropy):
-    """A loss of a user's own."""
+    """Custom loss."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         return super().__call__(logits, labels).square()

@@ -1,4 +1,4 @@
-"""Output that cannot be written: its lines are dropped and counted, and no run ends by them."""
+"""Lines that cannot be written are dropped and counted; they end no run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_letters_that_the_output_lacks_are_escaped(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_whose_output_is_full_trains_and_saves(fails: bool, tmp_path: Path) -> None:
-    """One that fails ends with its own code, not with that of a flush."""
+    """A run that fails exits with its own code, not with that of a flush."""
 
     def full(rank: int) -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

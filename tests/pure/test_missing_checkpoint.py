@@ -1,4 +1,4 @@
-"""--load of what is no checkpoint: which runs start from scratch, and what the others are told."""
+"""--load of a path without a checkpoint: which runs start from scratch, and which errors the others report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCH = Launch()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, launch: Launch = LAUNCH) -> list[str]:
-    """The problems of a command line, which are not flags of the model that --load would state."""
+    """Return the problems of a command line, except the model flags that --load would provide."""
     with pytest.raises(SystemExit) as ended:
         prepare(command_line([*RUN, *argv], launch), launch)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""One mixture-of-experts layer in one process: against the layer written out, and its parts by themselves."""
+"""One mixture-of-experts layer in one process: the layer compared with a plain implementation, and its parts alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rules import problems
 S, B = 16, 3
 CPU = torch.device("cpu")
 SCALE = 1.7
-"""Stands for seed x valid tokens / tokens of the batch."""
+"""Stands for seed * valid tokens / tokens of the batch."""
 
 
 def random_input(config: TransformerConfig, seed: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ def test_layer_is_what_it_is_written_out(case: str, dispatcher: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
-    """Whatever they hold: no product and no gradient has them, and what comes out is finite."""
+    """The values of spare rows do not matter: no GEMM and no gradient uses them, and the outputs are finite."""
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
     x[8:] = torch.nan
     segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)
@@ -93,7 +93,7 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
 
 def test_tally_and_states_of_a_step() -> None:
     """The bias follows the assignments that experts accepted, as in Megatron-LM, which drops tokens before it counts.
-    The logged load counts all."""
+    The logged load counts all assignments."""
     config = replace(DEEPSEEK, moe_expert_capacity_factor=0.7)
     layer, x = build_layer(config), random_input(config)
     balance = layer.router.balance
@@ -113,7 +113,7 @@ def test_tally_and_states_of_a_step() -> None:
 
 
 def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
-    """Gradients of the auxiliary loss alone, with all forward passes before all backward passes, as in GPipe."""
+    """Return the gradient of the auxiliary loss alone. All forward passes precede all backward passes, as in GPipe."""
     layer.router.balance.begin_step()
     layer.zero_grad()
     outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]
@@ -137,7 +137,8 @@ def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
 
 
 def test_the_loss_is_that_of_running_means_however_the_batch_is_cut() -> None:
-    """Loads of sample n are those of samples 0 to n: with one sample in a micro-batch, Megatron-LM's running mean."""
+    """The loads of sample n are those of samples 0 to n. With one sample per micro-batch, this is Megatron-LM's running
+    mean."""
     layer = build_layer(AUXILIARY)
     x = torch.cat([random_input(AUXILIARY, seed).detach() for seed in range(2)], dim=1)  # six samples
     logits = x @ layer.router.weight.T
@@ -225,7 +226,7 @@ def test_planned_parameters_are_those_that_train(biased: bool) -> None:
 
 
 class Doubled(TorchFunctionMode):
-    """fp64 wherever a program asks for fp32."""
+    """Torch function mode that computes in fp64 wherever a program asks for fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
@@ -233,7 +234,7 @@ class Doubled(TorchFunctionMode):
 
 
 def test_known_states_depend_on_no_mode_of_the_first_caller() -> None:
-    """What is read of a model on the meta device is kept for all callers."""
+    """Values read from a model on the meta device are cached for all callers."""
     with Doubled(), Doubled():
         found = model_states(moe_model(seq_length=48))
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64, "the modes are active again"

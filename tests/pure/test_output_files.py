@@ -1,4 +1,4 @@
-"""Output files: whole or not there, and devices, pipes and links that output never replaces."""
+"""Output files are either whole or absent. Output never replaces devices, pipes and links."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """As /dev/stdout is one, to a file where output is redirected to one."""
+    """/dev/stdout is such a link, to a file if the output is redirected to one."""
     link = tmp_path / "link"
     link.symlink_to("target")
     for text in ("first", "second"):
@@ -67,7 +67,7 @@ def test_a_file_without_room_is_named_and_standard_output_is_not_blamed(tmp_path
 
 
 class FullDevice(io.BytesIO):
-    """A device without room, which cannot be cut to a length, as a file is after half a line."""
+    """Full device that, unlike a file, cannot be truncated after half a line."""
 
     name = "full"
 
@@ -110,7 +110,7 @@ def test_metrics_continue_where_their_file_was_deleted_or_renamed(
 
 
 class KeptStorage(Storage):
-    """Files in the memory of this process."""
+    """Storage that keeps files in the memory of this process."""
 
     files: ClassVar[dict[PurePath, bytes]] = {}
 

@@ -1,5 +1,5 @@
-"""Attention over packed sequences is attention with the dense mask. The kernel here is a twin of the GPU's, which takes
-rows and starts as that one does; `tests/gpu/test_flash_tiles.py` has the kernel itself."""
+"""Attention over packed sequences equals attention with the dense mask. A twin replaces the GPU kernel and takes the
+same rows and starts; `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Each sequence as the definition of flash attention has it: keys and values have one width."""
+    """Kernel that computes each sequence by the definition of flash attention, in which keys and values have one
+    width."""
 
     def __init__(self) -> None:
         self.seen = list[Lengths]()
         self.contiguous = True
-        """Whether all gradients that it was given are in the order of rows."""
+        """True if all gradients given to this kernel are contiguous in rows."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         starts = lengths[0].tolist()

@@ -1,4 +1,4 @@
-"""Schedules against closed forms, at their corners and in between."""
+"""Schedules compared with closed forms, at their corners and in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles of a few bytes whose calls allocate gigabytes, in files of torch.save; and what torch itself writes."""
+"""Pickles of a few bytes whose calls allocate gigabytes, in files of torch.save, and files that torch itself writes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def zipped(body: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.parametrize("attack", LARGE)
 def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Path) -> None:
-    """In both formats, from memory and from a file."""
+    """Such calls are refused in both formats, from memory and from a file."""
     for data in (zipped(LARGE[attack]), older(LARGE[attack])):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(pickle.UnpicklingError, match=r"^it (calls|asks for|states|changes|has) "):
@@ -104,7 +104,7 @@ def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Pat
 
 
 def test_copies_of_one_text_are_counted() -> None:
-    """A text is stated once, and copied by calls of eight bytes."""
+    """A string is stored once and copied by calls of eight bytes."""
     one = b"c__builtin__\nbytearray\nh\x00h\x01\x86Rq\x02"
     body = b"(" + text("a" * 100_000) + b"q\x00" + text("latin1") + b"q\x01" + one * 20 + b"t"
     with pytest.raises(pickle.UnpicklingError, match="its calls make more than"):
@@ -141,7 +141,7 @@ def values() -> dict[str, Any]:
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_files_of_torch_are_taken(zip_format: bool, tmp_path: Path) -> None:
     whole = values()
-    if zip_format:  # the older one cannot be read back by torch
+    if zip_format:  # torch cannot read back the older format
         whole["further"] = [torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint16)]
     torch.save(whole, tmp_path / "file", _use_new_zipfile_serialization=zip_format)
     found = load_torch_file(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Presets in configs/: each is legal on the ranks that its head names, and has the parameters that it says."""
+"""Presets in configs/: each is valid on the ranks that its header names and has the stated number of parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = re.compile(r"^# For ([\d,]+) GPUs?\b.*; ([\d,]+) parameters with a vocabu
 
 
 def stated(path: Path) -> tuple[int, int, int]:
-    """(ranks, parameters, vocabulary) in the head of a preset."""
+    """Return (ranks, parameters, vocabulary size) from the header of a preset."""
     found = HEAD.search(path.read_text(encoding="utf-8"))
     assert found is not None, path
     ranks, parameters, vocabulary = (int(number.replace(",", "")) for number in found.groups())
@@ -34,7 +34,7 @@ def stated(path: Path) -> tuple[int, int, int]:
 
 
 def size_of(name: str) -> float:
-    """Parameters that the name of a preset promises: `8b` or `30b-a3b`."""
+    """Return the number of parameters that the name of a preset promises, such as `8b` or `30b-a3b`."""
     number, unit = re.fullmatch(r"([\d.]+)([mb])(?:-a\d+b)?", name).groups()  # type: ignore[union-attr]
     return float(number) * {"m": 1e6, "b": 1e9}[unit]
 
@@ -63,7 +63,7 @@ ONE_GPU = sorted((CONFIGS[0].parent / "one_gpu").glob("*.yaml"), key=lambda path
 
 
 def planned_gib(path: Path) -> float:
-    """Memory of the one rank of a preset."""
+    """Return the planned memory of a preset with one rank."""
     memory_of_ranks = pytest.importorskip("megatron.extensions.plan.planner.memory").memory_of_ranks
     config = resolve(command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config, 1)
     (rank,) = memory_of_ranks(config, 1)
@@ -71,7 +71,7 @@ def planned_gib(path: Path) -> float:
 
 
 def test_presets_of_one_gpu_are_the_largest_that_fit() -> None:
-    """With 0.5 GiB for CUDA, and 3 % that the allocator loses between blocks."""
+    """The memory includes 0.5 GiB for CUDA and 3 % lost to allocator fragmentation."""
     needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
     room = {size: 0.97 * size - 0.5 for size in needed}
     assert list(needed) == [8, 12, 16, 24, 48]
@@ -101,13 +101,13 @@ def test_a_named_vocabulary_or_tokenizer_wins_over_that_of_a_preset() -> None:
 
 
 def some(items: Iterable[T], most: int) -> list[T]:
-    """At most so many of the items, evenly spaced."""
+    """Return at most `most` of the items, evenly spaced."""
     everything = list(items)
     return everything[:: -(-len(everything) // most)] if everything else []
 
 
 def check_suggestions(own: list[str], ranks: int) -> None:
-    """Pastes the flags of layouts that --suggest may print behind the run's own."""
+    """Append the flags of layouts that --suggest may print to the run's own flags, and check the result."""
     run = pytest.importorskip("megatron.extensions.plan.planner.suggest.space").SearchedRun(
         resolve(parse_args(own), ranks), ranks
     )
@@ -117,7 +117,7 @@ def check_suggestions(own: list[str], ranks: int) -> None:
     for config in configs:
         pasted = resolve(parse_args([*own, *run.flags(config)]), ranks)
         assert validate(pasted, ranks) == [], run.flags(config)
-        if pasted.model.recompute_granularity != "selective":  # without which the modules have no effect
+        if pasted.model.recompute_granularity != "selective":  # the modules have no effect without it
             pasted = replace(pasted, model=replace(pasted.model, recompute_modules=config.model.recompute_modules))
         assert replace(pasted, given=config.given) == config
 

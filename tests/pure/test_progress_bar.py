@@ -16,7 +16,8 @@ class Terminal(io.StringIO):
 
 
 def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None for what is done within half a minute, then one each half a minute, with the time that is left."""
+    """Work that ends within half a minute prints no line; after that, a line with the remaining time appears every half
+    minute."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines: list[str] = []
     times = iter([0.0, 10.0, 40.0, 40.0, 50.0, 75.0, 75.0, 100.0, 120.0, 120.0])

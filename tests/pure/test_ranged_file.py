@@ -1,4 +1,4 @@
-"""Files of a storage that are read in ranges: what a load fetches."""
+"""Files of a storage that are read in ranges, and the bytes that a load fetches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.parallel_state import Axis
 
 
 class Counted(Storage):
-    """Files in a dictionary, and the bytes that each request has read."""
+    """Storage that keeps files in a dictionary and records the bytes of each read request."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -51,7 +51,7 @@ ROOT = located("counted://bucket/run")
 
 @pytest.fixture
 def objects() -> Counted:
-    """The storage of counted://, empty, which reads as far ahead as one of objects does."""
+    """Return the storage of counted://, emptied, with the read-ahead of an object storage."""
     found = storage_of(ROOT)
     assert isinstance(found, Counted)
     found.files, found.reads, found.read_ahead = {}, [], 16 << 20
@@ -63,7 +63,7 @@ def boxes(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedBoxes]:
 
 
 SIZES = [*[(3 << 20,)] * 2, (6 << 20,), (640, 1024), *[(1024,)] * 40, *[(300, 1024)] * 4]
-"""Shapes of 32-bit tensors: larger than the largest piece, up to one, and small."""
+"""Shapes of 32-bit tensors: larger than the largest piece, up to one piece, and small."""
 
 
 def test_a_load_fetches_each_byte_once(objects: Counted) -> None:
@@ -96,7 +96,7 @@ def test_the_index_is_read_in_one_request(objects: Counted) -> None:
 
 
 def test_a_ranged_file_is_the_file(objects: Counted) -> None:
-    """Whatever is read, in the ranges and outside of them, where they overlap, and after the end."""
+    """Reads agree inside and outside the ranges, where ranges overlap, and past the end."""
     generator, path = random.Random(5), PurePath("file")
     whole = generator.randbytes(1 << 20)
     objects.files[str(path)] = whole

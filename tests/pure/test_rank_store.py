@@ -1,4 +1,4 @@
-"""Ranks of two runs that were given one port."""
+"""Ranks of two runs that use the same port."""
 
 from __future__ import annotations
 

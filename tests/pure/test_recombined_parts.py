@@ -1,4 +1,5 @@
-"""Combinations of parts that no published family has: the others are in extensions/hugging_face/test_hf_parity.py."""
+"""Combinations of parts that no published family has. extensions/hugging_face/test_hf_parity.py tests those of
+published families."""
 
 from __future__ import annotations
 

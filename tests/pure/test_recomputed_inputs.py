@@ -1,4 +1,4 @@
-"""`with_input_recomputed` keeps the inputs of a cheap function in place of its results, whatever form they have."""
+"""`with_input_recomputed` saves the inputs of a cheap function instead of its results, in any form."""
 
 from __future__ import annotations
 

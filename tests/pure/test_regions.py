@@ -1,4 +1,4 @@
-"""Compiled regions compute what the plain ones do, forward and backward."""
+"""Compiled regions compute the same as uncompiled code, forward and backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BOUNDED = Bounded("swiglu", 0.7, 2.0)
 
 
 def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Tensor:
-    """Of the features of x, the last token is the bias."""
+    """Return the activation; the last token of x is the bias."""
     bias = x[-1, -1] if biased else None
     if compiled:
         return FusedActivation(kind, True)(x, bias)
@@ -66,7 +66,7 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
 
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
-    """Rows of three experts, two of them spare: their weights on the inputs, then the biases, which are cut."""
+    """Rows of three experts, two of them spare: the input weights, then the biases, which are sharded."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:
@@ -78,7 +78,7 @@ def experts_of(x: Tensor, compiled: bool) -> Tensor:
 
 
 def heads_by_position(x: Tensor, compiled: bool) -> Tensor:
-    """Norms without weights and the temperature of attention."""
+    """Norms without weights, and the attention temperature."""
     q, scales = x.unflatten(-1, (4, 10)), torch.linspace(1, 2, 5)[:, None, None, None]
     q = region(_divided_by_root_mean_square, compiled)(q, 1e-3)
     return region(scaled_queries, compiled)(q, scales).flatten(2)
@@ -110,7 +110,7 @@ PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "interleaved rotary"),
     *("dropout", "cross_entropy"),
 )
-"""Of regions that are alike the one with the most in it."""
+"""Regions to test; among similar ones, the one with the most operations."""
 
 
 def check_region(run: Callable[[Tensor, bool], Tensor]) -> None:
@@ -140,7 +140,8 @@ def test_compilation_does_not_worsen_rounding_in_bf16() -> None:
 
 @compiles
 def test_a_static_region_is_compiled_for_each_shape() -> None:
-    """And for more shapes than torch's own limit of recompilations, after which it runs code uncompiled."""
+    """The region is also compiled for more shapes than torch's recompile limit, after which torch runs code
+    uncompiled."""
     x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for rows in (5, 3):

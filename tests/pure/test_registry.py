@@ -1,4 +1,4 @@
-"""Registries: names, lazy parts, facts, and errors that say where."""
+"""Registries: names, lazily imported parts, facts, and errors that name the place of registration."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
 
 
 def registries() -> list[Registry[Any, Any, ...]]:
-    """All registries of the library."""
+    """Return all registries of the library."""
     load()
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
@@ -130,8 +130,8 @@ def test_a_substitute_is_built_where_it_suits() -> None:
 
 
 def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm with a parameter of its own must not be counted as an RMSNorm, nor be written as one to other formats,
-    wherever its file lies."""
+    """A norm with its own parameter must not be counted as an RMSNorm, nor be written as one to other formats, wherever
+    its file is."""
     monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
     library: dict[str, Any] = {
         "__name__": "megatron.extensions.own.flags",
@@ -185,7 +185,7 @@ EXPERTS = replace(GPT, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
 
 
 class ScaledNorm(nn.Module):
-    """An RMSNorm with a second parameter."""
+    """RMSNorm with a second parameter."""
 
     def __init__(
         self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
@@ -249,7 +249,7 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
     ],
 )
 def test_a_storage_has_all_its_methods(left_out: str, changed: dict[str, Any], said: str) -> None:
-    """At registration: a save would find out later."""
+    """The check runs at registration: otherwise only a save would find the missing method."""
     methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
     methods.pop(left_out, None)
     with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""Files for people who join: workflows, hooks and templates say what the tree says."""
+"""Files for contributors: workflows, hooks and templates match the tree."""
 
 from __future__ import annotations
 

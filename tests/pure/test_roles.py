@@ -1,4 +1,4 @@
-"""Roles of parameters, and the initial values that follow from them."""
+"""Parameter roles and the initial values that follow from them."""
 
 from __future__ import annotations
 

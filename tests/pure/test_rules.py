@@ -1,5 +1,5 @@
-"""Every rule of a configuration: what breaks it, and what is said about it. The tables are in the folder rules/, and in
-those of extensions."""
+"""Every configuration rule: the flags that break it and the message for them. The tables are in the folder rules/ and
+in those of extensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that are taken from a checkpoint's configuration."""
+"""Flags taken from a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
     assert (model.num_layers, model.hidden_size, model.swiglu) == (6, 64, True)
     taken = optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay
     assert taken == (3e-4, 1e-5, "cosine", 0.1)
-    assert optimizer.lr_decay_iters == 500  # the length that the saved run decays over
+    assert optimizer.lr_decay_iters == 500  # the decay length of the saved run
     assert model.recompute_granularity == "none" and optimizer.clip_grad == 1.0
     assert "--hidden-size is 64, as in the checkpoint, not 32" in notes
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
 
 
 def test_the_tokenizer_is_the_checkpoint_s_unless_it_is_given(tmp_path: Path) -> None:
-    """Where its files are gone, those that the run kept beside its checkpoints count."""
+    """If the original files are gone, the files that the run keeps next to its checkpoints are used."""
     gone, kept, asks = tmp_path / "gone", tmp_path / "tokenizer", ["--load", str(tmp_path), ASKS[0]]
     kept.mkdir()
     (kept / "tokenizer.json").write_text("{}")

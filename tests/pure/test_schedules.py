@@ -72,7 +72,7 @@ def test_every_small_schedule_runs_in_turns(schedule, v):
     ("schedule", "v", "p"), [*((*each, p) for each in IN_TURNS for p in (1, 2, 4)), ("1f1b", None, 1)]
 )
 def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
-    """Each further round of micro-batches takes what it computes, and the all-to-alls nothing."""
+    """Each further round of micro-batches takes only its computation time; its all-to-alls take none."""
 
     def run(m, in_turns):
         costs = StageCosts(2, 2, 2, exchanges=4, exchange=0.3)
@@ -82,7 +82,7 @@ def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
     assert apart.exposed == pytest.approx(apart.exchanging)
     assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
-    if schedule != "zb-h2":  # each is one forward further ahead, where others hold one while a backward starts
+    if schedule != "zb-h2":  # zb-h2 runs one more forward ahead, where other schedules hold one while a backward starts
         assert second.peak_activations == apart.peak_activations
     else:
         assert all(
@@ -132,7 +132,7 @@ def test_halves_of_the_backward_where_the_schedule_says_so():
 
 
 def test_placing_messages_hardly_costs_time():
-    """A receive that is posted late would wait for its message longer than the message takes."""
+    """If a receive were posted late, it would wait for its message longer than the transfer takes."""
     costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
     for schedule in PIPELINE_SCHEDULES:
         for p, m in ((4, 8), (8, 24), (8, 13)):
@@ -150,7 +150,7 @@ def test_interleaved_order_is_megatrons_where_p_divides_m():
 
 @given(st.integers(1, 20), st.none() | st.integers(0, 20), st.integers(1, 100))
 def test_groups_are_of_the_size_asked_for_where_the_rest_is_not_too_small(p, more, m):
-    """Of p micro-batches where none is asked for."""
+    """Without a requested size, groups have p micro-batches."""
     group = p + (more or 0)
     groups = groups_of(m, p, None if more is None else group)
     sizes = [len(part) for part in groups]
@@ -211,8 +211,8 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_sends_or_receives_on_a_lane(schedule):
-    """No send waits behind a receive if the messages of each lane run in order, as NCCL's do. With an odd number
-    of interleaved ranks the first and the last are both even: between them a lane goes both ways."""
+    """No send waits for a receive if the messages of each lane run in order, as NCCL's do. With an odd number of
+    interleaved ranks, the first and the last are both even: a lane between them is used in both directions."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
             layout = layout_of(schedule, p, v)

@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, int]:
-    """(global shape, offset and shape of a local box, flat range in the box)"""
+    """Return (global shape, offset and shape of a local box, flat range in the box)."""
     shape = draw(st.lists(st.integers(1, 5), max_size=5))
     offset = [draw(st.integers(0, 3)) for _ in shape]
     whole = [o + n + draw(st.integers(0, 2)) for o, n in zip(offset, shape, strict=True)]
@@ -86,7 +86,7 @@ def test_replicas_that_do_not_write(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> None:
-    """DCP copies a tensor whose storage is larger than itself."""
+    """DCP copies a tensor whose storage is larger than the tensor."""
     buffer = torch.arange(24).to(dtype)
     boxes = ShardedBoxes((6, 2), [((0, 0), buffer[4:8].view(2, 2)), ((2, 0), buffer[8:16].view(4, 2))])
     for index, (offset, first) in enumerate((((0, 0), 4), ((2, 0), 8))):

@@ -1,6 +1,7 @@
-"""The first micro-batch of a step writes over the gradients of the step before in place of adding to zeros.
+"""The first micro-batch of a step overwrites the gradients of the previous step instead of adding to zeros.
 
-The parity matrix leaves NaN in them before each step, in one process and at all layouts."""
+The parity matrix fills them with NaN before each step, in one process and under all layouts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ EXPERTS = replace(LLAMA, num_layers=2, num_experts=8, moe_router_topk=1, moe_gro
 
 
 class WithSpare(nn.Module):
-    """A model, and a parameter that it does not use."""
+    """Model with one parameter that it does not use."""
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
@@ -32,7 +33,8 @@ class WithSpare(nn.Module):
 
 
 def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
-    """Of a second step of two micro-batches, after a first one with other values, and NaN in what it left."""
+    """Return the gradients of a second step of two micro-batches, after a first step with other values whose gradients
+    were replaced by NaN."""
     model = GPTModel(EXPERTS, FP64)
     model.decoder.layers[0].self_attention.linear_proj.weight.requires_grad_(False)
     whole = WithSpare(model)
@@ -52,7 +54,7 @@ def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_have_the_bits_that_they_have_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding too, which enters norms; small gradients `together` or one by one."""
+    """The padding, which enters norms, is equal too. Small gradients are handled together or one by one."""
     expected = gradients(overwrite=False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
     monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)

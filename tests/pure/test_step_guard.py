@@ -1,4 +1,4 @@
-"""The dynamic loss scale, step by step, and which overflows are its own."""
+"""Dynamic loss scale, step by step, and which overflows it is responsible for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to stop that come before the first step."""
+"""Stop requests that arrive before the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.reliability.stop_requests import StopRequests
 
 
 def looks(unsaved: bool) -> tuple[list[str | None], list[StopRequests]]:
-    """The last answers of two ranks of a run that is asked to stop before they know whether their state is saved."""
+    """Return the last answers of two ranks that are asked to stop before they know whether their state is saved."""
     store = dist.HashStore()
     boards, ranks = [Board(store, Launch(rank, 2)) for rank in range(2)], [StopRequests() for _ in range(2)]
     ranks[1].ask(Request("resume", "SIGTERM"))

@@ -1,4 +1,4 @@
-"""Attention by tiles, whatever the kernel, is attention with the dense mask."""
+"""Tiled attention equals attention with the dense mask for every kernel."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 13, [0] * 24, [5] * 1 + [6] 
 
 def operands(groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(groups)
-    # Views of one projection, as layers have them: not contiguous.
+    # Views of one projection, which are not contiguous, as in layers.
     qkv = torch.randn(LENGTH, 3, groups, 4 // groups + 2, 8, generator=generator, dtype=torch.float64).to(dtype)
     q, k, v = qkv.split((4 // groups, 1, 1), dim=3)
     return tuple(x.detach().requires_grad_() for x in (q.flatten(2, 3), k.squeeze(3), v.squeeze(3)))  # type: ignore[return-value]
 
 
 class NarrowTiles(TorchKernel):
-    """Tiles of few queries, as those of long sequences."""
+    """Kernel with tiles of few queries, as for long sequences."""
 
     most_queries = 5
 
 
 class ShortDiagonals(FlashCPUKernel):
-    """The tiles of a long sequence on CPU."""
+    """Kernel with the tiles that long sequences have on CPU."""
 
     longest_diagonal = 3
 
@@ -54,8 +54,8 @@ def dense(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention as it is written down: softmax over the whole row, -inf where a key is not seen; a sink is one more
-    score, whose weight is left out."""
+    """Attention by its definition: softmax over the whole row, with -inf for hidden keys. A sink is one more score
+    whose weight is dropped."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -108,7 +108,7 @@ KERNELS: dict[str, Kernel] = {
 def compare(
     kernel: Kernel, groups: int, window: int | None, documents: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """A kernel, on all queries and on those of a rank that has all keys, with attention by the dense mask."""
+    """Compare a kernel, on all queries and on those of a rank with all keys, with attention by the dense mask."""
     inputs = operands(groups)
     leaves = inputs if sinks is None else (*inputs, sinks)
     causal = Causal(kernel, None if documents is None else document_starts(documents.tolist()), window)
@@ -158,7 +158,8 @@ def test_lower_precision(kernel: Kernel, dtype: torch.dtype, tol: float) -> None
 
 
 def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
-    """Of queries behind 100,000 keys, neighbouring biases differ by less than bfloat16 can tell apart."""
+    """For queries more than 100,000 positions after the keys, neighbouring biases differ by less than bfloat16 can
+    represent."""
     kernel, first = TorchKernel(1.0, slopes=torch.tensor([0.5])), 100_000
     q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(64, 1, 1, 8, dtype=torch.bfloat16)
     tile = Tile(None, range(1), range(64), first, first - 64, diagonal=False)
@@ -168,8 +169,8 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 
 def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tile of packed documents is the longest document. A tile has no more queries than the kernel takes,
-    and no pair of a query and a key behind it is computed beyond those tiles."""
+    """The largest tile of packed documents is the longest document. A tile has at most as many queries as the kernel
+    takes, and outside these tiles no pair with a key after its query is computed."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
@@ -184,8 +185,8 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
-    """[heads, n, m] as flash attention for GPUs defines them: query i of n stands where key i + m - n of m does, and
-    sees `left` keys before it and `right` behind it, all for -1."""
+    """Return scores [heads, n, m] as flash attention for GPUs defines them: query i of n is aligned with key i + m - n
+    of m and attends to `left` keys before it and `right` keys after it; -1 means all."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     at = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))
@@ -215,7 +216,7 @@ def varlen_backward(
         queries, keys, values = (x.detach().requires_grad_() for x in (q[a:b], k[c:d], v[c:d]))
         with torch.enable_grad():
             scores = scores_of_sequence(queries, keys, scale, left, right)
-            # Rows are parts of longer ones: their softmax is that of the whole row, and so is the mean of its gradient.
+            # Rows are parts of longer rows: they use the softmax of the whole row and the mean of its gradient.
             weights = (scores - lse[:, a:b, None]).exp()
             grad_weights = torch.einsum(
                 "nhd,mhd->hnm", grad[a:b], values.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -233,7 +234,7 @@ def varlen_backward(
 def test_tiles_packed_for_gpus(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The packing and the windows given to the GPU's kernel, with its definition in its place."""
+    """The test uses the packing and the windows that the GPU kernel gets, with the kernel's definition in its place."""
     monkeypatch.setattr(flash_kernels, "flash_attention_forward", varlen_forward)
     monkeypatch.setattr(flash_kernels, "flash_attention_backward", varlen_backward)
     compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

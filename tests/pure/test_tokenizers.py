@@ -1,4 +1,4 @@
-"""Tokenizers without files: what goes in comes back, special tokens are where Megatron has them."""
+"""Tokenizers without files: decoding restores the text, and special tokens have the ids of Megatron's."""
 
 import pytest
 from hypothesis import given

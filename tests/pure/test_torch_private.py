@@ -1,4 +1,4 @@
-"""The names of torch outside of its public interface: each exists, and one module alone uses them."""
+"""Private names of torch: each exists, and only one module uses them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.apart import ROOT
 PRIVATE = ROOT / "megatron/core/torch_private.py"
 
 EXPLAINED = {
-    # Replaces parts of torch's compiler to generate the code of a GPU without one. Only its command runs it.
+    # Replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
     "tools/bench/fake_cuda.py",
 }
-"""Files that may use private names of torch, for the reason above them."""
+"""Files that may use private names of torch, each for the reason given above it."""
 
 OTHERS = {"_asdict", "_exit", "_fields", "_make", "_replace", "_current_frames", "_getframe"}
 """Underscored names of Python's own tuples, `os` and `sys`."""
@@ -27,7 +27,7 @@ PACKAGE_OF_FLASH_ATTENTION_3 = {"_flash_attn_forward", "_flash_attn_backward"}
 """Names of the flash-attention package, which torch does not have."""
 
 PARTS = {"inductor", "PyTorchFileReader", "_internal"}
-"""Private names of torch without an underscore or inside of a public package."""
+"""Private names of torch without an underscore or within a public package."""
 
 
 def is_private(name: str) -> bool:
@@ -42,7 +42,7 @@ def files() -> list[Path]:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Names of functions, classes, variables and attributes of `self` that a module defines."""
+    """Yield the names of functions, classes, variables and attributes of `self` that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -53,14 +53,14 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def root(node: ast.expr) -> str:
-    """The name that a chain of attributes, calls and subscripts begins with; "" if there is none."""
+    """Return the name that a chain of attributes, calls and subscripts begins with, or "" if there is none."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def uses(tree: ast.AST, ours: set[str], known: set[str]) -> Iterator[str]:
-    """The private names of torch in a module: in imports, after a name imported from torch, in `known`, or defined
+    """Yield the private torch names in a module: in imports, after a name imported from torch, in `known`, or defined
     nowhere in the tree."""
     of_torch = {"torch"}
     for node in ast.walk(tree):
@@ -87,7 +87,7 @@ def found_in(trees: dict[Path, ast.AST], known: set[str]) -> dict[str, list[str]
 
 
 def known_names() -> set[str]:
-    """The private names that the module of private names reads."""
+    """Return the private names that the module of private names reads."""
     attributes = (node.attr for node in ast.walk(ast.parse(PRIVATE.read_text())) if isinstance(node, ast.Attribute))
     return {name for name in attributes if is_private(name)}
 

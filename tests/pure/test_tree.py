@@ -1,4 +1,4 @@
-"""Properties of the tree as a whole that no single module's test sees."""
+"""Properties of the whole tree that no single module's test sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.config.flags import all_flags, sections
 from tests.apart import ROOT, python_apart
 from tests.conftest import CAMPAIGNS
 
-# What decides by integers and text runs on a login node, where torch may be missing or slow to import.
+# Modules that work on integers and text run on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
     "megatron/core": "boxes config distributed.param_layout optimizer.param_scheduler "
     "optimizer.planned_states param_meta parallel_dims tokenizers",
@@ -63,14 +63,14 @@ def test_every_folder_of_the_library_is_a_package() -> None:
 
 
 def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    """Its own default would leave out folders with names like dist and build."""
+    """pytest's default would skip folders with names such as dist and build."""
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
     assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
 
 
 def test_ruff_looks_at_every_folder() -> None:
-    """Its own default, too, would leave out tests/dist."""
+    """ruff's default would also skip tests/dist."""
     shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT), code=0)
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
     folders = ("megatron", "tools", "research", "tests", "examples")
@@ -78,13 +78,13 @@ def test_ruff_looks_at_every_folder() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module of the library, packages without their `__init__`."""
+    """Return the file of every library module by dotted name; packages are listed without their `__init__`."""
     files = [path for path in (ROOT / "megatron").rglob("*.py") if path.name != "__init__.py"]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
 
 def layers() -> list[str]:
-    """The modules and packages that the contract in pyproject.toml names, from the top down."""
+    """Return the modules and packages that the contract in pyproject.toml names, from the top down."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = next(c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     return [name.strip() for layer in contract["layers"] for name in layer.split(":")]
@@ -99,11 +99,11 @@ def test_every_module_is_in_a_layer() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Not in functions or under TYPE_CHECKING either."""
+    """Imports within functions or under TYPE_CHECKING count too."""
     graph, known = grimp.build_graph("megatron", cache_dir=None), modules().keys()
     arrows = {name: graph.find_modules_directly_imported_by(name) & known for name in known}
     assert sum(map(len, arrows.values())) > len(arrows)
-    TopologicalSorter(arrows).prepare()  # raises CycleError with a circle
+    TopologicalSorter(arrows).prepare()  # raises CycleError if there is a circle
 
 
 def test_no_folder_of_the_library_is_a_drawer() -> None:
@@ -127,14 +127,14 @@ def trees(*folders: str) -> dict[Path, ast.Module]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
-    """The docstrings of a module, its classes, functions, attributes and variables."""
+    """Yield the docstrings of a module, its classes, functions, attributes and variables."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Names that the code of a module defines, imports, reads, or holds as short text, as registries do."""
+    """Yield the names that a module defines, imports, reads, or holds as short strings, as registries do."""
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -150,7 +150,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str, packages: dict[str, ast.Module]) -> bool:
-    """Whether a dotted name is a module, or something that the module before it names."""
+    """Return True if a dotted name is a module or something that its longest module prefix names."""
     parts = re.split("[.:]", name)
     found = max((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in packages), default=0)
     named = set(names_in(packages[".".join(parts[:found])])) if found else set()
@@ -159,11 +159,11 @@ def exists(name: str, packages: dict[str, ast.Module]) -> bool:
 
 DOTTED = re.compile(r"`(megatron(?:[.:]\w+)+)(?:\(.*?\))?`")
 CAMEL = re.compile(r"`([A-Z][a-z]\w*[A-Z]\w*)(?:\.\w+)*(?:\(.*?\))?`")
-"""A class, or an attribute or call of it. `MyOptimizer` and the like stand for a reader's own."""
+"""A class, or an attribute or call of it. `MyOptimizer` and the like stand for a reader's own class."""
 
 
 def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list[str]:
-    """Names in backticks that a text cites and that do not exist."""
+    """Return names in backticks that a text cites but that do not exist."""
     dotted = [name for name in DOTTED.findall(text) if not exists(name, packages)]
     return dotted + [name for name in CAMEL.findall(text) if name not in known and not name.startswith("My")]
 
@@ -181,7 +181,7 @@ def test_names_that_docstrings_cite_exist() -> None:
 
 
 def test_the_library_does_not_know_its_extensions() -> None:
-    """Entry points load them. An import by a string would escape the linter of imports."""
+    """Entry points load extensions. An import by string would escape the import linter."""
     found = []
     for folder in ("core", "training"):
         for path in sorted((ROOT / "megatron" / folder).rglob("*.py")):
@@ -198,7 +198,7 @@ ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
 
 
 def test_the_library_names_no_flag_of_an_extension() -> None:
-    """What the library must know of such a flag is a fact on its field, as `FlagSpec` has them."""
+    """Facts about such a flag that the library needs are stated on its field, as in `FlagSpec`."""
     load()
     own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
     flags = {spelling for flag in own.values() for spelling in flag.shown}
@@ -220,8 +220,8 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
 
 
 def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
-    """What differs, as on the device of a plan, is an argument. Functions of other libraries are replaced in
-    `megatron.training.foreign` alone."""
+    """Varying behaviour, such as that of a plan's device, is an argument. Only `megatron.training.foreign` replaces
+    functions of other libraries."""
     files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400
@@ -229,7 +229,7 @@ def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
 
 
 LIMITED = trees("megatron", "tools", "research")
-"""The files that the limits below hold for."""
+"""Files to which the limits below apply."""
 
 ARGUMENTS = 8
 
@@ -238,15 +238,16 @@ KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
 
 PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
-    # torch calls these by position, one argument for each result of their backward.
+    # torch calls these by position, with one argument for each result of their backward.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
-"""Functions with more arguments. Others are grouped, as in `WeightSetup`: nothing may be added here."""
+"""Functions with more arguments than the limit. All others group theirs, as in `WeightSetup`; do not add to this
+list."""
 
 
 def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(name with those of the classes and functions around it, function)"""
+    """Yield each function with its qualified name, which includes enclosing classes and functions."""
     for node in ast.iter_child_nodes(tree):
         named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         inside = f"{within}.{node.name}".lstrip(".") if named else within
@@ -256,13 +257,13 @@ def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.
 
 
 def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Arguments without `self` and `cls`."""
+    """Return the number of arguments without `self` and `cls`."""
     given = function.args.posonlyargs + function.args.args
     return len(given) + len(function.args.kwonlyargs) - (bool(given) and given[0].arg in ("self", "cls"))
 
 
 def test_functions_have_few_arguments() -> None:
-    """Triton's kernels may have more: a launch has no other values than its arguments."""
+    """Triton kernels may have more: a launch gets all its values as arguments."""
     found = {
         f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removeprefix('megatron.')}: {name}"
         for path, tree in LIMITED.items()
@@ -283,7 +284,7 @@ def test_files_are_short() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """Signatures, docstrings and functions within are counted."""
+    """Signatures, docstrings and nested functions count."""
     found = [
         f"{place(path, function)}: {name} has {lines} lines"
         for path, tree in LIMITED.items()
@@ -294,7 +295,7 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_an_assignment_binds_at_most_two_targets() -> None:
-    """Unless it takes apart one value that has more."""
+    """Unpacking a single value into more targets is allowed."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):
@@ -308,13 +309,13 @@ COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def depth(tree: ast.AST) -> int:
-    """Comprehensions within each other, at most."""
+    """Return the largest nesting depth of comprehensions."""
     within = max((depth(node) for node in ast.iter_child_nodes(tree)), default=0)
     return within + isinstance(tree, COMPREHENSIONS)
 
 
 def test_comprehensions_are_not_nested_twice() -> None:
-    """Nor do they have more than three loops."""
+    """Comprehensions also have at most three loops."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Malformed values in the rendezvous store count as none, and end neither a thread nor a run."""
+"""Malformed values in the rendezvous store are treated as missing and end neither a thread nor a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_board_without_a_valid_value_has_none(garbage: bytes, capsys: pytest.C
     said = capsys.readouterr().err
     assert said.startswith("rank 0 of 1 on ") and said.count("\n") == 1
     assert ": ignored the value of cause in the rendezvous store: " in said
-    assert board.ignored.count == 5  # each once, though all were read three times
+    assert board.ignored.count == 5  # each one once, though all were read three times
     failure = Failure(0, "rank 0", "step 3", "an error", "what", "advice")
     assert board.post_cause(failure) == failure == board.cause()
     board.ask(0, Request("save", "why"))
@@ -93,7 +93,7 @@ def test_a_cause_of_no_rank_and_a_request_of_no_kind_are_none() -> None:
         assert board.cause() is None
     board.store.set("ask/0", '{"kind": "run", "why": "it"}')
     assert board.asked(0) is None
-    for pid in (0, -1):  # a signal would go to a group of processes
+    for pid in (0, -1):  # a signal would go to a process group
         board.store.set("peer/1", json.dumps(PEER | {"pid": pid}))
         assert 1 not in board.neighbours()
         board.peers.clear()

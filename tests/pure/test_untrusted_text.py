@@ -1,4 +1,4 @@
-"""YAML and JSON of anybody: what a file of settings may not say is refused in one line, soon."""
+"""Untrusted YAML and JSON: disallowed contents of a settings file are refused in one line, quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.config.saved_flags import check_types, saved_metadata
 from megatron.training.config.yaml_text import MOST_BYTES, compose_yaml, load_yaml
 
 TENFOLD = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-"""Each line stands for ten times the values of the line before."""
+"""Each line stands for ten times as many values as the previous line."""
 
 REFUSED = {
     "aliases that expand": (f"a0: &a0 x\n{TENFOLD}", "line 6: a value stands for more than 100,000 values"),

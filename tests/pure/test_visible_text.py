@@ -13,7 +13,7 @@ from megatron.training.reliability.visible_text import LONGEST, VisibleStream, e
 from tools.common import run_tool
 
 TITLE = "\x1b]0;owned\x07"
-"""Renames the window of a terminal."""
+"""Escape sequence that renames the window of a terminal."""
 
 
 def test_control_characters_are_shown_and_text_stays() -> None:
