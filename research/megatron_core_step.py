@@ -36,7 +36,7 @@ ARGUMENTS: dict[str, Any] = {
     **{"moe_aux_loss_coeff": 0.0, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"},
     **{"moe_router_dtype": "fp64", "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
 }
-"""The model under the names of Megatron-LM's arguments."""
+"""The model, with the argument names of Megatron-LM."""
 
 RUN: dict[str, Any] = {
     **{"iteration": 1, "consumed_train_samples": SAMPLES, "world_size": 2, "data_parallel_size": 1},
@@ -47,7 +47,7 @@ RUN: dict[str, Any] = {
 
 
 class _Nothing:
-    """Stands for a stream or an event of CUDA."""
+    """Stand-in for a CUDA stream or event."""
 
     def __init__(self, *args: object, **options: object) -> None: ...
 
@@ -56,7 +56,7 @@ class _Nothing:
 
 
 def stay_on_cpu() -> None:
-    """Make what megatron-core asks of torch.cuda harmless: it trains on a CPU then."""
+    """Replace the functions of torch.cuda that megatron-core calls, so that it trains on a CPU."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -80,21 +80,22 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def replace_private(module: Any, **functions: Any) -> None:
-    """Replace functions of megatron-core whose names begin with an underscore."""
+    """Replace the functions of megatron-core whose names are the given ones with a leading underscore."""
     for name, function in functions.items():
         assert hasattr(module, f"_{name}"), f"this megatron-core has no _{name}"
         setattr(module, f"_{name}", function)
 
 
 def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """torch's norm, marked as Transformer Engine's is: its gradient is a sum over the ranks' parts of the sequence."""
+    """Return torch's norm, marked like Transformer Engine's: its gradient is a sum over the ranks' parts of the
+    sequence."""
     norm: Any = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
     norm.weight.sequence_parallel = config.sequence_parallel
     return norm
 
 
 def build_model() -> tuple[Any, Any]:
-    """(configuration, GPTModel) with large weights, equal on every run."""
+    """Return (configuration, GPTModel) with large weights that are equal on every run."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,7 +104,8 @@ def build_model() -> tuple[Any, Any]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import random as states
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # read, but not defined without Transformer Engine (0.16.1)
+    # megatron-core 0.16.1 reads it but does not define it without Transformer Engine
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     WrappedTorchNorm.__new__ = norm_under_sequence_parallelism
     replace_private(
@@ -136,7 +138,7 @@ def build_model() -> tuple[Any, Any]:
         for name, param in model.named_parameters():
             if param.dim() > 1:
                 param.mul_(8)
-            else:  # replicas are alike
+            else:  # replicas are equal
                 own = torch.Generator().manual_seed(sum(map(ord, name)))
                 param.add_(0.3 * torch.randn(param.shape, generator=own))
     return config, model
@@ -168,7 +170,7 @@ def save_checkpoint(model: Any, folder: str) -> None:
 
 
 def gradients(config: Any, model: Any, tokens: Any, labels: Any, fault: str) -> tuple[float, dict[str, Any]]:
-    """(mean loss, main gradients by name) of a step on this rank."""
+    """Return (mean loss, main gradients by name) of one step on this rank."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

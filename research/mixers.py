@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder, whose names others have too
+    # replaces this folder, whose module names other packages use too
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tools.bench.side_by_side import (
     Contestant,
@@ -61,7 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 2, "index_n_heads": 4, "index_head_dim": 64, "index_topk": 512, **LATENTS},
     },
 }
-"""Family of Hugging Face -> its sizes."""
+"""Sizes of each Hugging Face family."""
 
 
 def step_of(model: Any, loss_of: Any) -> Any:

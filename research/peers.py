@@ -1,8 +1,8 @@
-"""The models of other programs that research/speed.py trains, built as the users of those programs build them.
+"""Models of other programs that research/speed.py trains, built as users of those programs build them.
 
-Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`, where
-tokens and labels are [b, s] and `run` is the model or its compiled form. `pip install -r research/requirements.txt`
-installs the programs; use a separate environment.
+Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`. Tokens
+and labels are [b, s], and `run` is the model or its compiled form. `pip install -r research/requirements.txt` installs
+the programs; use a separate environment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tools.bench.styles import Style
 
 
 def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., Any]]:
-    """Returns a program's model in training mode, and its loss function.
+    """Return a program's model in training mode and its loss function.
 
-    Raises ValueError if the model has another number of parameters than the style.
+    Raises ValueError if the model's number of parameters differs from the style's.
     """
     import torch
 
@@ -28,7 +28,7 @@ def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., 
     found = sum(parameter.numel() for parameter in model.parameters())
     if style.llama and found != style.parameters:
         raise ValueError(f"{name}'s model has {found} parameters, not {style.parameters}")
-    # `to` would make complex rotary tables (torchtitan's) real.
+    # `to` would convert complex rotary tables (torchtitan's) to real ones.
     tables = [(part, key, x) for part in model.modules() for key, x in part.named_buffers(recurse=False)]
     model = model.to(kind).train()
     for part, key, x in tables:
@@ -97,7 +97,7 @@ def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    # Its MLP is 8/3 of the width, rounded up to a multiple.
+    # torchtitan's MLP is 8/3 of the hidden size, rounded up to a multiple.
     assert 8 * style.hidden // 3 <= style.ffn < 2 * (8 * style.hidden // 3)
     model = Transformer(
         TransformerModelArgs(
@@ -116,13 +116,13 @@ def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]
 
 
 def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
-    """megatron-core's GPTModel of its own layers, without Transformer Engine and Apex, which need a GPU."""
+    """Return megatron-core's GPTModel with its own layers, without Transformer Engine and Apex, which need a GPU."""
     forget("megatron")
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    # All of megatron-core that would reach for a GPU in one step on a CPU: where rotary tables and masks are made, and
+    # These are the only uses of a GPU in one step of megatron-core on a CPU: the device of rotary tables and masks, and
     # the random state of attention dropout, which is 0.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}

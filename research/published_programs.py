@@ -1,8 +1,8 @@
-"""What published programs compute otherwise than this one, as another list of the same step's events.
+"""Differences of published programs from this one, expressed as another list of the same step's events.
 
-A plan records the kernels of this program. The programs of 2021 and 2022 kept the scores of attention, added weight
-gradients to their sums in a kernel of its own, and computed the loss in passes over logits in fp32. Each is derived
-from their code, and none from their times.
+A plan records the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
+gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Each difference
+is derived from their code, none from their times.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from megatron.extensions.plan.planner.time.events import Attention, Collective, 
 
 @dataclass(frozen=True)
 class Program:
-    """What differs from this program."""
+    """Differences between a published program and this one."""
 
     keeps_scores: bool = False
-    """Attention is two products of the whole square in 16 bits, with a kernel for the causal softmax and one for
-    dropout between them."""
+    """Attention consists of two GEMMs over the whole square in 16 bits, with one kernel for the causal softmax and one
+    for dropout between them."""
 
     adds_apart: bool = False
-    """A weight gradient is written in 16 bits, and another kernel adds it to the fp32 sum."""
+    """A weight gradient is written in 16 bits, and a separate kernel adds it to the fp32 sum."""
 
     waits_at_once: bool = False
-    """No collective over tensor-parallel ranks runs beside a product."""
+    """No tensor-parallel collective overlaps with a GEMM."""
 
     loss_in_passes: bool = False
-    """The loss over a vocabulary in parts makes an fp32 copy of the logits and passes over it."""
+    """The loss over a sharded vocabulary makes an fp32 copy of the logits and passes over it several times."""
 
     def events(self, events: Iterable[Event]) -> Iterator[Event]:
-        """The events of a pass."""
+        """Yield the events of a pass as the published program runs them."""
         waited = set[int]()
         for event in events:
             if isinstance(event, Wait) and event.number in waited:
@@ -52,7 +52,7 @@ class Program:
                 yield event
 
     def passes(self, part: PassEvents, head: bool) -> PassEvents:
-        """Those of a part of a stage, which may be the head."""
+        """Return the events of a stage's part, which may contain the output layer."""
         forward, backward = list(self.events(part.forward)), list(self.events(part.backward))
         if head and self.loss_in_passes:
             product = next(event for event in part.forward if isinstance(event, Product))
@@ -67,18 +67,20 @@ THIS = Program()
 """This program."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
-"""Bytes for each logit: converted to fp32; largest; subtracted from; exponential; sum; divided by it. Less what this
-program's kernel reads."""
+"""Bytes per logit of these passes: convert to fp32, maximum, subtract, exponential, sum, divide. The bytes that this
+program's kernel reads are subtracted."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
-"""Multiplied by the loss' gradient; converted to 16 bits. Less what this program's kernel does."""
+"""Bytes per logit of these passes: multiply by the gradient of the loss, convert to 16 bits. The bytes that this
+program's kernel moves are subtracted."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
-    """The same heads of as many tokens by products of the whole square.
+    """Return the events of attention with as many heads and tokens, computed by GEMMs over the whole square.
 
-    Bytes for each score: the softmax reads the half that the mask leaves and writes the square, and its backward reads
-    two such halves; dropout reads and writes the square and its mask."""
+    The bytes per score are as follows. The softmax reads the half that the mask leaves and writes the square; its
+    backward reads two such halves. Dropout reads and writes the square and its mask.
+    """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)
     heads = round(2 * pairs / length**2)
@@ -100,7 +102,7 @@ class ProgramCache(PlannerCache):
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """By the identity of a part, which is kept, and whether it is a head."""
+    """Converted events by the identity of a part, which stays alive, and whether the part has the output layer."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

@@ -26,7 +26,8 @@ import numpy as np
 import yaml
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder, whose names others have too
+    # replaces this folder, whose module names other packages use too
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron.extensions.plan.planner.device_file import read_device
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
@@ -61,25 +62,25 @@ class PublishedRun:
     device: str
     precision: str
     flags: str
-    """All of pretrain_gpt.py's flags."""
+    """All flags for pretrain_gpt.py."""
 
     published: Mapping[str, float]
-    """step (seconds), tokens (tokens/s of a device), tflops, or memory (GiB)."""
+    """One published figure: step (seconds), tokens (tokens/s per device), tflops, or memory (GiB)."""
 
     fit: bool
-    """True if constants of the device file were fitted to it."""
+    """True if constants of the device file were fitted to this run."""
 
     other: bool
-    """True if its hardware is another than the device file's: not counted."""
+    """True if the run's hardware differs from the device file's; the run does not count."""
 
     differs: str
     """Differences of the published program that no flag expresses."""
 
     keeps_scores: int
-    """Bytes that the published program keeps for each score of attention."""
+    """Bytes that the published program keeps per attention score."""
 
     program: Program = THIS
-    """What the published program computes otherwise."""
+    """Differences in the published program's computation."""
 
     HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
 
@@ -90,11 +91,11 @@ class PublishedRun:
         return f"{what}{self.gpus:>6}{self.length:>8}{f'{self.gbs} by {self.mbs}':>11}  {layout:<22}"
 
     def config(self) -> RunConfig:
-        """Resolved. Raises ValueError if it is not legal."""
+        """Return the resolved configuration. Raises ValueError if it is not valid."""
         return resolve_legal(parse_args(self.flags.split()), self.gpus)
 
     def seconds(self, config: RunConfig) -> float:
-        """The published step time."""
+        """Return the published step time."""
         (kind, value), tokens = next(iter(self.published.items())), self.gbs * self.length
         if kind == "step":
             return value
@@ -103,7 +104,7 @@ class PublishedRun:
         return self._flops(config) / value / 1e12 / self.gpus
 
     def _flops(self, config: RunConfig) -> float:
-        """FLOPs of a step by the count of the source."""
+        """Return the FLOPs of a step as the source counts them."""
         model, tokens = config.model, self.gbs * self.length
         if not self.source.startswith("ptd"):
             return model_flops(model).total * tokens
@@ -113,7 +114,7 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
-    """The runs of the file; its families and models are added to those of published_runs.yaml."""
+    """Yield the runs of a file. Its families and models are added to those of published_runs.yaml."""
     table, shared = yaml.safe_load(path.read_text()), yaml.safe_load(RUNS.read_text())
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
@@ -148,7 +149,7 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run beside what is predicted of its step, in seconds, or planned of its fullest rank, in GiB."""
+    """A run with the predicted time of its step in seconds, or the planned memory of its fullest rank in GiB."""
 
     run: PublishedRun
     published: float
@@ -156,7 +157,7 @@ class Compared:
     about: str
     parts: str
     scores: float | None = None
-    """GiB of scores that the published program keeps beside what is planned."""
+    """GiB of attention scores that the published program keeps in addition to the plan."""
 
     @property
     def error(self) -> float:
@@ -175,7 +176,7 @@ class Compared:
 
 
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
-    """Predicts each run on nodes of eight devices."""
+    """Predict each run on nodes of eight devices."""
     cache = cache or PlannerCache()
     caches: dict[Program, PlannerCache] = {THIS: cache}
     for run in runs:
@@ -189,7 +190,7 @@ def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> 
 
 
 def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[Compared]:
-    """Plans the rank that holds most. Raises ValueError if a run's flags are not legal."""
+    """Plan the rank with the most memory in each run. Raises ValueError if a run's flags are not valid."""
     for run in runs:
         config = run.config()
         held = fullest(memory_of_ranks(config, run.gpus))
@@ -211,8 +212,8 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
-    parser.add_argument("--only", default="", help="runs whose device, source, model or precision has this in it")
-    parser.add_argument("--parts", action="store_true", help="print what each step or plan consists of")
+    parser.add_argument("--only", default="", help="runs whose device, source, model or precision contains this text")
+    parser.add_argument("--parts", action="store_true", help="print the components of each step or plan")
     parser.add_argument("--memory", action="store_true", help="peaks of device memory")
     args = parser.parse_args(argv)
     table = MEMORY if args.memory else RUNS

@@ -19,15 +19,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.extensions import load
 from tools import referee
 
 FAULTS = {
-    "megatron-core": {"norms": "gradients of norms are not summed over the ranks of sequence parallelism"},
-    "trainer": {"means": "the mean of the micro-batches' means in the place of the mean over tokens"},
+    "megatron-core": {"norms": "gradients of norms are not summed over the sequence-parallel ranks"},
+    "trainer": {"means": "the mean of the micro-batches' means instead of the mean over all tokens"},
 }
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that two ranks of megatron-core have summed."""
+    """Judge the gradients summed by two ranks of megatron-core."""
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
@@ -60,7 +60,7 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
 
 
 def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that Trainer has before its optimizer's step."""
+    """Judge the gradients that Trainer has before its optimizer step."""
     from research.trainer_step import save_step
 
     loss = save_step(folder, of_means=args.fault == "means")

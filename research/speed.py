@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder, whose names others have too
+    # replaces this folder, whose module names other packages use too
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from research.peers import ONLY_LLAMA, PEERS, build_peer
 from tools.bench import speed
@@ -41,7 +42,7 @@ TORCHS = {
     "ours ZeRO-2": "torch FSDP2 ZeRO-2",
     "ours ZeRO-3": "torch FSDP2 ZeRO-3",
 }
-"""Row of this program -> row of PyTorch's own parallelism of the same kind."""
+"""Row of PyTorch's own parallelism for each row of this program."""
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -75,7 +76,7 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
-    """The cells of tools/bench/speed.py that other programs have, with those programs."""
+    """Return the cells of tools/bench/speed.py that other programs can run, with those programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):
@@ -92,7 +93,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.C
 
 
 def beside(cell: speed.Cell, members: Sequence[Contestant], others: dict[str, list[str]]) -> speed.Cell:
-    """A cell with further contestants."""
+    """Return a cell with further contestants."""
     return replace(cell, contestants=[*cell.contestants, *members], others=others)
 
 

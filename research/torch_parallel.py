@@ -1,4 +1,4 @@
-"""PyTorch's own parallel training, as its documentation shows it, of a Llama written in plain PyTorch."""
+"""PyTorch's own parallel training, as its documentation shows it, for a Llama in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [b, s] -> logits [b, s, V]. In a pipeline stage, an end that belongs to another stage is None."""
+    """Tokens [b, s] -> logits [b, s, V]. If another pipeline stage owns the embedding or the output layer, it is
+    None."""
 
     def __init__(self, shape: Style) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
     def stage(self, number: int, count: int) -> Llama:
-        """One of `count` stages with equally many layers. Shares the parameters."""
+        """Return one of `count` stages with equal numbers of layers. It shares the parameters of this model."""
         part = Llama.__new__(Llama)
         nn.Module.__init__(part)
         each = len(self.layers) // count
@@ -91,7 +92,7 @@ Step = Callable[[], None]
 
 
 def started(kind: str, shape: Style, micro_batches: int) -> Step:
-    """Returns a training step of this kind over the ranks that the environment names."""
+    """Return a training step of this kind over the ranks that the environment names."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -101,13 +102,13 @@ def started(kind: str, shape: Style, micro_batches: int) -> Step:
 
 
 def loss_of(micro_batches: int, logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over a micro-batch's tokens, over the number of micro-batches."""
+    """Return the mean loss over a micro-batch's tokens, divided by the number of micro-batches."""
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) / micro_batches
 
 
 def updated(model: nn.Module, backward: Step) -> Step:
-    """A step: all micro-batches, clipping, AdamW."""
-    kinds: dict[bool, list[Tensor]] = {}  # operations on lists take no mixture of tensors and DTensors
+    """Return a training step: all micro-batches, clipping, AdamW."""
+    kinds: dict[bool, list[Tensor]] = {}  # operations on lists cannot mix tensors and DTensors
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
     groups = list(kinds.values())
@@ -129,7 +130,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Forward and backward of every `size`-th sample; `begin` receives before each whether it is the last one."""
+    """Return the forward and backward passes of every `size`-th sample. Before each, `begin` is called with True if it
+    is the last one."""
 
     def backward() -> None:
         batch = next(batches)
@@ -148,9 +150,15 @@ def data_parallel(model: Llama, batches: Batches) -> Step:
 
 
 def fully_sharded(keeps_params: bool, reduces_each: bool, model: Llama, batches: Batches) -> Step:
-    """FSDP2, every layer wrapped. `keeps_params`: parameters are whole between the micro-batches of a step, else
-    dropped after each pass (ZeRO-3). `reduces_each`: gradients are reduced with each micro-batch, else with the last
-    one, whole until then."""
+    """Return a training step with FSDP2 on every layer.
+
+    Args:
+        keeps_params: keep parameters whole between the micro-batches of a step; otherwise reshard them after each pass
+        (ZeRO-3).
+        reduces_each: reduce gradients in each micro-batch; otherwise keep them whole and reduce them in the last one.
+        model: the model to shard.
+        batches: global batches.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=not keeps_params)
@@ -177,7 +185,7 @@ def tensor_parallel(model: Llama, batches: Batches) -> Step:
 
 
 def pipelined(schedule: str, chunks: int, model: Llama, batches: Batches) -> Step:
-    """torch.distributed.pipelining with `chunks` stages a rank."""
+    """Return a training step of torch.distributed.pipelining with `chunks` stages per rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count, micro_batches = size * chunks, len(next(batches))
     vee = schedule == "ScheduleZBVZeroBubble"

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 MICRO_BATCHES, LENGTH = 4, 17
 TOKENS = 64
 IGNORED = {0: 12, 2: 5}
-"""Sample -> labels at its start that do not count: the micro-batches have unequal numbers of labels."""
+"""Number of leading labels to ignore, by sample, so that micro-batches have unequal numbers of labels."""
 
 
 class KeepGradients(TrainerCallback):
-    """Saves the gradients that the optimizer is about to use."""
+    """Callback that saves the gradients that the optimizer is about to use."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -28,7 +28,7 @@ class KeepGradients(TrainerCallback):
 
 
 class OfMeans(Trainer):
-    """Takes the mean of the micro-batches' mean losses, as Trainer did before its release 4.46."""
+    """Trainer that averages the micro-batches' mean losses, as Trainer did before release 4.46."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,8 +41,8 @@ class OfMeans(Trainer):
 
 
 def save_step(folder: Path, of_means: bool = False) -> float:
-    """Save a small Llama model, a batch with labels of unequal numbers, and the gradients of one step of Trainer that
-    accumulates over micro-batches of one sample. Returns the loss that Trainer logs."""
+    """Save a small Llama model, a batch with unequal numbers of labels, and the gradients of one Trainer step that
+    accumulates micro-batches of one sample. Returns the loss that Trainer logs."""
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=TOKENS, max_position_embeddings=32)

@@ -1,6 +1,7 @@
 """Draw the losses of scripts/draw_layouts.sh: `python scripts/draw_layouts.py FOLDER` writes FOLDER/layouts.png.
 
-Above, the losses of all runs on top of each other. Below, the relative difference of each layout from one process.
+The upper plot overlays the losses of all runs. The lower plot shows the relative difference of each layout from one
+process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ONE = "one process"
 
 
 def losses_of(run: Path) -> list[float]:
-    """Loss of each iteration."""
+    """Return the loss of each iteration."""
     return [json.loads(line)["lm_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

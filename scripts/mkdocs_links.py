@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links to files outside docs/ become their paths in the repository."""
+"""mkdocs hook that turns links to files outside docs/ into their paths in the repository."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """[executor.py](../megatron/.../executor.py) -> executor.py (`megatron/.../executor.py`)"""
+    """Rewrite links: [executor.py](../megatron/.../executor.py) -> executor.py (`megatron/.../executor.py`)."""
     return LINK.sub(r"\1 (`\2`)", markdown)

@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 import gc
 import getpass
@@ -22,7 +22,7 @@ from megatron.training.config import flags
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
-# A shell ignores this signal for what it starts in the background, and so would the programs that tests start.
+# A shell makes background processes ignore this signal, and the programs that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,25 +31,25 @@ EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 share_gloo_devices()
 load()  # before a test could forget what it registers
 
-# torch looks up the name of each address that it connects to. A name server that drops requests would hold up each
-# connection, and every other one to the same store, for ten seconds.
+# torch looks up the name of each address that it connects to. A name server that drops requests would delay each
+# connection, and every other one to the same store, by ten seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Tests start many programs, and what these import (torch is large) need not be compiled each time.
+# Tests start many programs; their imports (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Libraries that torch has compiled for wider vectors do not load where these are switched off.
+# Libraries that torch has compiled for wider vectors do not load if these are switched off.
 vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{vectors}")
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{getpass.getuser()}")
 
-# A machine with a GPU may have no hypothesis, which only tests without one use.
+# A GPU machine may lack hypothesis, which only tests without a GPU use.
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # How long an example takes says something about the machine, not about the code. Each run has the same examples, so
-    # that a failure follows from a change; --hypothesis-profile default draws others.
+    # The duration of an example depends on the machine, not on the code. Each run uses the same examples, so that a
+    # failure follows from a change; --hypothesis-profile default draws others.
     slow = [HealthCheck.too_slow]
     settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("repeatable")
@@ -65,12 +65,12 @@ LONGEST = (
     "tests/cli/test_gpu_bench.py",
     "tests/parity/test_context_parallel.py",
 )
-"""Files that take longest. They run first, so that workers that run side by side end together."""
+"""Slowest test files. They run first, so that parallel workers end at about the same time."""
 
 
 CAMPAIGNS = tuple(Path(__file__).with_name("campaigns.txt").read_text().split())
-"""What is not of the core suite, by the beginnings of tests' names: long runs of what shorter tests reach too, whole
-programs, several hosts. They run with --all, or when a path names them."""
+"""Prefixes of the names of tests outside the core suite: long runs of code that shorter tests reach too, whole
+programs, several hosts. They run with --all, or if a path names them."""
 
 
 def _left_out(config: pytest.Config, name: str) -> bool:
@@ -94,7 +94,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 class _Module(pytest.Module):
-    """A test file, skipped where it imports a built-in extension that is deleted."""
+    """Test file that is skipped if it imports a deleted built-in extension."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:
@@ -112,8 +112,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: neither this process nor its forks look through it for garbage again, and forks
-    share it in huge pages."""
+    """Keep everything that is imported by now: neither this process nor its forks collect it again, and forks share it
+    in huge pages."""
     gc.freeze()
     collapse_private_memory()
 
@@ -132,8 +132,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test marked `grid(name, part, whole)` runs for each value of `part`, or of `whole` under --whole. A function
-    returns a whole that takes long to list."""
+    """Run a test marked `grid(name, part, whole)` for each value of `part`, or of `whole` with --whole. `whole` may be
+    a function if the list takes long to compute."""
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
         if metafunc.config.getoption("--whole"):
@@ -143,25 +143,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of tests record their extensions in a folder of the tests."""
+    """Make the runs of tests record their extensions in a temporary folder."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def same_numbers_of_module() -> None:
-    """What fixtures of a test file draw does not depend on the files before it."""
+    """Make the random numbers of a file's fixtures independent of earlier files."""
     torch.manual_seed(1234)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """Nor what a test draws on those before it."""
+    """Make the random numbers of a test independent of earlier tests."""
     torch.manual_seed(1234)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_extensions() -> Iterator[None]:
-    """What the extensions of a test file have registered is gone after it: other files compare flags and sections."""
+    """Remove the extensions that a test file has registered after it: other files compare flags and sections."""
     yield from _forgetting()
 
 
@@ -172,7 +172,7 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def registry_tables() -> list[dict[str, Any]]:
-    """The entries of each registry of the modules that this process has imported."""
+    """Return the entries of each registry in the modules that this process has imported."""
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
     return [part._entries for part in {id(part): part for part in found}.values()]
@@ -185,7 +185,7 @@ def _forgetting() -> Iterator[None]:
     yield
     library = str(Path(extensions.__file__).parents[1])
     for table in registry_tables():
-        if id(table) not in before:  # a module imported since: its own entries stay
+        if id(table) not in before:  # a module that was imported since keeps its own entries
             before[id(table)] = {name: entry for name, entry in table.items() if entry.where.startswith(library)}
             tables.append(table)
     for table in tables:

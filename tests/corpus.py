@@ -1,4 +1,4 @@
-"""Indexed datasets and tokenizers of tests, and disks without room."""
+"""Indexed datasets and tokenizers for tests, and full disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuild
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "<u2") -> str:
-    """Writes an indexed dataset and returns its prefix."""
+    """Write an indexed dataset and return its prefix."""
     with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
         for document in documents:
             builder.add_document(document)
@@ -25,8 +25,8 @@ def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "
 
 
 def byte_level(texts: Sequence[str] = (), special: Sequence[str] = (), size: int = 0) -> Any:
-    """A byte-level BPE of `tokenizers` as GPT-2's, trained on texts; without any, a token a byte. Special tokens are
-    the first of one that is trained, and the last of the other."""
+    """Return a byte-level BPE of `tokenizers` like GPT-2's, trained on texts; without texts, each byte is a token.
+    Special tokens have the first ids if it is trained, and the last ids otherwise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,8 +45,8 @@ FOX = "The quick brown fox jumps over the lazy dog.\n    def f(x):\n        retu
 
 
 def hf_folder(folder: Path, files: Mapping[str, Any] | None = None, special: Sequence[str] = (), **changes: Any) -> str:
-    """A folder with a byte-level tokenizer.json, whose parts are changed as given, and further JSON files. Its first
-    special token is <|endoftext|>. Returns its path."""
+    """Create a folder with a byte-level tokenizer.json and further JSON files, and return its path. `changes` replace
+    parts of tokenizer.json, whose first special token is <|endoftext|>."""
     folder.mkdir(exist_ok=True)
     content = json.loads(byte_level([FOX], ["<|endoftext|>", *special], size=300).to_str())
     model = content["model"] | changes.pop("model", {})
@@ -57,7 +57,8 @@ def hf_folder(folder: Path, files: Mapping[str, Any] | None = None, special: Seq
 
 
 def ending_texts(folder: Path, before: Sequence[str] = ()) -> str:
-    """A folder with a tokenizer that adds <|endoftext|> after each text, and `before`, such as <|begin|>, before it."""
+    """Create a folder with a tokenizer that appends <|endoftext|> to each text and prepends `before`, such as
+    <|begin|>."""
     ids = {"<|endoftext|>": 0, "<|begin|>": 1}
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in (*before, "<|endoftext|>")]
     pieces.insert(len(before), {"Sequence": {"id": "A", "type_id": 0}})  # type: ignore[dict-item]
@@ -68,11 +69,11 @@ def ending_texts(folder: Path, before: Sequence[str] = ()) -> str:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes: as on a full disk, a write fails in the midst of a file."""
+    """Let no file of this process grow beyond `nbytes`: as on a full disk, a write fails in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        with mock.patch.object(sys, "dont_write_bytecode", True):  # what is imported now would be cut short on disk
+        with mock.patch.object(sys, "dont_write_bytecode", True):  # modules imported now would be truncated on disk
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

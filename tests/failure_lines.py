@@ -1,5 +1,5 @@
-"""Plugin of pytest (`-p tests.failure_lines`) that prints the reason of each failure at once, in the form of the
-summary, which a session that is killed never prints."""
+"""pytest plugin (`-p tests.failure_lines`) that prints the reason for each failure immediately, in the form of the
+summary, which pytest never prints if it is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FailureLines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         reporter = self.plugins.get_plugin("terminalreporter")
-        if not report.failed or reporter is None:  # a worker of pytest-xdist has none
+        if not report.failed or reporter is None:  # a worker of pytest-xdist has no terminal reporter
             return
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = str(report.longrepr if crash is None else crash.message).strip().splitlines()

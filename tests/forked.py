@@ -1,5 +1,5 @@
-"""Programs and ranks of `pretrain_gpt.py`, forked from this process: what a shell or a launcher starts, without the two
-seconds that importing torch takes.
+"""Programs and ranks of `pretrain_gpt.py`, forked from this process. They replace processes started by a shell or a
+launcher, without the two seconds that importing torch takes.
 
 Each rank reads its place from the variables that torchrun sets.
 """
@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it on first use: once here instead of once a rank
+import torch._dynamo  # torch.optim imports it on first use: once here instead of once per rank
 
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
@@ -39,11 +39,12 @@ from tests.limits import HANG
 def run_program(
     *argv: object, cwd: Path = ROOT, code: int | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script, or `-m MODULE`, with its arguments, as `python ARGV...` would in the folder `cwd`; `environ` are
-    further variables. No launcher's variables are passed on. Returns exit code and both outputs. Asserts that the code
-    is `code`, unless that is None.
+    """Run a script, or `-m MODULE`, with its arguments, as `python ARGV...` would in the folder `cwd`, with further
+    variables `environ` and without any launcher's variables. Returns the exit code and both outputs. Asserts that the
+    exit code is `code`, unless that is None.
 
-    What is imported here already is imported there: that a script finds its modules needs a process of its own."""
+    Modules imported here are already imported there: use a separate process to test that a script finds its modules.
+    """
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="program-") as name:
         out, err = Path(name) / "out", Path(name) / "err"
@@ -58,7 +59,7 @@ def run_program(
 
 
 def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:
-    gc.freeze()  # looking through what came with the fork would copy its pages
+    gc.freeze()  # collecting the objects of the parent would copy their pages
     _print_to(out, err)
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -74,12 +75,13 @@ def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path,
         sys.argv[:], sys.path[:0] = words, [str(script.parent)]
         main = ModuleType("__main__")
         main.__file__ = str(script)
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second for what its own processes send back
+        # the second is for pickled objects that its own processes send back
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         exec(compile(script.read_text(), script, "exec"), main.__dict__)
 
 
 def _print_to(out: Path, err: Path) -> None:
-    """Both standard outputs, logging and warnings of this process, which are pytest's, as a new process has them."""
+    """Redirect both standard outputs, logging and warnings of this process, which are pytest's, as in a new process."""
     for standard, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), standard)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -90,7 +92,7 @@ def _print_to(out: Path, err: Path) -> None:
 
 
 STACKS = signal.SIGRTMAX - 1
-"""Make a process write the stacks of its threads to its screen."""
+"""Signal that makes a process write the stacks of its threads to its screen."""
 
 
 @contextmanager
@@ -101,8 +103,8 @@ def forked_ranks(
     prepare: Callable[[int], None] = lambda rank: None,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, all printing to the file
-    `screen`; `prepare(rank)` is called in each beforehand. Those still there at the end are killed."""
+    """Yield processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, all printing to the file
+    `screen`. `prepare(rank)` is called in each beforehand. Processes that are still running at the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)
@@ -125,7 +127,7 @@ def run_forked(
     main: Callable[[list[str]], int] = pretrain_gpt.main,
     prepare: Callable[[int], None] = lambda rank: None,
 ) -> str:
-    """Runs all ranks to their end and returns what they printed. Asserts that each exits with `code`."""
+    """Run all ranks to their end and return their output. Asserts that each exits with `code`."""
     with forked_ranks(world_size, argv, screen, prepare, main) as ranks:
         codes = join(ranks)
     text = screen.read_text()
@@ -134,7 +136,7 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Exit codes. Raises TimeoutError, with what all of them do, if a rank has not ended in that time."""
+    """Return the exit codes. Raises TimeoutError with the state of all ranks if one has not exited in time."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))
@@ -145,8 +147,8 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
 
 
 def doings(pids: Sequence[int]) -> Iterator[str]:
-    """What processes and their descendants do: state, seconds of the processor, and the end of their screens, to which
-    those of this module write the stacks of their threads."""
+    """Describe what processes and their descendants are doing: state, processor seconds, and the end of their screens,
+    to which processes of this module write the stacks of their threads."""
     screens = list[str]()
     for pid in pids:
         with suppress(OSError):
@@ -197,14 +199,15 @@ def _rank(
 
 
 def _ports() -> Iterator[int]:
-    """Ports that nothing listens on. Below those that the system hands out and those of jobs and daemons of SLURM (from
-    20,000 on), and of a hundred that no other process of tests has, so that nobody takes one before rank 0 does: ranks
-    whose own rank 0 comes second would join those of the first."""
+    """Yield ports that nothing listens on. They are below the system's ephemeral ports and below those of SLURM jobs
+    and daemons (from 20,000 on). Each test process uses its own hundred ports, so that no other one takes a port before
+    rank 0 does: otherwise ranks would join the rank 0 of other ranks."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     wanted = worker % 10 * 10 + os.getpid() % 10
     for hundred in [*range(wanted, 100), *range(wanted)]:
         name = Path(tempfile.gettempdir()) / f"test-ports-{os.getuid()}-{hundred}"
-        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)  # open until the last process of these tests has ended
+        # stays open until the last process of these tests has ended
+        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break

@@ -1,7 +1,7 @@
-"""One gloo device for all process groups of a process, where torch makes one for each group.
+"""One gloo device for all process groups of a process, where torch creates one per group.
 
-A device is a socket, and a thread that looks at it a hundred times a second. A rank of a test has some twenty groups,
-and eight ranks share two cores: their devices take a quarter of the processor time of a small world.
+A device is a socket and a thread that polls it a hundred times a second. A rank in a test has some twenty groups, and
+eight ranks share two cores: their devices take a quarter of the processor time of a small world.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch.distributed import distributed_c10d
 
 
 class SharedDeviceGloo(dist.ProcessGroupGloo):
-    """gloo's process group on the device of this process."""
+    """gloo process group that uses this process's device."""
 
     _device: tuple[int, dist.ProcessGroupGloo.Device] | None = None
-    """And the process that made it: a fork needs its own."""
+    """The device and the id of the process that created it: a fork needs its own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if SharedDeviceGloo._device is None or SharedDeviceGloo._device[0] != os.getpid():
@@ -28,5 +28,5 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
 
 
 def share_gloo_devices() -> None:
-    """All gloo groups that this process and its forks make from now on share a device."""
+    """Make all gloo groups that this process and its forks create from now on share a device."""
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo

@@ -1,4 +1,4 @@
-"""Tiny models of each style, and random batches for them."""
+"""Tiny models of each style and random batches for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = yaml.safe_load((Path(__file__).parent / "fixtures" / "models.yaml").read
 
 
 def model_of(name: str) -> TransformerConfig:
-    """A model of fixtures/models.yaml."""
+    """Return a model of fixtures/models.yaml."""
     found = next(models[name] for models in TABLE.values() if name in models)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items() if key != "needs"}
     base = model_of(given.pop("of")) if "of" in given else TransformerConfig()
@@ -38,7 +38,7 @@ GPT, LLAMA, LATENT, DELTA_NET = map(model_of, ("gpt", "llama", "latent", "delta-
 
 
 def models_in(table: str) -> dict[str, TransformerConfig]:
-    """Those of a table whose extensions are installed, by name."""
+    """Return the models of a table whose extensions are installed, by name."""
     return {name: model_of(name) for name, found in TABLE[table].items() if installed(found.get("needs"))}
 
 
@@ -50,7 +50,7 @@ def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: flo
 
 
 def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **more: Any) -> Batch:
-    """Random tokens, a random loss mask, sample numbers that do not start at 0."""
+    """Return random tokens, a random loss mask, and sample numbers that do not start at 0."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(config.vocab_size, (samples, config.seq_length + 1), generator=generator)
     loss_mask = (torch.rand(samples, config.seq_length, generator=generator) < 0.8).float()
@@ -59,14 +59,14 @@ def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **m
 
 
 def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
-    """Loss of each token [b, s], by the last stage."""
+    """Return the loss of each token [b, s], computed by the last stage."""
     assert model.loss is not None and model.output_layer is not None
     return model.loss(model.output_layer(model.hidden_states(None, batch)), batch.labels.t()).t()
 
 
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """Logits of texts tokens [b, s] that are read in parts, each behind a cache of the parts before, and the cache.
-    Skips the test where generation is deleted."""
+    """Return the logits of tokens [b, s], computed in parts that each continue from a cache of the earlier parts, and
+    the cache. Skips the test if the generation extension is deleted."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )
@@ -79,7 +79,7 @@ def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int
 
 
 def check_documents_apart(model: GPTModel, packed: Batch) -> None:
-    """Asserts that the logits of packed documents are those of each document alone."""
+    """Assert that the logits of packed documents equal those of each document alone."""
     logits = model.logits(None, packed)
     for sample, ids in enumerate(packed.document_ids):
         for document in ids.unique():
@@ -88,7 +88,7 @@ def check_documents_apart(model: GPTModel, packed: Batch) -> None:
 
 
 def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:
-    """Position and document ids of samples that hold three documents each, cut at other places in each sample."""
+    """Return position and document ids of samples with three documents each, cut at different places in each sample."""
     document_ids = torch.zeros(samples, config.seq_length, dtype=torch.int64)
     position_ids = torch.zeros_like(document_ids)
     for sample in range(samples):

@@ -1,7 +1,7 @@
-"""Which calls of this thread would make a GPU wait for the host, or the host for a GPU, seen on any device.
+"""Calls of this thread that would make a GPU wait for the host, or the host for a GPU, detected on any device.
 
-`HostWaits` lists what reads values of tensors into Python, what has a shape that depends on values (torch asks the
-device for it), and what makes a tensor of Python numbers (its copy to a device is a blocking one).
+`HostWaits` lists calls that read tensor values into Python, that return shapes depending on values (torch asks the
+device for them), or that create a tensor of Python numbers (its copy to a device blocks).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ OPERATIONS = {
     *("unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount", "repeat_interleave"),
     *("lift_fresh", "lift_fresh_copy"),
 }
-"""Names in torch.ops.aten; of repeat_interleave the variant that counts by a tensor."""
+"""Names in torch.ops.aten; for repeat_interleave, the variant with a tensor of repeats."""
 
 METHODS = ("tolist", "numpy", "cpu")
-"""They reach the values without one of these operations, or only where the tensor is on a device."""
+"""Methods that reach the values without one of these operations, or use it only if the tensor is on a device."""
 
 
 class HostWaits(TorchDispatchMode):
-    """While entered, `found` gets `file:function what` of every such call, by the innermost function of the product.
-    Calls below one of the functions `ignored` do not count. `calls` counts all operations by name."""
+    """Mode that records every such call as `file:function what` in `found`, by the product's innermost function. Calls
+    below one of the functions `ignored` do not count. `calls` counts all operations by name."""
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What a process holds in memory is gathered into huge pages, so that its forks need not copy a table entry per 4 KiB.
+"""Memory of this process gathered into huge pages, so that its forks need not copy a table entry per 4 KiB.
 
-Fork worlds share what the tests have imported, some 300 MB. With small pages Linux copies 80,000 entries at each fork
-and goes through them again when the rank ends.
+Forked worlds share the modules that the tests have imported, some 300 MB. With small pages, Linux copies 80,000 entries
+at each fork and walks through them again when the rank exits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MADV_COLLAPSE = 25
 
 
 def collapse_private_memory() -> int:
-    """Collapses each aligned 2 MiB of this process's private anonymous memory that Linux can collapse, and returns how
-    many it could: 0 where there is no Linux of 6.1 or later."""
+    """Collapse each aligned 2 MiB of this process's private anonymous memory that Linux can collapse, and return how
+    many there were: 0 without Linux 6.1 or later."""
     maps = Path("/proc/self/maps")
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not maps.exists():

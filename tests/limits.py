@@ -1,7 +1,7 @@
-"""Limits of time for whatever a test waits for.
+"""Time limits for everything that a test waits for.
 
-A limit is there to end a hang, never to judge speed: it lies far above what a slow machine with other work takes. Tests
-that are expected to wait (for a timeout of the product) use a short timeout of the product instead.
+A limit ends a hang and never judges speed: it is far above the time that a slow, busy machine needs. Tests that are
+expected to wait (for a timeout of the product) use a short timeout of the product instead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ HANG = 600.0
 
 
 def wait_for(condition: Callable[[], Any], ranks: Sequence[Any] = (), screen: Callable[[], str] = lambda: "") -> Any:
-    """The value of `condition()` as soon as it is true. Asserts that this is not later than `HANG`, and that the
-    processes `ranks`, which print to `screen()`, run until then."""
+    """Return the value of `condition()` as soon as it is true. Asserts that this happens within `HANG` seconds and that
+    the processes `ranks`, which print to `screen()`, run until then."""
     limit = time.monotonic() + HANG
     while not (found := condition()):
         assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), screen()

@@ -1,8 +1,8 @@
-"""Rules of a configuration as tables of text: flags, and the problems that are told about them.
+"""Tables of configuration rules: flags, and the problems that validation reports for them.
 
-A line of a table that begins at the margin is a case: further flags beside those of the last line `base: FLAGS`,
-after `N ranks:` where there are several, and after `[EXTENSION]` where one is needed. Indented below stands how each
-problem and notice begins, or `... ` and a part of it. A case without any is legal.
+A line that begins at the margin is a case: flags added to those of the last line `base: FLAGS`, after `N ranks:` if
+there are several, and after `[EXTENSION]` if one is needed. Each indented line below gives the beginning of a problem
+or notice, or `... ` and a part of it. A case without such lines is valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINE = re.compile(r"(?:(?P<ranks>\d+) ranks: )?(?:\[(?P<extension>\w+)\] )?(?P<f
 
 
 def problems(flags: str, world_size: int = 1, base: str = BASE) -> list[str]:
-    """What is said about a configuration: refusals, then notices."""
+    """Return the messages about a configuration: refusals, then notices."""
     config = parse_args([*base.split(), *flags.split()])
     resolved = resolve(config, world_size)
     assert validate(config, world_size) == validate(resolved, world_size)
@@ -61,7 +61,7 @@ def read_table(path: Path) -> Iterator[Case]:
 
 
 def check(case: Case) -> None:
-    """Asserts that what a case tells is said, and nothing else."""
+    """Assert that validation reports exactly the messages of a case."""
     left = problems(case.flags, case.ranks, case.base)
     for line in case.told:
         part = line.removeprefix("... ")

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: interpreted on CPU tensors, and compiled for GPUs that are not there."""
+"""Triton kernels without a GPU: interpreted on CPU tensors, and compiled for GPUs that are absent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.apart import python_apart
 
 
 def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs a test in a process of its own: Triton asks once whether it shall interpret, and keeps the conversions of
-    the first GPU that it compiles for. Parameters of the test must be given by what they print."""
+    """Run a test in a separate process: Triton decides only once whether to interpret, and keeps the conversions of the
+    first GPU that it compiles for. Parameters of the test must be reproduced by their repr."""
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -36,8 +36,8 @@ def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def end_loops_at_loaded_numbers() -> None:
-    """Makes the interpreter take a number in an array of one element as the bound of a loop, as a GPU does: from numpy
-    2.5 on such an array is no integer."""
+    """Make the interpreter accept an array of one element as a loop bound, as a GPU does: from numpy 2.5 on, such an
+    array is not an integer."""
     from triton.runtime import interpreter
 
     theirs = interpreter._patch_lang_tensor
@@ -50,8 +50,8 @@ def end_loops_at_loaded_numbers() -> None:
 
 
 def round_to_fp8_as_torch() -> None:
-    """Makes the interpreter round fp32 to fp8 and bf16 as torch does: its own rounding to fp8 loses the carry out of
-    the mantissa, and it cuts off what bf16 has not."""
+    """Make the interpreter round fp32 to fp8 and bf16 as torch does: its own rounding to fp8 loses the carry out of the
+    mantissa, and it truncates to bf16."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -73,7 +73,7 @@ def round_to_fp8_as_torch() -> None:
 
 
 def multiply_bf16() -> None:
-    """Makes the interpreter multiply matrices of bf16, whose bits it would take for integers."""
+    """Make the interpreter multiply bf16 matrices, whose bits it would otherwise treat as integers."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -94,8 +94,8 @@ def multiply_bf16() -> None:
 def compiled(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
 ) -> Any:
-    """Compiles a kernel for a GPU: pointers and numbers are multiples of 16, as those of large layers. Types of an
-    operand may be those of a tuple; None and numbers stand for themselves."""
+    """Compile a kernel for a GPU. Pointers and numbers are multiples of 16, as in large layers. The types of an operand
+    may be those of a tuple; None and numbers stand for themselves."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -122,13 +122,14 @@ def compiled(
 
 
 def run_on_cpu(*operators: Any) -> None:
-    """Lets operators of GPUs run on CPU tensors, interpreted."""
+    """Let GPU operators run on CPU tensors, interpreted."""
     for operator in operators:
         operator.register_kernel("cpu", operator._init_fn)
 
 
 def stack_tool() -> str | None:
-    """Triton's program that reports what a compiled kernel uses, if it is installed."""
+    """Return the path of Triton's program that reports the resources of a compiled kernel, or None if it is not
+    installed."""
     try:
         import triton
 
@@ -138,7 +139,8 @@ def stack_tool() -> str | None:
 
 
 def stack_of(built: Any) -> int:
-    """Bytes of stack of a thread of a compiled kernel: of a kernel without arrays these are spilled registers."""
+    """Return the stack bytes per thread of a compiled kernel: in a kernel without arrays, these are spilled
+    registers."""
     tool = stack_tool()
     assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -150,7 +152,7 @@ def stack_of(built: Any) -> int:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors have the same dtype, shape and bits; any NaN is any other."""
+    """Return True if tensors have the same dtype, shape and bits; all NaNs count as equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]

@@ -1,4 +1,4 @@
-"""Training needs torch and numpy alone, as on a machine with a GPU where nothing can be installed."""
+"""Training needs only torch and numpy, as on a GPU machine where nothing can be installed."""
 
 from __future__ import annotations
 

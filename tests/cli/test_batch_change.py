@@ -1,4 +1,4 @@
-"""Runs that resume with another batch size, from the newest checkpoint or, if that is damaged, from an earlier one."""
+"""Runs that resume with another batch size from the newest checkpoint or, if that is damaged, from an earlier one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FLAGS = f"{TINY} --train-iters 8 --lr-decay-style WSD --lr-wsd-decay-iters 3 --l
 
 
 def records(folder: Path) -> list[tuple[int, int, float]]:
-    """(iteration, consumed samples, learning rate) of each step."""
+    """Return (iteration, consumed samples, learning rate) of each step."""
     found = [record for record in read_records(folder / "metrics.jsonl") if "lm_loss" in record]
     return [(record["iteration"], record["consumed_samples"], record["learning_rate"]) for record in found]
 
 
 def test_a_run_changes_its_batch_size_twice(tmp_path: Path) -> None:
-    """The learning rate of each iteration stays, and each iteration takes its own number of samples."""
+    """The learning rate of each iteration is unchanged, and each iteration takes its own number of samples."""
     folder, screen = tmp_path / "run", tmp_path / "screen"
     flags = [*FLAGS.split(), "--save", str(folder), "--load", str(folder), "--save-interval", "2"]
     run_forked(1, [*FLAGS.split(), "--save", str(tmp_path / "alone")], screen)

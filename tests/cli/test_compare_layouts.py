@@ -1,4 +1,4 @@
-"""tools/compare_layouts.py: layouts agree, and a planted bug is found and its layer named."""
+"""tools/compare_layouts.py: correct layouts agree, and a planted bug is found and its layer named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 2 is built with the mistake that the environment variable names, on ranks that share matrices."""
+    """Build layer 2 with the bug that the environment variable names, on ranks that share matrices."""
     build = TransformerLayer.__init__
 
     def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -68,7 +68,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both sides have the bug, so that comparing them with each other would not find it."""
+    """Both sides have the bug, so comparing the sides would not find it."""
     monkeypatch.setenv(PLANT, "partial norm gradient")
     assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
     out = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[st
 
 
 def test_bf16_judges_what_rounding_leaves_comparable(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradient of a bias of keys is zero but for rounding, and Adam makes a whole step of it."""
+    """The gradient of a key bias is zero up to rounding, but Adam makes a full step of it."""
     assert compare("", "--tp 2 --pp 2 --sequence-parallel", "--bf16", steps=2) == 0
     out = capsys.readouterr().out
     assert "in 16 bits only activation, loss, gradient, grad_norm of the first step are compared" in out
@@ -128,7 +128,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     command = [sys.executable, str(ROOT / "tools/compare_layouts.py"), "--a", "", "--b", "--tp 2", "--steps", "100000"]
     with subprocess.Popen([*command, "--", *MODEL], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # the flags: side a begins
+        process.stdout.readline()  # side a begins with its flags
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         ranks = wait_for(lambda: children.read_text().split())
         process.kill()

@@ -1,11 +1,10 @@
-"""The commands of README.md and docs run as they stand.
+"""The commands of README.md and docs run unchanged.
 
-Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Commands that take long are
-fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced
-without a language.
+One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
+their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
 
-Every block fenced as python is run, too. A fragment has a comment before it with the Python that it needs around it: a
-line `<!-- python`, the program with a line BLOCK in the place of the fragment, and a line `-->`.
+Blocks fenced as python run too. A fragment is preceded by a comment with the program around it: a line `<!-- python`,
+the program with a line BLOCK in place of the fragment, and a line `-->`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON_BLOCK = re.compile(
     r"(?:^<!-- python\n((?:(?!-->)[^\n]*\n)*)-->\n\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-"""(the Python around a block if any, the block)"""
+"""Match (the Python program around a block, if any; the block)."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -45,7 +44,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone holds, without what running leaves behind."""
+    """Copy the tree without files that runs leave behind."""
     folder = tmp_path_factory.mktemp("clone") / "tree"
     left = (".git", ".venv", ".hypothesis", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left))
@@ -53,7 +52,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
-    """Runs blocks of commands and returns what they print."""
+    """Run blocks of commands and return their output."""
     script = "set -euxo pipefail\n" + "\n".join(commands)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= environ | {
@@ -65,11 +64,11 @@ def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
 
 
 CHECKED = ("README.md", "docs/getting_started.md")
-"""Pages whose commands have tests of their own, which look at what they leave."""
+"""Pages whose commands have their own tests, which also check the results."""
 
 
 def test_two_commands_of_the_readme(clone: Path) -> None:
-    # The quickstart is cut to a few iterations on little text, and the tests to one file.
+    # Shorten the quickstart to a few iterations on little text, and its tests to one file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -97,7 +96,7 @@ def test_getting_started(clone: Path) -> None:
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG_PAGES = "conversion data evaluation extending mixture_of_experts multi_token_prediction planner"
 LONG = {f"docs/{page}.md" for page in LONG_PAGES.split()}
-"""Pages whose commands run by --whole alone: other tests start the same programs."""
+"""Pages whose commands run only with --whole, because other tests start the same programs."""
 
 
 @pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)
@@ -106,14 +105,14 @@ def test_commands_of_a_page_run(page: str, clone: Path) -> None:
 
 
 def text_commands(page: str) -> list[str]:
-    """The commands in blocks fenced as text that start pretrain_gpt.py, a line each."""
+    """Return the commands that start pretrain_gpt.py in blocks fenced as text, one per line."""
     text = "\n".join(TEXT_BLOCK.findall((ROOT / page).read_text())).replace("\\\n", " ")
     return [line for line in text.splitlines() if re.match(r"(\w+=\S+ )*(python pretrain_gpt.py|bash scripts/)", line)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if text_commands(page)])
 def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts print the command line that they start."""
+    """With LAUNCH=echo, scripts print the command line that they would start."""
     monkeypatch.chdir(ROOT)
     for line in text_commands(page):
         start = line if "bash " in line else f"echo {line.removeprefix('python ')}"
@@ -134,7 +133,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
-    """--strict: a link or anchor that leads nowhere is an error, and so is a page that the navigation lacks."""
+    """With --strict, a broken link or anchor is an error, and so is a page missing from the navigation."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     build = "-m mkdocs build --strict -q -f scripts/mkdocs.yml -d".split()
@@ -145,7 +144,7 @@ def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_flags_and_files_in_text_exist(page: str) -> None:
-    """Flags in backticks are flags of pretrain_gpt.py, a tool or an example; paths in backticks are files."""
+    """Flags in backticks belong to pretrain_gpt.py, a tool or an example; paths in backticks are files."""
     text = (ROOT / page).read_text()
     patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "research/*.py", "scripts/**/*.sh")
     sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
@@ -161,7 +160,7 @@ def test_flags_and_files_in_text_exist(page: str) -> None:
 
 
 def test_map_of_contributing_leads_to_its_subjects() -> None:
-    """Each row of CONTRIBUTING's map names a file, and a word that a reader finds in it."""
+    """Each row of the table in CONTRIBUTING.md names a file and a word that the file contains."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `([\w/.]+)` \| `(\w+)` \|$", text, re.MULTILINE)
     assert len(rows) == text[: text.index("## How to add")].count("\n| ") - 2 >= 12
@@ -188,7 +187,7 @@ def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
 
 
 def python_programs(page: str) -> list[str]:
-    """The blocks of Python of a page, completed."""
+    """Return the complete programs of a page's Python blocks."""
     found = PYTHON_BLOCK.findall(page)
     assert len(found) == page.count("```python"), "a comment `<!-- python` ends with `-->`, an empty line and its block"
     programs = [[block if line.strip() == "BLOCK" else line for line in around.splitlines()] for around, block in found]

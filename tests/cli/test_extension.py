@@ -1,4 +1,4 @@
-"""A run with parts of a user's own: trained, stopped by a callback, resumed, and used for generation."""
+"""A run with custom parts: trained, stopped by a callback, resumed, and used for generation."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     assert "callback: start" in done.stdout and "callback: checkpoint 8" in done.stdout
     assert done.stdout.rstrip().endswith("callback: end")
 
-    # Rank 1 of two asks for the end; both stop after the same step.
+    # Rank 1 of two asks the run to stop; both stop after the same step.
     said = run_forked(2, [*train, "--save", str(cut), "--own-patience", "5", "--pp", "2"], tmp_path / "screen")
     assert "exiting at iteration 6: patience is over" in said and "callback: checkpoint 6" in said
 
-    # An option of the extension that changes what is computed must be the checkpoint's.
+    # An extension's option that changes the computation must match the checkpoint's.
     resume = ("pretrain_gpt.py", "--config", cut / "run_config.yaml", "--load", cut, "--pp", "1")
     done = run_program(*resume, "--own-decay", "0.5")
     assert done.returncode != 0
     assert "--own-decay 0.9 in the checkpoint, 0.5 in the run" in done.stderr and "patience" not in done.stderr
 
-    # The saved configuration brings the extension along; the states of its optimizer go on at another layout.
+    # The saved configuration loads the extension; the states of its optimizer continue under another layout.
     done = run_program(*resume, "--own-patience", "0", code=0)
     assert "loaded checkpoint of iteration 6" in done.stdout
     one, two = records(whole), records(cut)

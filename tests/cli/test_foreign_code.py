@@ -1,4 +1,4 @@
-"""Code that files name: no command runs a stranger's extension, and the user's own run needs no flag."""
+"""Code that files name: no command runs an extension of unknown origin, and the user's own run needs no flag."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HARMLESS = ("tools/report.py {run}", "tools/inspect_checkpoint.py {run}")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an extension, and in the folder `downloaded` its files as somebody else would get them."""
+    """Return a run with an extension, and its files in the folder `downloaded` as somebody else would get them."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "own.py").write_text(SOURCE)
     train = [*FLAGS, "--extension", str(folder / "own.py"), "--save", str(folder / "run")]

@@ -1,5 +1,5 @@
-"""scripts/gpu_first_hour.sh and its page: a part as it runs without a GPU, and the commands of all parts, which a
-program in python's place writes down."""
+"""scripts/gpu_first_hour.sh and its page: one part as it runs without a GPU, and the commands of all parts, which a
+stand-in for python records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 def environment_of(**variables: str) -> dict[str, str]:
     ours = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE", "DEVICE_FILE")}
-    # A function of bash in the program's place: the seconds of the script's commands are those of a GPU.
+    # A bash function replaces `timeout`, because the script's time limits are meant for a GPU.
     patient = {"BASH_FUNC_timeout%%": f'() {{ exec timeout "$1" {HANG} "${{@:3}}"; }}'}
     return ours | patient | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
 
@@ -40,7 +40,7 @@ def first_hour(
 
 
 def stub(folder: Path, body: str) -> str:
-    """A program in python's place."""
+    """Write a program that stands in for python."""
     program = folder / "python"
     program.write_text(f"#!/usr/bin/env bash\n{body}\n")
     program.chmod(0o755)
@@ -81,7 +81,8 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
 
 
 def write_figures_of_a_gpu(folder: Path) -> None:
-    """Those of the tiny model with what a GPU has more, other rows, half a file, and the end of pytest's output."""
+    """Write the figures of the tiny model with the values that only a GPU adds, other rows, half a file, and the end of
+    pytest's output."""
     (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
     spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
     run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}
@@ -103,14 +104,14 @@ def write_figures_of_a_gpu(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All parts, as they run on a GPU."""
+    """All parts, recorded as they would run on a GPU."""
 
     out: Path
     words: list[list[str]]
-    """Of each command of python."""
+    """Arguments of each python command."""
 
     def limit(self, *parts: str) -> int:
-        """Seconds that parts may take, with the page after each of them."""
+        """Return the seconds that parts may take, including the page after each of them."""
         calls = [call for call in read_folder(self.out).calls if call["part"] in parts]
         assert {call["part"] for call in calls} == set(parts)
         page_limit = re.search(r"^    limited (\d+) .* tools/bench/gpu_page.py", SCRIPT.read_text(), re.MULTILINE)
@@ -128,14 +129,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
-    """On a GPU with 78 GiB free."""
+    """The models must fit on a GPU with 78 GiB free."""
     models = [words[1:] for words in recorded.words if words[0] == "tools/bench/gpu.py"]
     assert len(models) == 9
     for words in models:
         args = parser_of_args().parse_args(words)
         assert args.json.name in EXPECTED
         if args.layers is None and args.config == "llama-8b-layers":
-            continue  # tests/cli/test_gpu_bench.py: as many as fit
+            continue  # it takes as many as fit, see tests/cli/test_gpu_bench.py
         room = int(78 * 2**30 * args.memory_share / (1 + len(args.compare)))
         config, flags = chosen_config(args, room)
         of = config.model.num_layers, config.training.micro_batch_size
@@ -146,7 +147,7 @@ def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
 
 
 def test_every_run_is_legal(recorded: Recorded) -> None:
-    """Of pretrain_gpt.py: what has no measured run is tried once."""
+    """Every run of pretrain_gpt.py that has no measurement is tried once."""
     runs = [words for words in recorded.words if "pretrain_gpt.py" in words]
     tried = set[str]()
     for words in runs:
@@ -163,7 +164,7 @@ def test_every_run_is_legal(recorded: Recorded) -> None:
 
 def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
     out, python = tmp_path / "out", stub(tmp_path, '[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0')
-    for _ in range(2):  # a part that runs again replaces what it has said
+    for _ in range(2):  # a part that runs again replaces its earlier figures
         done = first_hour("features", str(out), PYTHON=python)
         assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
     calls = read_folder(out).calls
@@ -201,7 +202,7 @@ def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: s
 
 
 def alive(pid: int) -> bool:
-    """Not a zombie, which nothing may reap here."""
+    """Return True if a process is alive. A zombie does not count, as nothing may reap it here."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -209,7 +210,7 @@ def alive(pid: int) -> bool:
 
 
 def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
-    """The minutes that script and documentation promise are those of the limits, and a lent GPU is lent for 30."""
+    """The script and the documentation promise the minutes of the limits, and a GPU is available for 30 minutes."""
     documented = (ROOT / "docs/performance.md").read_text()
     first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)
@@ -217,7 +218,7 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     assert tuple(dict.fromkeys(order)) == all_parts
     nccl, minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (("nccl",), first, all_parts))
     assert all(recorded.limit(part) <= 590 for part in all_parts)
-    assert minutes <= 28  # the machine starts, and commands are sent, within the rest
+    assert minutes <= 28  # the rest is for starting the machine and sending the commands
     assert (
         f"`nccl` takes at most {nccl} minutes, the next three at most {minutes}, all of them at most {whole}."
         in " ".join(documented.split())
@@ -237,7 +238,7 @@ echo >>{log}
 
 
 def test_later_parts_read_the_device_file(tmp_path: Path) -> None:
-    """Of FOLDER, or of DEVICE_FILE where FOLDER is emptied between the parts."""
+    """Later parts read the device file in FOLDER, or DEVICE_FILE if FOLDER is emptied between the parts."""
     out, kept, log = tmp_path / "out", tmp_path / "kept.yaml", tmp_path / "log"
     python = stub(tmp_path, CALIBRATES.format(log=log))
     for variables in ({}, {"DEVICE_FILE": "kept.yaml"}):

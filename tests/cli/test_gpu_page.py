@@ -1,4 +1,4 @@
-"""tools/bench/gpu_page.py: the page of a folder of figures, whole or not."""
+"""tools/bench/gpu_page.py: the page of a folder of figures, complete or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """device.yaml of a trial on CPU, or of another GPU."""
+    """device.yaml may come from a trial on CPU, or from another GPU."""
     h100 = ROOT / "megatron/extensions/plan/planner/devices/h100.yaml"
     config = config_of(SHAPES["tiny"], 1, 1, "--bf16 --cpu")
     assert list(planner_tflops(config, [], h100, "NVIDIA H100 80GB HBM3")) == [str(h100)]

@@ -1,4 +1,4 @@
-"""tools/bench/head_memory.py: memory of the head and the loss, planned and measured."""
+"""tools/bench/head_memory.py: memory of the output layer and the loss, planned and measured."""
 
 from __future__ import annotations
 

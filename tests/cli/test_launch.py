@@ -30,8 +30,8 @@ def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Pop
 
 
 def step_of(job: int) -> int:
-    """The number of a step whose ranks meet at a port that nothing listens on: below those that the system hands out,
-    and above those of other tests."""
+    """Return a step number whose derived port is free: below the system's ephemeral ports and above those of other
+    tests."""
     for port in range(30_200 + job * 101 % 2_500, 32_768):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +41,7 @@ def step_of(job: int) -> int:
 
 
 def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
-    """Rank, world and meeting point come from SLURM's variables alone."""
+    """Rank, world size and rendezvous address come from SLURM's variables alone."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
     job = os.getpid()
     step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_of(job)), "SLURM_STEP_NUM_TASKS": "2"}
@@ -74,7 +74,7 @@ def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
 )
 def test_first_host_of_a_node_list(nodes: str, first: str, tmp_path: Path) -> None:
     assert first_host(nodes) == first
-    if shutil.which("scontrol") and not nodes.endswith("-ib"):  # endings after ranges: newer versions only
+    if shutil.which("scontrol") and not nodes.endswith("-ib"):  # only newer versions support suffixes after ranges
         (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
         environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
         names = subprocess.run(["scontrol", "show", "hostnames", nodes], env=environ, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""tools/bench/micro.py without a GPU: what it does when a part fails, and when its process loses the device."""
+"""tools/bench/micro.py without a GPU: behaviour when a part fails, and when its process loses the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_failed_part_keeps_its_error_and_the_others_continue(
 
 
 class Device:
-    """A GPU's clock: starting a call takes the host 3 ms, the call itself 1 ms."""
+    """Clock of a GPU: launching a call takes the host 3 ms, the call itself 1 ms."""
 
     now = 0.0
 

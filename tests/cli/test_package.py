@@ -1,4 +1,5 @@
-"""`pip install .` into a new virtual environment: modules and commands are there, and work outside the repository."""
+"""`pip install .` into a new virtual environment: modules and commands are installed and work outside the
+repository."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ for entry in distribution("paritrain").entry_points:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with this tree installed; what it depends on comes from the environment of the tests."""
+    """Create an environment with this tree installed; dependencies come from the environment of the tests."""
     folder = tmp_path_factory.mktemp("package")
     source, home = folder / "source", folder / "environment"
-    source.mkdir()  # a copy, as building leaves files behind
+    source.mkdir()  # a copy, because building leaves files behind
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
         shutil.copy(ROOT / name, source)
     for name in ("megatron", "paritrain", "tools"):
@@ -60,7 +61,7 @@ def site_of(home: Path) -> Path:
 
 
 def run(environment: Path, folder: Path, *command: str | Path) -> str:
-    """Runs a program of the environment in a folder outside the repository."""
+    """Run a program of the environment in a folder outside the repository."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
     words = [environment / "bin" / command[0], *command[1:]]
     return run_command(words, code=0, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}).stdout
@@ -104,7 +105,7 @@ except ImportError as error:
 
 @pytest.fixture
 def other_megatron(environment: Path) -> Iterator[Path]:
-    """The `megatron.core` of another distribution, in the same environment: a namespace package, as megatron-core's."""
+    """Add the `megatron.core` of another distribution to the environment: a namespace package, like megatron-core's."""
     other = site_of(environment) / "megatron"
     (other / "core").mkdir(parents=True)
     (other / "core/__init__.py").write_text("__version__ = 'of the other'\n")
@@ -113,7 +114,7 @@ def other_megatron(environment: Path) -> Iterator[Path]:
 
 
 def test_two_distributions_with_a_megatron(environment: Path, other_megatron: Path, tmp_path: Path) -> None:
-    """Each is imported whole, and a process that mixes them is told so."""
+    """Each distribution is imported whole, and a process that mixes them gets an error."""
     mixed = run(environment, tmp_path, "python", "-c", BOTH)
     assert mixed.startswith(f"{other_megatron / 'core/__init__.py'}\n")
     assert "import paritrain first, or use the other one in a process of its own" in mixed
@@ -158,7 +159,8 @@ def test_pinned_versions_cover_what_the_package_asks_for() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))
-    without_tests = {"adlfs", "gcsfs"}  # run against emulators by hand: tests/extensions/object_storage/emulators.py
+    # tests/extensions/object_storage/emulators.py tests them by hand, against emulators
+    without_tests = {"adlfs", "gcsfs"}
     assert asked - {"setuptools"} - without_tests <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()
 

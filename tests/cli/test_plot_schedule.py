@@ -1,4 +1,4 @@
-"""The schedule plotter's text, picture and errors."""
+"""Schedule plotter: its text, picture and errors."""
 
 import re
 import struct

@@ -1,4 +1,4 @@
-"""The shell scripts: their syntax, the launch lines they make, and that their settings pass validation."""
+"""Shell scripts: their syntax, the launch commands that they build, and that their settings pass validation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_linter(linter: str, files: list[str | Path]) -> None:
 
 
 def test_the_lock_file_has_the_versions_of_the_requirements() -> None:
-    """Those of the image; torch, whose build depends on the machine, is left out."""
+    """The lock file holds the versions of the image, except torch, whose build depends on the machine."""
     pins = {name: set(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(), re.M)) for name in REQUIREMENTS}
     lock = (ROOT / "scripts/requirements.lock").read_text()
     locked = dict(re.findall(r"^([\w.-]+)==(\S+) ", lock, re.M))
@@ -62,7 +62,7 @@ REQUIREMENTS, SERVING = ("requirements.txt", "requirements-dev.txt"), ("fastapi"
 
 
 def test_kubernetes_pods_follow_the_schema() -> None:
-    """A JobSet is a resource of its own, without a schema here; each job in it is one of Kubernetes' jobs."""
+    """A JobSet is a custom resource without a schema here; each job in it is a Kubernetes job."""
     validator = pytest.importorskip("kubernetes_validate")
     jobset, policy = yaml.safe_load_all((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]
@@ -95,7 +95,7 @@ def test_kubernetes_pods_follow_the_schema() -> None:
     ],
 )
 def test_settings_match_the_published_model(script: str, world_size: int, parameters: str) -> None:
-    """test_docs.py runs the dry runs of these scripts."""
+    """test_docs.py runs these scripts with --dry-run."""
     done = run("bash", f"scripts/{script}", LAUNCH="echo", code=0)
     launched, *flags = shlex.split(done.stdout.splitlines()[-1])
     config = resolve(parse_args(flags), world_size)

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` from its flags to the files that it leaves. test_docs.py starts it under torchrun."""
+"""`pretrain_gpt.py`, from its flags to the files that it writes. test_docs.py starts it under torchrun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def write_data(prefix: Path, texts: list[str]) -> None:
-    """An indexed dataset of the bytes of texts, each with an end-of-document token."""
+    """Write an indexed dataset of the texts' bytes, each text followed by an end-of-document token."""
     write_documents(prefix, ([*text.encode(), 256] for text in texts))
 
 
@@ -35,9 +35,9 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     half = [*model, "--tp", "2", "--save", str(halves), "--load", str(halves)]
     run_forked(2, [*half, "--exit-interval", "6"], screen)
     assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
-    # The same six iterations, taken on by another layout: pipeline stages instead of tensor ranks.
+    # Another layout continues the same six iterations, with pipeline stages instead of tensor ranks.
     run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
-    # And the loss of its evaluation, without training.
+    # It also repeats the loss of the evaluation without training.
     said = run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
     (valid, test) = read_records(alone / "metrics.jsonl")
     (logged,) = (

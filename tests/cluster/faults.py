@@ -1,12 +1,13 @@
-"""Faults between hosts of a box under scripts/train_gpt_elastic.sh: named, and gone on from, and nothing lost.
+"""Faults between hosts of a box under scripts/train_gpt_elastic.sh: each is named, the run continues, and nothing is
+lost.
 
 python -m tests.cluster.faults [NAME ...]             # named faults, each in a box of its own
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 
-Seconds count from the fault: until each host has named it on its screen, and until a restarted run has logged a step.
-Then the fault is mended, and the hosts must be at full number again. At the end, the losses and gradient norms of all
-iterations are those of one undisturbed process. Logs of a run that fails are kept.
+Times count from the fault: until each host has named it on its screen, and until the restarted run has logged a step.
+Then the fault is repaired, and all hosts must join the run again. At the end, the losses and gradient norms of all
+iterations must equal those of one undisturbed process. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ MODEL = (
 ).split()
 RATE = "1gbit"
 PATIENCE = 240.0
-"""Seconds without a word from any host after which a run hangs; many times of what it takes on a free machine."""
+"""Seconds without output from any host after which a run counts as hanging; many times what a step takes on an idle
+machine."""
 
 LONGEST = 1800.0
-"""Seconds after which a run has failed that says much, but does not do what is expected."""
+"""Seconds after which a run has failed that prints output but does not reach the expected state."""
 
 NAMING = re.compile(r"^(?:RUN FAILED: .*|ended because .*|torch\S*Rendezvous\w*Error: .*)", re.MULTILINE)
 STEP = re.compile(r" iteration +(\d+)/")
@@ -49,20 +51,20 @@ WORLD = re.compile(r"layout: (\d+) rank")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one host."""
+    """A fault of one host."""
 
     name: str
     text: str
     strike: Callable[[Box, int], None]
     host: int = 1
     hold: str = ""
-    """Where the run is held for the fault to come: see `broken_pretrain`."""
+    """Point where the run pauses so that the fault can strike: see `broken_pretrain`."""
 
     harmless: bool = False
-    """Whether the run has to go on without a restart."""
+    """True if the run must continue without a restart."""
 
     early: bool = False
-    """Whether it strikes while the hosts meet."""
+    """True if the fault strikes while the hosts rendezvous."""
 
 
 FAULTS = [
@@ -111,18 +113,18 @@ class Run:
         return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
 
     def since(self, before: Sequence[int]) -> list[str]:
-        """What each host has printed since its screen was so long."""
+        """Return the text that each host has printed since its screen had the given length."""
         return [screen[start:] for screen, start in zip(self.screens(), before, strict=True)]
 
     def marks(self) -> list[int]:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Ranks of the latest start that has logged a step since; 0 if there is none."""
+        """Return the number of ranks of the latest start that has logged a step since then, or 0 if there is none."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Seconds until a condition holds. Raises TimeoutError once the hosts say nothing more."""
+        """Return the seconds until a condition holds. Raises TimeoutError once the hosts print nothing more."""
         began = heard = time.monotonic()
         said = self.marks()
         while not condition():
@@ -137,12 +139,12 @@ class Run:
 
 
 def crowding() -> float:
-    """Processes that want a processor of this machine, for each that it has, of late; at least 1."""
+    """Return the recent number of runnable processes per processor of this machine, at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _worlds_with_steps(text: str) -> list[int]:
-    """World sizes of the starts on a screen that have logged a step."""
+    """Return the world sizes of the starts on a screen that have logged a step."""
     starts = list(WORLD.finditer(text))
     ends = [start.start() for start in starts[1:]] + [len(text)] * bool(starts)
     return [int(start[1]) for start, end in zip(starts, ends, strict=True) if STEP.search(text, start.end(), end)]
@@ -150,20 +152,20 @@ def _worlds_with_steps(text: str) -> list[int]:
 
 @dataclass
 class Outcome:
-    """What became of one fault."""
+    """Outcome of one fault."""
 
     named: dict[str, tuple[float, str]]
-    """Host -> seconds until its screen named the fault, and the line."""
+    """For each host, the seconds until its screen named the fault, and the line."""
 
     went_on: float = math.nan
     came_back: float = math.nan
     ranks_left: int = 0
     recovered: str = ""
-    """What the run says of its recovery, with copies in memory."""
+    """The run's message about its recovery from copies in memory."""
 
 
 def strike(run: Run, fault: Fault, host: int) -> Outcome:
-    """Brings a fault about, waits until the run has gone on, mends it, and waits until all hosts are back."""
+    """Cause a fault, wait until the run has continued, repair the fault, and wait until all hosts are back."""
     box, before = run.box, run.marks()
     fault.strike(box, host)
     began, outcome = time.monotonic(), Outcome({})
@@ -204,7 +206,7 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
 
 
 def told(outcome: Outcome) -> str:
-    """What came of a fault."""
+    """Describe the outcome of a fault."""
     if not outcome.ranks_left:
         return "nothing was interrupted"
     named = "; ".join(f"{name} after {seconds:.1f} s: {line}" for name, (seconds, line) in outcome.named.items())
@@ -214,7 +216,7 @@ def told(outcome: Outcome) -> str:
 
 
 def finish(run: Run) -> int:
-    """Asks the run to end. Returns its last iteration."""
+    """Ask the run to stop, and return its last iteration."""
     (run.save / "exit").touch()
     for process in run.scripts.values():
         process.wait(PATIENCE)
@@ -222,13 +224,13 @@ def finish(run: Run) -> int:
 
 
 def losses(save: Path) -> dict[int, tuple[float, float]]:
-    """Iteration -> loss and gradient norm."""
+    """Return loss and gradient norm by iteration."""
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     return {record["iteration"]: (record["lm_loss"], record["grad_norm"]) for record in records}
 
 
 def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]:
-    """The same training by one process."""
+    """Train the same model in one process."""
     save = folder / "undisturbed"
     command = [sys.executable, "pretrain_gpt.py", *MODEL, "--exit-interval", str(iterations), "--save", str(save)]
     with (folder / "undisturbed.log").open("w") as log:
@@ -237,8 +239,8 @@ def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]
 
 
 def difference(run: Run, last: int) -> float:
-    """Largest relative difference of losses and norms from one process's, over all iterations. Raises AssertionError
-    where one is missing."""
+    """Return the largest relative difference of losses and norms from one process's, over all iterations. Raises
+    AssertionError if an iteration is missing."""
     found, expected = losses(run.save), undisturbed(run.folder, last)
     assert sorted(found) == sorted(expected) == list(range(1, last + 1)), f"iterations are missing: {run.folder}"
     pairs = [(x, y) for number in found for x, y in zip(found[number], expected[number], strict=True)]
@@ -246,7 +248,7 @@ def difference(run: Run, last: int) -> float:
 
 
 def strike_all(faults: Sequence[tuple[Fault, int]], args: argparse.Namespace) -> None:
-    """Strikes one run with faults of hosts, one after another, and compares its end with that of one process."""
+    """Strike one run with host faults, one after another, and compare its result with that of one process."""
     folder, moments, (first, _) = Path(tempfile.mkdtemp(prefix="host-faults-")), random.Random(args.seed), faults[0]
     with hosts(args.hosts, RATE) as box:
         environ = {"PACE": args.pace, "HOLD": first.hold, "HELD": str(folder / "held")}

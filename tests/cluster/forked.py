@@ -1,5 +1,5 @@
-"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process: what torchrun
-starts, without the seconds that importing torch takes each process."""
+"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process. This saves
+the seconds that importing torch takes in each process that torchrun starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_on_hosts(
     code: int = 0,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> list[str]:
-    """Runs `ranks` ranks on each host to their end and returns what each host printed. Asserts that each host's agent
+    """Run `ranks` ranks on each host to their end and return the output of each host. Asserts that each host's agent
     exits with `code`: 1 if a rank fails."""
     logs = [folder / f"{name}.log" for name in box.names]
     context = mp.get_context("fork")

@@ -5,9 +5,10 @@
         box.pull_cable(1)
         codes = [process.wait() for process in processes]
 
-Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk of its own; the other files are
-this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all is gone
-with the process that made it, however that process ends. `tc ... tbf` limits the rate of a cable, both ways.
+Each host has its own network, host name, processes, mounts, /dev/shm and, on request, disk; it shares all other files
+with this machine. Nothing is visible outside the namespaces, so several boxes can run at once, and everything
+disappears with the process that created it, however that process ends. `tc ... tbf` limits the rate of a cable in both
+directions.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-"""Programs that a box needs -> Debian's package."""
+"""Debian package of each program that a box needs."""
 
 SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 ENDED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 LAUNCHERS = ("SLURM_", "SBATCH_", "TORCHEL", "PET_")
-"""Beginnings of variables of a launcher around this process, which are not meant for what runs in a box."""
+"""Prefixes of variables that a launcher sets for this process; programs in a box must not inherit them."""
 
 RENDEZVOUS_PORT = 29500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @cache
 def missing() -> str:
-    """Why this machine cannot make a box; empty if it can."""
+    """Return the reason why this machine cannot create a box, or "" if it can."""
     if os.geteuid() != 0:
         return "hosts of their own need root"
     lacking = [f"{name} ({package})" for name, package in PROGRAMS.items() if not shutil.which(name, path=SEARCHED)]
@@ -67,7 +68,7 @@ def missing() -> str:
 
 
 class Process:
-    """A process on a host; its output is in the file `log`."""
+    """Process on a host, whose output is in the file `log`."""
 
     def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
         self.log = log
@@ -83,7 +84,7 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def wait(self, seconds: float = HANG) -> int:
-        """Exit code; that of a signal is negative. Raises TimeoutError with the output after `seconds`."""
+        """Return the exit code, which is negative for a signal. Raises TimeoutError with the output after `seconds`."""
         try:
             return self._entered.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -105,7 +106,7 @@ class Host:
 
     @property
     def port(self) -> str:
-        """The bridge's end of the cable."""
+        """Name of the cable's end at the bridge."""
         return f"port{self.number}"
 
 
@@ -118,10 +119,10 @@ class Box:
         self.names = [f"host{number}" for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="box-", dir="/tmp"))
-        """Of the box's own: disks, logs, files of names."""
+        """Folder of this box: disks, logs and files of names."""
 
         self.disk = disk
-        """Where each host has its own disk: a folder that is empty at first and that no other host sees."""
+        """Path of each host's own disk: a folder that is empty at first and that no other host sees."""
 
         (self.folder / "owner").write_text(str(os.getpid()))
         self._rates = [rate] * count
@@ -146,7 +147,7 @@ class Box:
     # Power
 
     def boot(self, host: int) -> None:
-        """Starts a host, for the first time or after `kill_host`. What was on its disk is still there."""
+        """Start a host, for the first time or after `kill_host`. Its disk keeps its contents."""
         assert host not in self._hosts, f"host {host} runs"
         script = f"{NO_IPV6}; hostname {self.names[host]}; ip link set lo up; mount -t tmpfs none /dev/shm; "
         script += "".join(f"mount --bind {self.folder}/{name} /etc/{name}; " for name in ("hosts", "resolv.conf"))
@@ -154,7 +155,7 @@ class Box:
             self.disk.mkdir(parents=True, exist_ok=True)
             self.disk_of(host).mkdir(exist_ok=True)
             script += f"mount --bind '{self.disk_of(host)}' '{self.disk}'; "
-        # As init it collects processes whose parents have ended.
+        # As init, it reaps processes whose parents have ended.
         script += "echo ready; exec >/dev/null; while true; do sleep 1000 & wait; done"
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         keeper = subprocess.Popen(
@@ -174,9 +175,9 @@ class Box:
         self._shape(host)
 
     def kill_host(self, host: int) -> None:
-        """Takes the power from a host: SIGKILL to all its processes, and not a word to the others."""
+        """Cut the power of a host: SIGKILL all its processes without notice to the other hosts."""
         here = self._hosts.pop(host)
-        # The cable first: the kernel would close the connections of killed processes, as a host without power does not.
+        # Cut the cable first: the kernel closes the connections of killed processes, but a host without power does not.
         self._switch_command(f"ip link delete {here.port}")
         os.kill(here.init, signal.SIGKILL)
         here.keeper.wait()
@@ -184,23 +185,24 @@ class Box:
     # Cables
 
     def pull_cable(self, host: int) -> None:
-        """Both ends lose their carrier."""
+        """Unplug a host; both ends of its cable lose their carrier."""
         self._switch_command(f"ip link set {self._hosts[host].port} down")
 
     def plug(self, host: int) -> None:
-        """Undoes `pull_cable` and `one_way`."""
+        """Undo `pull_cable` and `one_way`."""
         self._switch_command(f"ip link set {self._hosts[host].port} up")
         self._shape(host)
 
     def one_way(self, host: int, lost: Literal["out", "in"]) -> None:
-        """Loses without a word what a host sends (`out`) or what is sent to it (`in`)."""
+        """Silently drop the packets that a host sends (`out`) or receives (`in`)."""
         if lost == "out":
             self._host_command(host, "tc qdisc replace dev eth0 root blackhole")
         else:
             self._switch_command(f"tc qdisc replace dev {self._hosts[host].port} root blackhole")
 
     def set_rate(self, host: int, rate: str | None) -> None:
-        """Limits a host's cable to a rate of tc (`100mbit`, `1gbit`), each way; None: as fast as the machine is."""
+        """Limit a host's cable to a rate in tc's notation (`100mbit`, `1gbit`) in each direction; None removes the
+        limit."""
         self._rates[host] = rate
         self._shape(host)
 
@@ -209,7 +211,8 @@ class Box:
         queue = "noqueue"
         if rate is not None:
             bytes_per_second = bits_per_second(rate) / 8
-            # A burst of a millisecond: short beside the messages of a step, and enough for one segment at any rate.
+            # A burst of a millisecond: short compared with the messages of a step, and enough for one segment at any
+            # rate.
             burst = int(max(16_384, bytes_per_second / 1000))
             queue = f"tbf rate {rate} burst {burst} limit {int(burst + bytes_per_second / 20)}"
         self._host_command(host, f"tc qdisc replace dev eth0 root {queue}")
@@ -220,7 +223,7 @@ class Box:
     def start(
         self, host: int, command: Sequence[object], log: Path | None = None, cwd: Path = ROOT, **environ: str
     ) -> Process:
-        """Starts a command on a host; `environ` are further variables. Its output is appended to `log`."""
+        """Start a command on a host with further variables `environ`. Its output is appended to `log`."""
         inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
         inside += ["env", f"--chdir={cwd}", *(str(word) for word in command)]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
@@ -228,7 +231,7 @@ class Box:
         return Process([*ENDED_WITH_PARENT, *inside], outer | self.environ(host) | environ, cwd, log)
 
     def run(self, host: int, *command: object, **environ: str) -> str:
-        """Runs a command on a host and returns its output. Raises RuntimeError with it where the command fails."""
+        """Run a command on a host and return its output. Raises RuntimeError with the output if the command fails."""
         number, log = tempfile.mkstemp(dir=self.folder)
         os.close(number)
         done = self.start(host, command, Path(log), **environ)
@@ -237,9 +240,9 @@ class Box:
         return done.screen
 
     def enter(self, host: int) -> None:
-        """Moves a fork of this process onto a host: what it does from here on happens there.
+        """Move a fork of this process to a host, on which it continues.
 
-        The caller becomes a stand-in that waits for the process on the host and ends like it.
+        The caller becomes a stand-in that waits for the process on the host and exits as it does.
         """
         cwd, init = Path.cwd(), self._hosts[host].init
         spaces = {name: os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")}
@@ -258,16 +261,16 @@ class Box:
         os.environ |= self.environ(host)
 
     def environ(self, host: int) -> dict[str, str]:
-        """Variables that programs on a host need to find each other."""
+        """Return the variables that programs on a host need to find each other."""
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         return dict.fromkeys(names, "eth0") | {"OMP_NUM_THREADS": "1", "PATH": SEARCHED, "BOX_HOST": str(host)}
 
     def disk_of(self, host: int) -> Path:
-        """A host's own disk, seen from this machine."""
+        """Return the path of a host's own disk on this machine."""
         return self.folder / f"disk{host}"
 
     def close(self) -> None:
-        """Ends all processes, after which the namespaces are gone with all that was in them."""
+        """End all processes, which removes the namespaces and everything in them."""
         for here in self._hosts.values():
             with suppress(ProcessLookupError):
                 os.kill(here.init, signal.SIGKILL)
@@ -286,7 +289,7 @@ class Box:
 
 PR_SET_PDEATHSIG = 1
 NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"
-"""Half of the programs would try addresses that no host has."""
+"""Commands that disable IPv6; otherwise, half of the programs would try addresses that no host has."""
 
 
 @contextmanager
@@ -299,7 +302,7 @@ def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iter
 
 
 def bits_per_second(rate: str) -> float:
-    """Bits per second of tc's `100mbit`. Raises ValueError for anything else."""
+    """Convert tc's `100mbit` to bits per second. Raises ValueError for any other form."""
     match = re.fullmatch(r"([0-9.]+)(k|m|g)?bit", rate)
     if match is None:
         raise ValueError(f"rate {rate} is not of the form 100mbit (kbit, mbit or gbit)")
@@ -307,7 +310,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Deletes the folders of boxes whose process was killed. Of the rest nothing is left then."""
+    """Delete the folders of boxes whose process was killed. Nothing else of them remains."""
     for folder in Path("/tmp").glob("box-*"):
         with suppress(OSError, ValueError):
             if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():

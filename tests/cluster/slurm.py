@@ -1,4 +1,4 @@
-"""A SLURM over the hosts of a box: the last one is the controller, where jobs are submitted; the others are nodes."""
+"""SLURM on the hosts of a box: the last host is the controller, where jobs are submitted; the others are nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = ROOT / "tests/slurm/start_slurm.sh"
 
 
 class SlurmBox:
-    """SLURM's nodes are the hosts 0, 1, ... of `box`, without the last."""
+    """SLURM whose nodes are the hosts 0, 1, ... of `box`, except the last."""
 
     def __init__(self, box: Box) -> None:
         self.box, self.nodes, self.controller = box, len(box.names) - 1, len(box.names) - 1
@@ -31,11 +31,11 @@ class SlurmBox:
         self.box.run(host, "bash", SCRIPT, command, self.folder, **environ)
 
     def command(self, *words: object) -> str:
-        """Output of a command of SLURM."""
+        """Return the output of a SLURM command."""
         return self.box.run(self.controller, *words, **self.environ)
 
     def submit(self, folder: Path, *command: object, nodes: int = 2, gpus: int = 2, **environ: str) -> str:
-        """Submits scripts/train_gpt_slurm.sh with a command and returns the job's number. The job's output is in
+        """Submit scripts/train_gpt_slurm.sh with a command and return the job's number. The job's output is in
         FOLDER/log, that of node 1 in FOLDER/logs/node-1.log."""
         folder.mkdir()
         words = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--cpus-per-task=2", "--time=20"]
@@ -45,7 +45,7 @@ class SlurmBox:
         return started.split()[-1]
 
     def ended(self, job: str) -> dict[str, str]:
-        """Waits until a job has left the queue, and returns what SLURM knows of it."""
+        """Wait until a job has left the queue, and return SLURM's record of it."""
         wait_for(lambda: self._fields(job)["JobState"] in ENDED)
         return self._fields(job)
 

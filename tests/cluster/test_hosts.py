@@ -1,5 +1,5 @@
-"""Training on two hosts equals one process. Hosts that share no disk: index files are built once on each, whole copies
-of a checkpoint load, and what needs one folder, or the same data, is refused at start."""
+"""Training on two hosts equals one process. With hosts that share no disk, index files are built once on each host and
+whole copies of a checkpoint load. Runs that need one folder, or the same data on each host, are refused at start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = f"{TINY} --fp64 --lr 1e-3 --global-batch-size 8 --log-interval 1 --hidde
 
 
 def trained(folder: Path) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of each step."""
+    """Return the losses and gradient norms of each step."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["lm_loss"] for record in records], [record["grad_norm"] for record in records]
 
@@ -47,7 +47,7 @@ def write_other_data(prefix: Path) -> None:
 
 
 def test_hosts_with_a_disk_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system here caches folders
+    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system here caches directories
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")
     disk, shared = tmp_path / "disk", tmp_path / "shared"
@@ -70,7 +70,7 @@ def test_hosts_with_a_disk_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         run("--save", str(shared))
         assert trained(shared)[0] == pytest.approx(trained(tmp_path / "one")[0], rel=1e-9)
         built = [sorted(path.name for path in (box.disk_of(host) / "data/cache").rglob("*.npy")) for host in range(2)]
-        assert built[0] == built[1] and len(built[0]) == 9  # three of each split, once a host
+        assert built[0] == built[1] and len(built[0]) == 9  # three of each split, once per host
 
         said = run("--save", f"{disk}/save", code=1)
         assert f"--save {disk}/save is not one folder for all ranks" in said and "rank 1 (on host1) cannot see" in said

@@ -1,4 +1,4 @@
-"""scripts/train_gpt_slurm.sh and `srun python pretrain_gpt.py` over the nodes of a real SLURM."""
+"""scripts/train_gpt_slurm.sh and `srun python pretrain_gpt.py` on the nodes of a real SLURM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
-gets the time at which it did. With FAULT_ONCE, only if there is no such file. SLOW=what slows a part of all ranks.
+"""`pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks that rank at the start of that step and writes the time
+to FAULT_FILE; with FAULT_ONCE, only if this file does not exist. SLOW=what slows down a part of all ranks.
 
-PACE are seconds for each step. HOLD=data or HOLD=publish holds rank 0 of the first start for some seconds in building
-data or before it publishes a checkpoint, and creates the file HELD then. Started under a launcher."""
+PACE is the number of seconds that each step takes. HOLD=data or HOLD=publish pauses rank 0 of the first start for some
+seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. Start this program
+under a launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def out_of_memory(run: training.TrainingRun) -> None:
 
 
 def no_host_memory(run: training.TrainingRun) -> None:
-    """The host refuses memory."""
+    """Make an allocation of host memory fail."""
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     torch.ones(1 << 40)
 
@@ -63,7 +64,7 @@ def segfault(run: training.TrainingRun) -> None:
 
 
 def data_end(run: training.TrainingRun) -> None:
-    """The data has no more samples than were taken."""
+    """Let the dataset end after the samples consumed so far."""
     run.data.train.dataset = Subset(run.data.train.dataset, range(run.progress.consumed_samples))  # type: ignore
 
 
@@ -85,7 +86,7 @@ def other_collective(run: training.TrainingRun) -> None:
 
 
 def other_size(run: training.TrainingRun) -> None:
-    """The collective that the others enter next, with another tensor."""
+    """Enter the collective that the other ranks enter next with a tensor of another size."""
     dist.all_reduce(torch.ones(7), group=run.runtime.state.tp.group)
 
 
@@ -107,7 +108,7 @@ def user_signal(run: training.TrainingRun) -> None:
 
 
 def slow_down(what: str) -> None:
-    """Makes building data, a step, or the end of a save take long, and says when it begins."""
+    """Slow down building data, a step, or the end of a save, and report when it begins."""
 
     def slowly(module: Any, name: str, line: str, seconds: float) -> None:
         quick = getattr(module, name)

@@ -1,4 +1,4 @@
-"""Runs of several processes that a fault ends, and how long that takes."""
+"""Runs of several processes that a fault ends, and the time that this takes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ MODEL = (
 ).split()
 TIMEOUT = ("--distributed-timeout-minutes", "0.1")
 HANGS = ("stop", "slow", "other_collective", "other_size")
-"""Faults behind which ranks wait for each other until the timeout of collectives."""
+"""Faults after which ranks wait for each other until collectives time out."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
     code: int
     seconds: float
-    """From the fault until the launcher and all its processes were gone."""
+    """Seconds from the fault until the launcher and all its processes had ended."""
 
     screen: str
     left: list[int]
-    """Processes of the run that were still there."""
+    """Processes of the run that were still running."""
 
 
 def run_with_fault(
     kind: str, folder: Path, *flags: str, rank: int = 2, step: int = 3, processes: int = 4, max_restarts: int = 0
 ) -> Ended:
-    """Starts `processes` ranks under torchrun and breaks one; once only, if torchrun may start them again."""
+    """Start `processes` ranks under torchrun and break one of them. The fault strikes only once if torchrun may restart
+    the ranks."""
     file = folder / "fault"
     environ = os.environ | {
         "FAULT": f"{kind}:{rank}:{step}",
@@ -61,7 +62,7 @@ def run_with_fault(
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Living processes whose command line names a folder."""
+    """Return the living processes whose command line names a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""torchrun starts the ranks again after one died, within the same job: they go on from the latest checkpoint."""
+"""torchrun restarts the ranks within the same job after one has died, and they resume from the latest checkpoint."""
 
 from __future__ import annotations
 

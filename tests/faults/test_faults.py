@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause."""
+"""Real ranks under torchrun, one of them broken: all exit, and the screen ends with the single cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.runs import HANGS, Ended, run_with_fault
 
 
 def root_cause_at(ended: Ended) -> float:
-    """The time that torchrun prints of the root cause."""
+    """Return the time that torchrun prints for the root cause."""
     found = re.search(r"Root Cause \(first observed failure\):\s+\[\d\]:\s+time\s+: (\S+)", ended.screen)
     assert found is not None, ended.screen
     return datetime.fromisoformat(found[1].replace("_", "T")).timestamp()

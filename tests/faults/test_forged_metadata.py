@@ -1,5 +1,5 @@
-"""A checkpoint's metadata.json with a value of a wrong type anywhere, and right checksums: refused in one line that
-names the file, the entry and its rule, by everything that reads it."""
+"""A value of a wrong type anywhere in a checkpoint's metadata.json, with correct checksums: every reader refuses it in
+one line that names the file, the entry and its rule."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MODEL = (
 ).split()
 
 WRONG: list[Any] = [None, [], {}, "x", 10**40, float("nan"), -7, 0.5, True, [[{"a": [1]}]]]
-"""Values, of which each entry refuses all but those of its type."""
+"""Values of several types; each entry refuses all except those of its own type."""
 
 ANYTHING = ("origin", "layout", "callbacks", "rng", "metrics", "config", "model_of_run", "converted")
-"""Entries that may hold what a program or an extension wrote, or of which readers take the known part."""
+"""Entries that may hold data of a program or an extension, or of which readers use only the known part."""
 
 Place = tuple[str | int, ...]
 
 
 def places(value: Any, where: Place = ()) -> Iterator[Place]:
-    """The place of every value within a value of JSON."""
+    """Yield the path of every value within a JSON value."""
     if where:
         yield where
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -57,7 +57,7 @@ def places(value: Any, where: Place = ()) -> Iterator[Place]:
 
 
 def replaced(values: dict[str, Any], where: Place, new: Any) -> dict[str, Any]:
-    """A copy of the values, with another at a place."""
+    """Return a copy of the values with `new` at a path."""
     inner: Any = (whole := values.copy())
     for key in where[:-1]:
         inner[key] = inner[key].copy()
@@ -67,12 +67,12 @@ def replaced(values: dict[str, Any], where: Place, new: Any) -> dict[str, Any]:
 
 
 def shown(where: Place) -> str:
-    """A place as messages name it."""
+    """Return a path as messages show it."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in where)[1:]
 
 
 class Saved:
-    """A run's folder with one checkpoint, whose metadata can be replaced."""
+    """Folder of a run with one checkpoint, whose metadata can be replaced."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root, root / "iter_0000002"
@@ -97,8 +97,8 @@ def saved(run_folder: Path, tmp_path: Path) -> Saved:
 
 
 def readers(root: Path) -> list[Callable[[], object]]:
-    """Everything that reads the metadata, as far as it goes without tensors: flags, plan and state of a run that
-    resumes, inspection, conversion, and the report."""
+    """Return all readers of the metadata, as far as they work without tensors: flags, plan and state of a resumed run,
+    inspection, conversion, and the report."""
     run = parse_args([*MODEL, "--train-iters", "4", "--load", str(root), "--save", str(root)])
     asks = replace(run.checkpoint, use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
 
@@ -126,7 +126,7 @@ def readers(root: Path) -> list[Callable[[], object]]:
 
 
 def refusal_by(read: Callable[[], object]) -> str:
-    """The message of the refusal; empty if it takes the values. Other errors are raised."""
+    """Return the message of a refusal, or "" if the reader accepts the values. Other errors are raised."""
     try:
         read()
     except (ValueError, CheckpointError) as error:
@@ -135,7 +135,7 @@ def refusal_by(read: Callable[[], object]) -> str:
 
 
 def test_a_wrong_type_anywhere_is_named(saved: Saved) -> None:
-    """Every place of the file, those of the configuration included."""
+    """The test covers every entry of the file, including those of the configuration."""
     assert metadata_problem(saved.whole) is None
     count = 0
     for where in places(saved.whole):
@@ -155,7 +155,7 @@ def test_every_entry_of_a_run_refuses_other_types(saved: Saved) -> None:
 
 
 def test_no_reader_stumbles_over_a_wrong_type(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value of a wrong type, or of the right type and another size, is taken or refused, and never a traceback."""
+    """A value of a wrong type or size is accepted or refused, never a traceback."""
     own = {name: value for name, value in saved.whole.items() if name != "config"}
     for where in [*places(own), ("config",), ("config", "model"), ("config", "model", "num_layers")]:
         for new in (None, {}, [], "x", 10**40, [[{"a": [1]}]]):

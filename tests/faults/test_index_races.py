@@ -1,4 +1,4 @@
-"""Processes that build index files at the same time, are killed while they do, or may not write."""
+"""Processes that build index files at the same time, are killed meanwhile, or have no write permission."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROCESSES = 8
 
 
 def write_data(prefix: Path) -> Path:
-    """A data set of 300 documents."""
+    """Write a data set of 300 documents."""
     random = np.random.RandomState(7)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     write_documents(prefix, (random.randint(0, 64, length) for length in random.randint(5, 60, 300)))
@@ -36,7 +36,7 @@ def write_data(prefix: Path) -> Path:
 
 
 def digest_of(prefix: Path, cache: Path | None, seed: int) -> str:
-    """Builds or reads the data sets of a run, and hashes every sample of its training data."""
+    """Build or read the data sets of a run, and hash every sample of its training data."""
     config = DatasetConfig(
         data_path=("0.3", str(prefix), "0.7", str(prefix)),
         split="90,5,5",
@@ -52,19 +52,19 @@ def digest_of(prefix: Path, cache: Path | None, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Race:
-    """What came of processes that built at the same time."""
+    """Results of processes that built index files at the same time."""
 
     digests: dict[int, set[str]]
-    """Seed -> the different data that processes of this seed saw."""
+    """Digests of the data that the processes of each seed saw."""
 
     stores: list[str]
-    """Names of the index files that were written, one entry each time."""
+    """Names of the index files that were written, one entry per write."""
 
     codes: list[int]
 
 
 def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = None) -> Race:
-    """One process for each seed, all released at the same moment; `user`: under which to run."""
+    """Run one process per seed, all released at the same moment, as user `user`."""
     barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.SimpleQueue()
 
     def run(seed: int) -> None:
@@ -103,7 +103,7 @@ def _count_stores(stored: Any) -> None:
 
 
 def whole(cache: Path) -> bool:
-    """Whether a folder holds whole index files and nothing else."""
+    """Return True if a folder contains complete index files and nothing else."""
     kinds = {path.suffix for path in cache.iterdir()}
     for path in cache.glob("*.npy"):
         np.load(path)
@@ -111,7 +111,7 @@ def whole(cache: Path) -> bool:
 
 
 def two_jobs(folder: Path, rounds: int) -> None:
-    """All processes of two jobs of different seeds build in one folder."""
+    """All processes of two jobs with different seeds build index files in one folder."""
     seeds = [1, 2] * (PROCESSES // 2)
     prefix = write_data(folder / "data" / "x")
     expected = {seed: {digest_of(prefix, folder / "alone", seed)} for seed in set(seeds)}
@@ -124,7 +124,7 @@ def two_jobs(folder: Path, rounds: int) -> None:
 
 
 def read_only(folder: Path, rounds: int) -> None:
-    """The data folder cannot be written: indices stay in memory, or lie where --data-cache-path says."""
+    """If the data folder is not writable, indices stay in memory or go to --data-cache-path."""
     prefix = write_data(folder / "data" / "x")
     expected = digest_of(prefix, folder / "alone", 1)
     writable = folder / "elsewhere"
@@ -132,13 +132,13 @@ def read_only(folder: Path, rounds: int) -> None:
     writable.chmod(0o777)
     folder.chmod(0o755)
     (folder / "data").chmod(0o555)
-    user = NOBODY if os.getuid() == 0 else None  # to the superuser no folder is read-only
+    user = NOBODY if os.getuid() == 0 else None  # no folder is read-only for the superuser
     in_memory = race(prefix, None, [1] * PROCESSES, user)
     assert in_memory.digests == {1: {expected}} and not in_memory.stores and set(in_memory.codes) == {0}, in_memory
     cached = race(prefix, writable / "cache", [1] * PROCESSES, user)
     assert cached.digests == {1: {expected}} and len(cached.stores) == len(set(cached.stores)), cached
     (folder / "data").chmod(0o755)
-    digest_of(prefix, None, 1)  # written beside the data by somebody who may
+    digest_of(prefix, None, 1)  # somebody with permission wrote them next to the data
     (folder / "data").chmod(0o555)
     found = race(prefix, None, [1] * PROCESSES, user)
     assert found.digests == {1: {expected}} and not found.stores, found
@@ -146,7 +146,7 @@ def read_only(folder: Path, rounds: int) -> None:
 
 
 def killed_builder(folder: Path, rounds: int) -> None:
-    """The builder is killed in the middle of a file, while others wait for it."""
+    """The builder is killed in the middle of a file while others wait for it."""
     prefix = write_data(folder / "data" / "x")
     expected = digest_of(prefix, folder / "alone", 1)
     for number in range(rounds):
@@ -164,7 +164,7 @@ def killed_builder(folder: Path, rounds: int) -> None:
         assert waiting.exitcode == 0 and digest_of(prefix, cache, 1) == expected
         half = list(cache.glob(".*.tmp"))
         assert len(half) == 1
-        os.utime(half[0], (0, 0))  # when it is old, the next builder sweeps it away
+        os.utime(half[0], (0, 0))  # the next builder removes it once it is old
         assert race(prefix, cache, [3]).codes == [0] and whole(cache)
 
 
@@ -180,5 +180,5 @@ def _build_slowly(prefix: Path, cache: Path) -> None:
 @pytest.mark.grid("rounds", [2], [20])
 @pytest.mark.parametrize("part", [two_jobs, read_only, killed_builder])
 def test_processes_race_for_index_files(part: Callable[[Path, int], None], rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which other users may not enter
+    with tempfile.TemporaryDirectory() as folder:  # not inside pytest's folder, which other users may not enter
         part(Path(folder), rounds)

@@ -1,4 +1,4 @@
-"""Two forked ranks that are told to stop at awkward moments, and Ctrl-C to a launcher."""
+"""Two forked ranks that are asked to stop at awkward moments, and Ctrl-C to a launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESUME = ExitCode.TO_BE_RESUMED
 
 
 class World:
-    """A run of two ranks and what it has said and saved."""
+    """Run of two ranks, its output and its saves."""
 
     def __init__(self, folder: Path, ranks: list[Any]) -> None:
         self.folder, self.ranks = folder, ranks
@@ -111,7 +111,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     with world(tmp_path, slow="step") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("in a long step")
-        while ranks[1].exitcode is None:  # two that it sees at one moment count as one
+        while ranks[1].exitcode is None:  # two signals that arrive at the same moment count as one
             run.send(1, signal.SIGTERM)
             time.sleep(1.5)
         assert run.codes() == [ExitCode.KILLED + signal.SIGTERM] * 2
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.grid("flag", [], ["--exit-margin-in-mins 1", "--exit-duration-in-mins 0.5"])
 def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a minute from here: that of the job, and that which the run was given."""
+    """The end is half a minute away: that of the job, or that of the duration given to the run."""
     if "margin" in flag:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
     with world(tmp_path, *flag.split()) as ranks:
@@ -132,7 +132,7 @@ def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytes
 
 
 def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time that a run was given is a duration, whatever the date; the SLURM job ends so many seconds from now."""
+    """The duration given to a run does not depend on the date, and the SLURM job ends a number of seconds from now."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
     watchdog, now = Watchdog(Launch()), time.time()
@@ -165,7 +165,7 @@ def test_the_time_of_a_run_begins_with_its_first_start_in_the_job(monkeypatch: p
 
 
 def test_a_signal_to_a_child_is_none_to_the_run() -> None:
-    """A worker process that an extension ends with SIGTERM would have stopped the run."""
+    """Otherwise, an extension that ends a worker process with SIGTERM would stop the run."""
     listener = SignalListener()
     listener.start(True)
     try:

@@ -1,4 +1,5 @@
-"""Ranks that do not come, in each phase of start-up and in steps: named, with the phase and the flag that limits it."""
+"""Ranks that do not arrive, in each phase of start-up and in steps: the error names them, the phase and the flag that
+limits it."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from tests.forked import forked_ranks, join
 from tests.limits import HANG, wait_for
 
 LIMIT = "0.15"
-"""Minutes: much more than the ranks of a busy machine are apart."""
+"""Time limit in minutes: much longer than the ranks of a busy machine are apart."""
 
 FLAGS = [*MODEL, "--pp", "1", "--startup-timeout-minutes", LIMIT]
 
 
 def end_of_run(folder: Path, late: int, slow: str) -> str:
-    """What is on the screen when the rank that is not `late` has ended."""
+    """Return the screen after the rank that is not `late` has ended."""
 
     def prepare(rank: int) -> None:
         if rank == late:
@@ -45,7 +46,7 @@ def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, pha
     assert f"did not end {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
     if slow == "sleep":
         assert "RUN FAILED: rank 1 of 2\n" in text and "rank 1 has not come\nnoticed by rank 0 in " in text, text
-    if slow == "data":  # it is there, and says where it is
+    if slow == "data":  # the rank is alive and says where it is
         assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: data\n", text), text
 
 
@@ -83,7 +84,7 @@ def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
 
 
 def test_another_program_at_the_port_of_another_host_is_told_in_time(tmp_path: Path) -> None:
-    """Where the failure of rank 0 is not seen, the time limit ends the wait."""
+    """If the failure of rank 0 cannot be seen, the time limit ends the wait."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def prepare(rank: int) -> None:
@@ -104,7 +105,7 @@ def test_what_the_port_of_the_store_does_is_described() -> None:
         port = server.getsockname()[1]
         assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
         greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
-        greeter.start()  # the connection before is the first
+        greeter.start()  # this is not the first connection
         with pytest.raises(ForeignPortError, match=r"another program has the port: it says b'SSH-2\.0"):
             describe_port("127.0.0.1", port)
         greeter.join()
@@ -113,7 +114,7 @@ def test_what_the_port_of_the_store_does_is_described() -> None:
 
 
 def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of an earlier start, nor of another launcher, nor a file of anyone else."""
+    """Failures of an earlier start, of another launcher, and files of other programs do not count."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert left_failure("host", 1) is None
     leave_failure("host", 1, "taken")
@@ -152,7 +153,7 @@ def test_a_rank_that_is_stopped_at_start_up_is_named(tmp_path: Path) -> None:
 
 
 def test_the_death_of_the_rank_that_holds_the_store_is_told(tmp_path: Path) -> None:
-    """Without torchrun the store is in the process of rank 0."""
+    """Without torchrun, the process of rank 0 holds the store."""
     screen = tmp_path / "screen"
     flags = [*MODEL, "--pp", "1", "--log-interval", "1"]
     with forked_ranks(2, flags, screen) as ranks:

@@ -1,4 +1,4 @@
-"""What a user got wrong and only start-up finds out: told once on the screen, without a traceback, with code 2."""
+"""User errors that only start-up can find: printed once, without a traceback, with exit code 2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data sets: a good one, and one of a larger vocabulary."""
+    """Create two data sets: a valid one, and one with a larger vocabulary."""
     folder = tmp_path_factory.mktemp("data")
     for name, token in (("ok", 7), ("big", 60000)):
         write_documents(folder / name, [np.full(40, token)] * 20)
@@ -89,7 +89,7 @@ def test_a_users_error_is_reported_once(case: str, folder: Path, tmp_path: Path)
 
 
 def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_path: Path) -> None:
-    """Others meet one of them first and let rank 0 tell all."""
+    """Other ranks find one of the problems first and let rank 0 report all of them."""
     flags, message = (text.format(folder) for text in CASES["paths"])
 
     def late(config: RunConfig) -> Iterator[Problem]:

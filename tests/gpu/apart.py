@@ -1,4 +1,4 @@
-"""Programs of tests that touch CUDA, each in a process of its own, so that the others can fork."""
+"""Test programs that touch CUDA, each in a separate process, so that other tests can fork."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.apart import python_apart
 
 
 def multiplies_in_fp8() -> bool:
-    """Whether there is a GPU with products of fp8."""
+    """Return True if there is a GPU that supports fp8 GEMMs."""
     if torch.cuda.device_count() == 0:
         return False
     ask = "import torch; print(torch.cuda.get_device_capability() >= (8, 9))"
@@ -16,7 +16,7 @@ def multiplies_in_fp8() -> bool:
 
 
 def assert_agrees(program: str) -> None:
-    """Runs a program, which prints "agree" at its end."""
+    """Run a program, and assert that it prints "agree" at its end."""
     done = python_apart("-c", program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")

@@ -1,4 +1,4 @@
-"""--extension of runs on a GPU: a compiled region beyond its limit of variants is an error. torch would run it
+"""`--extension` for runs on a GPU: a compiled region that exceeds its limit of variants is an error. torch would run it
 uncompiled."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the ranks of a test talk to each other, and where their tensors are."""
+    """Backend of a test's ranks, and the device of their tensors."""
 
     backend: str = "gloo"
     device: str = "cpu"
@@ -23,7 +23,7 @@ GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
 
 
 def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """NCCL on the first GPU, or gloo on the CPU in a trial. Skips the test unless --nccl-on-one-gpu is given."""
+    """Return NCCL on the first GPU, or gloo on the CPU in a trial. Skips the test unless --nccl-on-one-gpu is given."""
     asked = request.config.getoption("--nccl-on-one-gpu")
     if asked is None:
         pytest.skip("needs --nccl-on-one-gpu")
@@ -35,7 +35,7 @@ def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
 
 
 def ranks_of(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
-    """`ranks` if they can run here and now; skips the test otherwise."""
+    """Return `ranks` if they can run here; skip the test otherwise."""
     if ranks == NCCL:
         return nccl_ranks(request)
     if ranks.device == "cuda" and torch.cuda.device_count() == 0:

@@ -1,4 +1,4 @@
-"""Diverging runs and slow ranks on a GPU. Each run is a process of its own, as in `tests.gpu.test_training`."""
+"""Diverging runs and slow ranks on a GPU. Each run is a separate process, as in `tests.gpu.test_training`."""
 
 from __future__ import annotations
 

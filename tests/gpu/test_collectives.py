@@ -1,4 +1,4 @@
-"""Every collective of `megatron.core.collectives`, forward and backward, against its definition, over each backend.
+"""Every collective of `megatron.core.collectives`, forward and backward, compared with its definition on each backend.
 
 Operands hold integers, so that sums have the same bits in every order of their terms.
 """
@@ -20,22 +20,22 @@ from tests.gpu.shared_gpu import GLOO, NCCL, SHARED_GPU, Ranks, ranks_of
 ROWS, WIDTH = 6, 40
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 ON_STREAMS = 20
-"""Collectives in flight at once, beside products on another stream."""
+"""Number of collectives in flight at once while GEMMs run on another stream."""
 
 
 def operand(rank: int, rows: int, dtype: torch.dtype = torch.float64, salt: int = 0) -> Tensor:
-    """[rows, WIDTH] of integers from -8 to 8: sums over eight ranks are exact in bf16."""
+    """Return integers [rows, WIDTH] from -8 to 8: sums over eight ranks are exact in bf16."""
     generator = torch.Generator().manual_seed(97 * salt + rank)
     return torch.randint(-8, 9, (rows, WIDTH), generator=generator).to(dtype)
 
 
 def counts(rank: int, size: int) -> list[int]:
-    """Rows that a rank sends to each other, some of them none."""
+    """Return the number of rows that a rank sends to each other rank; some are 0."""
     return [(3 * rank + 2 * other) % 4 for other in range(size)]
 
 
 def differentiated(function: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: Axis, salt: int) -> list[Tensor]:
-    """[function(x), gradient of x for a gradient of the result that is drawn]."""
+    """Return [function(x), gradient of x for a random gradient of the result]."""
     x = x.detach().requires_grad_()
     y = function(x, axis)
     generator = torch.Generator().manual_seed(1000 * salt + axis.rank)
@@ -45,14 +45,15 @@ def differentiated(function: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: 
 
 
 def ring(x: Tensor, axis: Axis) -> Tensor:
-    """What arrives after two steps around the ring, the first of them into a tensor of its own."""
+    """Return the tensor that arrives after two steps around the ring, the first of which receives into a given
+    tensor."""
     into = torch.empty_like(x)
     first = collectives.RingExchange(x, axis, tag=3, into=into).wait()
     return collectives.RingExchange(first, axis, tag=4).wait()
 
 
 def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
-    """Results of every collective on this rank, on the host."""
+    """Return the results of every collective on this rank, on the host."""
     axis = Axis(dist.group.WORLD, rank, size, tuple(range(size)), dist.get_backend() != "nccl")
     found = dict[str, Tensor]()
     for dtype in DTYPES:
@@ -88,15 +89,15 @@ def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
 
 
 def _in_flight(part: Tensor, axis: Axis) -> Tensor:
-    """Sums that are started one after another while products run, on a stream of their own if there is a GPU, and
-    awaited in another order."""
+    """Start sums one after another while GEMMs run, on a side stream if there is a GPU, and wait for them in another
+    order."""
     square = torch.eye(512, dtype=part.dtype, device=part.device)
     side = torch.cuda.Stream() if part.is_cuda else None
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
     pending = list[collectives.Pending]()
     for k in range(ON_STREAMS):
-        with torch.cuda.stream(side):  # of no effect without one
+        with torch.cuda.stream(side):  # has no effect without a side stream
             square = square @ square
         pending.append(collectives.start_all_reduce_(part * (k + 1), axis))
     sums = [each.wait() for each in reversed(pending)]
@@ -106,7 +107,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
 
 
 def expected(rank: int, size: int) -> dict[str, Tensor]:
-    """By definition, from the operands of all ranks."""
+    """Compute the results by definition, from the operands of all ranks."""
     found, ranks = dict[str, Tensor](), range(size)
     for dtype in DTYPES:
         wholes, parts = ([operand(r, size * ROWS, dtype) for r in ranks], [operand(r, ROWS, dtype, 1) for r in ranks])
@@ -142,7 +143,7 @@ def expected(rank: int, size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", [GLOO, SHARED_GPU, NCCL], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_are_what_they_say(ranks: Ranks, size: int, request: pytest.FixtureRequest) -> None:
-    """Bit for bit, on all ranks."""
+    """All ranks get bit-identical results."""
     here = ranks_of(request, ranks)
     results = run_world(size, computed, here.device, backend=here.backend)
     for rank, found in enumerate(results):

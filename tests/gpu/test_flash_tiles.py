@@ -1,4 +1,4 @@
-"""Attention by tiles on a GPU, with its kernels, against the same in fp64 on the CPU."""
+"""Tiled attention on a GPU with its kernels, compared with the same in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_kernel_with_dropout(
 
 
 def test_masks_of_the_kernel_with_dropout() -> None:
-    """Bit by bit: with no scores, an output is zero where the weight of the key that its value marks is dropped."""
+    """The masks are equal bit by bit: without scores, an output is zero where the weight of the key that its value
+    marks is dropped."""
     n, heads, width = 512, 4, 128
     q = torch.zeros(n, 2, heads, width, device="cuda", dtype=torch.bfloat16)
     masks = replace(MASKS, sample_index=MASKS.sample_index.cuda())

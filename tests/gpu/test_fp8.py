@@ -1,4 +1,5 @@
-"""fp8 on GPUs: every product against that of the dequantised operands, and training against bf16 and the CPU."""
+"""fp8 on GPUs: every GEMM compared with that of the dequantized operands, and training compared with bf16 and with the
+CPU."""
 
 from __future__ import annotations
 
@@ -152,6 +153,6 @@ def test_each_parameter_has_nearly_the_gradient_of_fp32(recipe: str, model: str,
 @pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2 --pipeline-schedule zb-h1", "--dp 2"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layouts_over_nccl(recipe: str, layout: str, in_bf16: list[float], tmp_path: Path) -> None:
-    widths = "--ffn-hidden-size 768" if recipe == "blockwise" else ""  # no tile on two ranks
+    widths = "--ffn-hidden-size 768" if recipe == "blockwise" else ""  # a tile must not span two ranks
     flags = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, *layout.split(), *widths.split()]
     assert losses(tmp_path / "metrics.jsonl", 2, *flags) == pytest.approx(in_bf16, rel=2e-2)

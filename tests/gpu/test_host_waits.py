@@ -1,6 +1,8 @@
-"""A step on a GPU makes the host wait nowhere, by torch's own watch. In a process of its own, as all tests here.
+"""A step on a GPU never makes the host wait, as torch's own checks show. It runs in a separate process, like all tests
+here.
 
-It does not see the wait for the event behind the verdict on the step before, which is meant (`StepGuard.settle`)."""
+The checks do not see the wait for the event of the previous step's outcome, which is intended (`StepGuard.settle`).
+"""
 
 from __future__ import annotations
 

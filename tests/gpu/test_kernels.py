@@ -1,5 +1,5 @@
-"""Kernels of a GPU beside their definitions in torch: residual additions within GEMMs, losses with their gradients, and
-what Triton's interpreter runs on CPUs."""
+"""GPU kernels compared with their definitions in torch: residual additions within GEMMs, losses with their gradients,
+and the kernels that Triton's interpreter runs on CPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The parity matrix on a GPU, in combinations of one rank and of several that share the GPU over gloo or NCCL.
+"""The parity matrix on a GPU, in combinations of one rank and of several ranks that share the GPU over gloo or NCCL.
 
-Each is compared with one process on the CPU, in fp64 and without dropout, of which each device draws other masks.
+Each combination is compared with one process on the CPU, in fp64 and without dropout, because the devices draw
+different masks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from tests.parity.matrix.design import pairwise
 
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 MOST, MOST_OF_NCCL = 30, 12
-"""Combinations of a world; the 30 of one rank have every choice. NCCL's messages between ranks on one GPU are slow."""
+"""Combinations per world; the 30 of one rank include every choice. NCCL messages between ranks on one GPU are slow."""
 
 MOST_OF_TRIALS = 2
 
 ON_HOST = ("sin", "cos", "exp", "log1p")
-"""Functions that are computed on the host in fp32, as those of angles, whatever the model's dtype: devices round them
-in their own way."""
+"""Functions computed on the host in fp32, such as those of angles, whatever the model's dtype: devices round them
+differently."""
 
 
 def on_host(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -49,7 +50,8 @@ def on_device(device: str) -> Callable[[RunConfig, int, int], Runtime]:
 
 
 def train_all(rank: int, world_size: int, combinations: Sequence[Combination], ranks: Ranks, folder: Path) -> None:
-    """Writes the fragments of each combination, or why one has none: in one process, since each starts the GPU anew."""
+    """Write the results of each combination, or why it has none. One process runs them all, because each process has to
+    initialize the GPU."""
     if ranks.device == "cuda":
         torch.cuda.set_device(0)
         for name in ON_HOST:
@@ -72,7 +74,7 @@ def train_all(rank: int, world_size: int, combinations: Sequence[Combination], r
 
 
 def differing(world_size: int, ranks: Ranks, folder: Path, most: int) -> Iterator[str]:
-    """The combinations of a world that compute something else than one process does, and what."""
+    """Yield the combinations of a world whose results differ from one process's, and how."""
     combinations = covering([each for each in pairwise() if each.world_size == world_size])[:most]
     run_world(world_size, train_all, combinations, ranks, folder, backend=ranks.backend)
     for number, combination in enumerate(combinations):

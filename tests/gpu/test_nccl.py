@@ -1,7 +1,7 @@
 """Runs of several ranks over NCCL that share one GPU, each as if it were alone on its host (--nccl-on-one-gpu).
 
-Losses are those of one process on the CPU, at every kind of layout; checkpoints load at another layout; a rank that is
-killed and ranks that disagree about a collective end the run with a message that names them.
+Losses equal those of one process on the CPU under every kind of layout. Checkpoints load under another layout. A killed
+rank, or ranks that disagree about a collective, end the run with a message that names them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYOUTS = [
 
 
 def launch(ranks: Ranks, size: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A run of `size` ranks by torchrun, over NCCL on the first GPU or over gloo on the CPU."""
+    """Run `size` ranks under torchrun, over NCCL on the first GPU or over gloo on the CPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--no-python"]
     command = [*launcher, "bash", "scripts/rank_as_host.sh", sys.executable, "pretrain_gpt.py", *FLAGS, *flags]
     return python_apart(*command, *(["--cpu"] if ranks.device == "cpu" else []))
@@ -58,13 +58,13 @@ def losses(metrics: Path) -> list[float]:
 
 
 def model_of(flags: str) -> list[str]:
-    """The flags of a layout that change the model too."""
+    """Return the flags of a layout that change the model too."""
     untied = ["--untie-embeddings-and-output-weights"] if "--untie-embeddings-and-output-weights" in flags else []
     return [*untied, *(EXPERTS.split() if EXPERTS in flags else [])]
 
 
 def alone(metrics: Path, *flags: str) -> list[float]:
-    """The losses of one process on the CPU."""
+    """Return the losses of one process on the CPU."""
     python_apart("pretrain_gpt.py", *FLAGS, *flags, "--cpu", "--metrics-file", str(metrics), code=0)
     return losses(metrics)
 

@@ -1,4 +1,5 @@
-"""What autograd keeps on a GPU, whose norms and attention keep other things than the CPU's, beside the plan."""
+"""Activations that autograd keeps on a GPU, where norms and attention save other tensors than on the CPU, compared with
+the plan."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ MODELS = {
 @pytest.mark.parametrize("kind", ["none", "full", "core_attn", "all"])
 @pytest.mark.parametrize("name", MODELS)
 def test_kept_is_the_plans(name: str, kind: str) -> None:
-    """To one in a hundred: kernels keep a few numbers beside, as states of random generators. Not compiled, as the
-    memory of compiled regions is not seen."""
+    """Agreement is within one percent: kernels keep a few more numbers, such as states of random generators. Nothing is
+    compiled, because the memory of compiled regions is not visible."""
     model = replace(MODELS[name], **RECOMPUTE[kind])
     batch = MicroBatch(model, ModelParallelConfig(bf16=True, compile=False), 2, "cuda")
     kept, on_host = kept_by(batch, WHOLE, ParallelState())

@@ -1,4 +1,4 @@
-"""Attention to selected keys by the kernels of a GPU against plain torch in fp32, and its order of additions."""
+"""Attention to selected keys by GPU kernels, compared with plain torch in fp32, and its order of additions."""
 
 from __future__ import annotations
 

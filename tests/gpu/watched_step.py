@@ -1,5 +1,5 @@
-"""python -m tests.gpu.watched_step FLAGS: four training steps on one GPU, the last two with torch told to raise an
-error wherever the host would wait for the device. Compiled regions are compiled and kernels chosen in the first two."""
+"""python -m tests.gpu.watched_step FLAGS: run four training steps on one GPU. In the last two, torch raises an error
+wherever the host would wait for the device; the first two compile regions and choose kernels."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Is the parity matrix able to fail? Each reduction is broken on purpose, and the matrix must go red.
+"""Proof that the parity matrix can fail: each reduction is broken on purpose, and the matrix must report it.
 
-A mutant edits the source of functions of the product for one comparison; the one-process reference is computed before,
-from the product as it is. `mutants.txt`, here and in the folders of extensions, has a mutant in lines
+A mutant edits the source of product functions for one comparison; the one-process reference is computed beforehand from
+the unedited product. `mutants.txt`, here and in the folders of extensions, describes a mutant by these lines:
 
     NAME: COMBINATION
       MODULE.FUNCTION
       - text that occurs once in the source of the function
       + text in its place, further lines with the same indentation
 
-The combination of the matrix is one that exercises what is broken. Modules are those of megatron.
+The combination exercises the edited code. Modules are those of the package megatron.
 
     python -m tests.parity.mutants            every mutant against its combination: what was seen, a line each
     python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
@@ -36,24 +36,24 @@ INSTALLED = {extension.name for extension in BUILT_IN}
 OF_EXTENSIONS = (Path(__file__).parents[1] / "extensions" / name / "mutants.txt" for name in sorted(INSTALLED))
 FILES = [Path(__file__).with_suffix(".txt"), *filter(Path.exists, OF_EXTENSIONS)]
 STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
-"""Errors of a mutant that no longer fits what it edits, not of the product."""
+"""Errors of a mutant whose text no longer matches the source, rather than of the product."""
 
 
 class Mutant(NamedTuple):
-    """Edits of functions, (old, new) of each, and a combination that exercises what is broken."""
+    """Edits (old, new) by function, and a combination that exercises the edited code."""
 
     edits: dict[str, list[tuple[str, str]]]
     combination: Combination
 
     @property
     def is_there(self) -> bool:
-        """Whether no extension that it needs is deleted."""
+        """True if no extension that the mutant needs is deleted."""
         gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[2] not in INSTALLED]
         return self.combination.is_there and not gone
 
 
 def read(path: Path) -> Iterator[tuple[str, Mutant]]:
-    """(name, mutant) of a file."""
+    """Yield (name, mutant) for each mutant of a file."""
     name, mutant, edits = "", Mutant({}, Combination.of()), list[tuple[str, str]]()
     for line in path.read_text(encoding="utf-8").splitlines():
         mark, text = line[:4].strip(), line[4:]
@@ -76,13 +76,13 @@ MUTANTS = {name: each for path in FILES for name, each in read(path) if each.is_
 
 
 def function_of(path: str) -> tuple[Any, FunctionType]:
-    """What stands at `MODULE.FUNCTION`, and the function within its decorators."""
+    """Return the object at `MODULE.FUNCTION`, and the function within its decorators."""
     found = resolve_name(f"megatron.{path}")
     return found, inspect.unwrap(found.fget if isinstance(found, property) else found)
 
 
 def edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """Code of the function with edits of its source, within the same closure."""
+    """Return the code of a function with its source edited, within the same closure."""
     source = dedent(inspect.getsource(function))
     for old, new in edits:
         before, found, behind = source.partition(old)
@@ -104,7 +104,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """The product with a mutant in it."""
+    """Plant a mutant in the product."""
     places = [(*function_of(path), edits) for path, edits in mutant.edits.items()]
     kept = [(found, function, function.__code__) for found, function, _ in places]
     try:
@@ -125,7 +125,8 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 
 
 def seen(name: str, combination: Combination) -> str | None:
-    """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
+    """Return the difference that the matrix reports for a combination with the mutant planted, or None if it notices
+    nothing."""
     reference(combination.alone, ())
     with planted(MUTANTS[name]):
         try:

@@ -1,4 +1,4 @@
-"""Steps that are not finite, or spikes: reported and skipped; at a layout and in one process."""
+"""Steps with NaN, Inf or spikes: reported and skipped, under a layout and in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOE = (
     "--moe-router-enable-expert-bias"
 )
 SAMPLE = 13
-"""Of the second step, which has 8 to 15, and its third micro-batch."""
+"""Sample in the second step, which has samples 8 to 15, and in its third micro-batch."""
 
 
 def config_of(flags: str, world_size: int = 1) -> RunConfig:
@@ -55,7 +55,7 @@ class _BadGradient(torch.autograd.Function):
 
 
 def plant(kind: str, run: TrainingRun) -> None:
-    """Breaks the MLP of layer 2 for one sample, in its forward or backward pass, or a weight's gradient."""
+    """Break the MLP of layer 2 for one sample, in its forward or backward pass, or the gradient of a weight."""
     for model in run.stages.values():
         for layer in model.decoder.layers:
             if layer.number != 2:
@@ -75,7 +75,7 @@ def plant(kind: str, run: TrainingRun) -> None:
 
 
 def tensors(run: TrainingRun) -> list[torch.Tensor]:
-    """This rank's weights, states and moments."""
+    """Return this rank's weights, states and moments."""
     found = [param for model in run.stages.values() for param in model.parameters()]
     return [tensor.detach().clone() for tensor in (*found, *(piece.data for piece in run.optimizer.sharded_state()))]
 
@@ -116,7 +116,7 @@ def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: st
 def rates(
     rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
 ) -> list[tuple[float, float, int]]:
-    """(learning rate, weight decay, samples) of each step that the user does not leave out."""
+    """Return (learning rate, weight decay, samples) of each step that the user does not exclude."""
     with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
@@ -138,7 +138,8 @@ SCHEDULE = "--lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-
 
 
 def expected_rates(updates: list[int]) -> list[Any]:
-    """Of steps that follow so many updates: warm-up over two, linear decay to the 40th, a ramp of weight decay."""
+    """Return the expected rates of steps after the given numbers of updates: warm-up over two, linear decay to the
+    40th, and a ramp of weight decay."""
     lrs = [1e-2 * (n / 2 if n <= 2 else (40 - n) / 38) for n in updates]
     return [pytest.approx((lr, 0.4 * n / 40, 8), rel=1e-12) for lr, n in zip(lrs, updates, strict=True)]
 
@@ -159,7 +160,7 @@ def test_the_schedule_does_not_advance_in_skipped_steps(flags: str, kind: str | 
 
 @pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_the_batch_size_ramp_counts_skipped_steps() -> None:
-    """4 samples a step until 8 are consumed, then 8."""
+    """A step takes 4 samples until 8 are consumed, and 8 afterwards."""
     flags = MODEL.replace("--train-iters 40", "--train-samples 320")
     flags += " --rampup-batch-size 4 4 8 --no-check-for-nan-in-loss-and-grad"
     config = resolve_legal(parse_args(flags.split()), 1)
@@ -206,7 +207,7 @@ def spiky(
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
-    samples = (8 * 12 + 3, 8 * 16 + 5)  # in the steps 13 and 17
+    samples = (8 * 12 + 3, 8 * 16 + 5)  # in steps 13 and 17
     ((whole, progress, spikes),) = run_world(1, spiky, config_of(SPIKES), 20, samples)
     assert [number for number, spike in enumerate(spikes, 1) if spike] == [13, 17]
     assert (progress["skipped_spikes"], progress["skipped_iterations"], progress["nan_iterations"]) == (2, 2, 0)
@@ -236,7 +237,7 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
 
 
 def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
-    """(message, advice) of the step that ends a run for which so many searches have been registered."""
+    """Return (message, advice) of the step that ends a run with the given results of registered searches."""
 
     class Searches(Callback):
         def __init__(self, finding: StepFinding | None) -> None:

@@ -1,4 +1,4 @@
-"""A learning rate of their own for the word embedding and the output layer; at layouts, see the parity matrix."""
+"""Separate learning rate for the word embedding and the output layer. The parity matrix tests its layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 "
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_only_the_two_matrices_have_it(optimizer: str) -> None:
-    """After one step without momentum from before, the change of a parameter is proportional to its rate."""
+    """After one step without earlier momentum, the change of a parameter is proportional to its rate."""
     flags = MODEL + f"--untie-embeddings-and-output-weights --weight-decay 0 --clip-grad 0 --optimizer {optimizer} "
     plain, own = (train_in_world(1, (flags + more).split()) for more in ("", "--decoupled-lr 0.3"))
     for key, before in plain.tensors.items():

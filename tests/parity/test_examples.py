@@ -1,4 +1,5 @@
-"""Every example of examples/: trained at layouts beside one process by the command that its readers would use."""
+"""Every example in examples/: training under several layouts compared with one process, by the command that readers
+would use."""
 
 from __future__ import annotations
 
@@ -41,17 +42,17 @@ EXAMPLES = {
     "template.py": "--activation-func my_activation --my-slope 0.2",
     "trainable_swish.py": "--activation-func trainable_swish",
 }
-"""Example -> the flags that choose what it registers."""
+"""Flags that select the registered part of each example."""
 
 PART = ["dp2-to-tp2-sp-pp2-dp2"]
-"""Rows of the default run, on two layers; those of --whole are all, on four."""
+"""Rows of the default run, with two layers; --whole runs all rows with four."""
 
 DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "sandwich_norm.py", "trainable_swish.py"]
-"""Examples with gradients of their own, which are compared with finite differences too."""
+"""Examples with their own gradients, which are also compared with finite differences."""
 
 
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Exit code and rows of the command. Rows that only this example has are asked for too."""
+    """Return exit code and rows of the command. It also asks for rows that only this example has."""
     path = folder / "rows.json"
     command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []
@@ -70,7 +71,8 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], tmp_path: Path) -> None:
     own = ["tp2-sp-pp2-dp2-eager-1f1b"] if name == "eager_1f1b.py" and rows else []
-    own += ["tp2-sp"] if name == "lion.py" and rows else []  # whose ranks round key biases' zero gradients differently
+    # its ranks round the zero gradients of key biases differently
+    own += ["tp2-sp"] if name == "lion.py" and rows else []
     own += ["finite-differences"] if name in DIFFERENTIABLE and rows else []
     flags = EXAMPLES[name] + (" --num-layers 2" if rows else "")
     code, found = parity(ROOT / "examples" / name, flags, rows + own, tmp_path)
@@ -111,7 +113,7 @@ def test_lion_steps_by_the_sign_of_an_average() -> None:
 
 
 def test_rates_follow_the_table_of_roles() -> None:
-    """Adam's first step is the learning rate times a direction that depends on the gradient alone."""
+    """Adam's first step is the learning rate times a direction that depends only on the gradient."""
     flags = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 --weight-decay 0 --lr-decay-style constant"
     table = {"embedding": 3.0, "norm": 0.5, "bias": 0.1}
     own = [*f"{flags} --extension {ROOT}/examples/rates_by_role.py --role-lr".split()]
@@ -139,7 +141,7 @@ def test_a_table_of_roles_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
-    """With the same bits at the same layout, and to rounding at another."""
+    """The result is bit-identical under the same layout, and equal up to rounding under another."""
     flags = f"{TINY} --extension examples/{name}.py --optimizer {name} --fp64 --num-attention-heads 4 --seq-length 16 "
     flags += "--vocab-size 64 --hidden-size 32 --eval-iters 0 --lr 1e-2 --log-interval 1 --train-iters 4 "
     flags += "--disable-bias-linear --lr-decay-style constant"
@@ -161,7 +163,7 @@ def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
 
 
 def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
-    """Documents and texts in parts too."""
+    """It also handles packed documents, and texts given in parts."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
     config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
     assert [kind.linear for kind in config.layers] == ["moving_average", None, None, "moving_average"]
@@ -207,14 +209,14 @@ def test_each_part_of_the_template_works(tmp_path: Path) -> None:
 
 
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
-    """Output and metrics of a run in one process."""
+    """Return output and metrics of a run in one process."""
     metrics = folder / "metrics.jsonl"
     done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics, code=0)
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
-    """Without learning nothing improves after the first evaluation, and one token in four is left out of the loss."""
+    """Without learning, nothing improves after the first evaluation, and one token in four is left out of the loss."""
     flags = (
         "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
         "--loss-func goldfish --goldfish-h 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "
@@ -266,7 +268,7 @@ def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:
-    """The loss is that of the whole model; frozen parameters take no part in the norm of the gradient."""
+    """The loss is that of the whole model; frozen parameters do not contribute to the gradient norm."""
     flags = "--num-layers 3 --lr 1e-2 --train-iters 2 --eval-iters 0"
     (tmp_path / "free").mkdir()
     _, frozen = train(f"--config examples/freeze_embedding.yaml {flags}", tmp_path)

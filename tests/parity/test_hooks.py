@@ -1,4 +1,4 @@
-"""A user's own parts compute the same at every layout."""
+"""Custom parts compute the same under every layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The parity matrix: most of its choices. As campaigns, a part of all combinations and the proof that it can fail.
+"""Parity matrix: most of its choices in the core suite; a part of all combinations, and the proof that it can fail, as
+campaigns.
 
-The whole: --whole, or `python -m tests.parity.matrix` and `python -m tests.parity.mutants` for a line each.
+--whole runs all of it; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for each
+combination or mutant.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
-"""Combinations of `every_choice` in the core suite: small worlds, with most of the choices."""
+"""Number of combinations of `every_choice` in the core suite: small worlds with most of the choices."""
 
 MORE = 18
-"""Further ones as campaigns: three in five of all pairs of choices are in them. --whole has every pair."""
+"""Number of further combinations run as campaigns, which include three in five of all pairs of choices. --whole covers
+every pair."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
@@ -48,7 +51,7 @@ def test_every_mutant_fits_the_source() -> None:
 
 
 def test_every_pair_occurs_in_a_legal_combination_or_none_was_found() -> None:
-    """After a new choice or rule: `python -m tests.parity.matrix --design`."""
+    """After adding a choice or rule, run `python -m tests.parity.matrix --design`."""
     for combination in (*pairwise(), *NAMED.values()):
         assert not faults(combination), combination
     covered = set().union(*map(pairs_of, pairwise()))
@@ -61,6 +64,6 @@ def test_every_choice_is_covered() -> None:
 
 
 def test_the_command_knows_every_choice() -> None:
-    """Also those of extensions, which a program has to load."""
+    """This includes the choices of extensions, which a program has to load."""
     listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

@@ -1,6 +1,7 @@
-"""Each example has the same plan, run, checkpoint and conversion with --extension and as a built-in extension.
+"""Each example gives the same plan, run, checkpoint and conversion with --extension and as a built-in extension.
 
-No part is trusted because of where its file lies."""
+No part is trusted because of the location of its file.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FLAGS = {
     "memory_storage.py": "",
 }
 
-# Run in the folder of a library, which is imported once: the plan that is printed, the run, and its conversion.
+# Runs in the folder of a library, which is imported once: prints the plan, trains, and converts the result.
 TRIAL = """
 import io, json, multiprocessing, os, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -69,7 +70,7 @@ SERVER.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 def moved_library(folder: Path) -> Path:
-    """A copy of the library with all examples as built-in extensions."""
+    """Create a copy of the library with all examples as built-in extensions."""
     for name in ("megatron", "tools"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pretrain_gpt.py", folder)
@@ -89,7 +90,7 @@ def moved_library(folder: Path) -> Path:
 
 
 def tried(library: Path, results: Path, *, built_in: bool) -> dict[str, dict[str, Any]]:
-    """By example: what the commands print, the losses, and the tensors that are saved."""
+    """Return by example: the output of the commands, the losses, and the saved tensors."""
     results.mkdir()
     saves = {example: results / Path(example).stem for example in FLAGS}
     cases = []

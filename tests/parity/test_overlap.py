@@ -1,7 +1,7 @@
-"""Overlapped data parallelism computes what waiting would, bit for bit, however slow the network is.
+"""Overlapped data parallelism computes bit for bit what waiting would, however slow the network is.
 
-Gathers that happen only when somebody waits for them are the slowest network there is: whoever reads a parameter
-without waiting then reads last step's.
+A gather that happens only when somebody waits for it is the slowest possible network: code that reads a parameter
+without waiting then sees the previous step's value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUTS = [
 
 
 class Late:
-    """A collective that happens when it is waited for."""
+    """Collective that happens when it is waited for."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
@@ -72,7 +72,7 @@ def slow_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.grid("case", LAYOUTS[::3], LAYOUTS)
 def test_no_parameter_is_read_before_it_has_arrived(case: tuple[int, str, str], slow_gather: None) -> None:
-    """The third step after two that nobody looked into has the bits that it has without overlap."""
+    """The third step, after two whose results nobody read, is bit-identical to the same step without overlap."""
     world_size, layout, overlap = case
     argv = [*COMMON.split(), *layout.split()]
     waiting, found = (train_in_world(world_size, [*argv, *more.split()], 1, unseen=2) for more in ("", overlap))
@@ -109,7 +109,7 @@ def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> N
 
 
 def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]]:
-    """After the backward of each of three steps: reductions that have started, and those that there are."""
+    """Return (reductions started, all reductions) after the backward passes of each of three steps."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         train, found = run.pipeline.train, []
 
@@ -119,7 +119,7 @@ def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]
             return losses
 
         run.pipeline.train = train_and_count  # type: ignore[method-assign]
-        for size in (4, 8, 2):  # another number of micro-batches in each step, as in a ramp-up
+        for size in (4, 8, 2):  # the number of micro-batches differs in each step, as in a ramp-up
             run.batch_sizes = replace(run.batch_sizes, final=size)
             train_step(run)
         run.optimizer.finish_param_sync()

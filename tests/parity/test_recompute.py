@@ -1,4 +1,4 @@
-"""Recomputation changes no bit: not by any choice of modules, nor under schedules that put weight gradients off."""
+"""Recomputation changes no bit: neither with any choice of modules nor under schedules that defer weight gradients."""
 
 from __future__ import annotations
 

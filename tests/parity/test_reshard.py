@@ -1,8 +1,9 @@
-"""Checkpoints of real models, each saved at one layout and loaded at others: the same bits. All pairs by --whole.
+"""Checkpoints of real models, each saved under one layout and loaded under others with the same bits. --whole tests all
+pairs.
 
-At each layout a model is trained for one step in bf16 and saved: rounding makes each checkpoint different from the
-others. Then layouts load them (`megatron.testing.reshard`): parameters, fp32 main parameters, both moments of Adam, the
-momentum of Muon and biases of experts must have the same bits.
+Under each layout, a model is trained for one step in bf16 and saved; rounding makes each checkpoint different from the
+others. Then other layouts load them (`megatron.testing.reshard`). Parameters, fp32 main parameters, both moments of
+Adam, the momentum of Muon and expert biases must be bit-identical.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ TABLE = yaml.safe_load(Path(__file__).with_name("reshard.yaml").read_text())
 MODELS: dict[str, str] = TABLE["models"]
 LAYOUTS: dict[str, dict[str, tuple[int, str]]] = TABLE["layouts"]
 STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_slow"]}
-"""Those of other optimizers than Adam and Muon."""
+"""States of optimizers other than Adam and Muon."""
 
 
 @pytest.mark.parametrize("family", list(MODELS))
 def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
-    """Each loads what the one before it saved; then the first loads what the last one saved, or all load all."""
+    """Each layout loads the previous one's checkpoint; then the first loads the last one's, or all load all."""
     whole, checkpoints = pytestconfig.getoption("--whole"), Checkpoints(tmp_path)
     names = list(LAYOUTS[family])
     names = names if whole or len(names) < 3 else names[::3]
@@ -49,8 +50,9 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytest
 
 
 def test_states_load_into_fewer_bits(tmp_path: Path) -> None:
-    """Main parameters bit by bit, moments as near as their formats; the second one is stored as its root. Parameters
-    halfway between two numbers of bf16 are rounded away from zero where remainders are stored."""
+    """Main parameters are bit-identical, and moments are as close as their formats allow; the second moment is stored
+    as its square root. With stored remainders, parameters halfway between two bf16 numbers are rounded away from
+    zero."""
     checkpoints, model = Checkpoints(tmp_path), f"{COMMON} {MODELS['experts']}"
     checkpoints.visit("whole", 2, parse_args(model.split()), train=True)
     formats = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"

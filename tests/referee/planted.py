@@ -1,14 +1,15 @@
-"""What the referee makes of faults that are planted into this program: dumps of runs with mutants, each judged.
+"""The referee's verdicts on faults planted in this program: it judges the step dump of a run with each mutant.
 
     python -m tests.referee.planted                        all of them: a row each, and the counts
     python -m tests.referee.planted 'Sinks get no' Rotary  those whose names begin so
     python -m tests.referee.planted --of 3 --part 0        every third, from the first
 
-`planted.txt` has the mutants of tests/parity/mutants.py that change gradients and leave the loss, and for each the
-first gradient of the backward pass that it spoils, a regular expression, as its edit says. A run with the mutant dumps
-its first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names another
-gradient, and a fault is lost if all gradients are called equal. Runs that a fault ends are not dumps; they are counted.
-A cause is explained if a tensor made from the right one by it equals the dump's; others only describe the difference.
+`planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each, a regular
+expression matches the first gradient of the backward pass that the edit makes wrong. A run with the mutant dumps its
+first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names another gradient;
+a fault is missed if all gradients are reported as equal. Runs that a fault ends leave no dump; they are counted
+separately. A cause is explained if applying it to the correct tensor gives the dumped tensor; other causes only
+describe the difference.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tools import referee
 EXPECTED = dict(
     line.rsplit(": ", 1) for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
 )
-"""Mutant -> regular expression of the first gradient that it spoils."""
+"""For each mutant, a regular expression of the first gradient that it makes wrong."""
 
 
 WITHOUT_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
@@ -50,7 +51,7 @@ def one_step(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def judged(mutant: Mutant | None, folder: Path, flags: Sequence[str], world_size: int) -> dict[str, object]:
-    """The referee's judgement of the first step of a run."""
+    """Return the referee's judgement of the first step of a run."""
     dump = ["--dump-step", "1", "--dump-step-dir", str(folder / "step"), *WITHOUT_DROPOUT]
     config = resolve_legal(parse_args([*flags, *dump]), world_size)
     with planted(mutant) if mutant is not None else contextlib.nullcontext():
@@ -69,7 +70,7 @@ class Found(NamedTuple):
     """One of `VERDICTS`."""
 
     first: str
-    """The gradient that it names first, or why there is no dump."""
+    """The gradient that the verdict names first, or why there is no dump."""
 
     cause: str = ""
     explained: bool = False
@@ -84,7 +85,7 @@ VERDICTS = {
 
 
 def verdict_of(name: str) -> Found:
-    """The verdict on a mutant."""
+    """Return the verdict on a mutant."""
     mutant = MUTANTS[name]
     with settings(mutant.combination), tempfile.TemporaryDirectory() as folder:
         try:
@@ -103,7 +104,7 @@ def verdict_of(name: str) -> Found:
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:
-    """The table of counts."""
+    """Yield the table of counts."""
     counts = Counter(each.verdict for each in found)
     explained = sum(each.verdict == "right" and each.explained for each in found)
     yield f"| {len(found)} faults | number |"

@@ -1,4 +1,4 @@
-"""What a wrong gradient looks like, on tensors."""
+"""Attribution of wrong gradients to causes, on plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The referee's memory: what does not fit is in files."""
+"""The referee's memory: tensors that do not fit are kept in files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_autograd_keeps_is_in_files() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """A list to which the growth of the process's anonymous memory at its peak is appended, in bytes."""
+    """Yield a list to which the peak growth of the process's anonymous memory is appended, in bytes."""
     found, done, first = list[int](), threading.Event(), _anonymous()
     peak = [first]
 
@@ -70,7 +70,7 @@ def _anonymous() -> int:
 
 
 def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
-    """Weights and gradients of a layer take 10.5 MB in fp64; 12 more layers must add less than two layers."""
+    """Weights and gradients of a layer take 10.5 MB in fp64; 12 more layers must add less than two layers do."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 64}
     text = torch.randint(0, 64, (1, 129)).numpy()
     batch = Batch(text[:, :-1], text[:, 1:], torch.ones(1, 128).numpy())

@@ -1,4 +1,4 @@
-"""The referee attributes planted faults: one here, all by `python -m tests.referee.planted`."""
+"""The referee attributes planted faults: one here, all with `python -m tests.referee.planted`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/referee.py on what models of transformers compute, with faults planted into their backward passes."""
+"""tools/referee.py on models of transformers, with faults planted in their backward passes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SHAPE = {
 
 @dataclass
 class Other:
-    """Another program: a model of transformers, its batch, and what is done to its gradients."""
+    """Another program: a model of transformers, its batch, and changes to its gradients."""
 
     model: PreTrainedModel
     folder: Path
     by_files: bool = False
-    """True to write gradients as weights are written, in a folder."""
+    """True to write gradients to a folder in the same way as weights."""
 
     ids: Tensor = field(
         default_factory=lambda: torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -48,7 +48,7 @@ class Other:
     def judged(
         self, plant: Callable[[dict[str, Tensor]], object] = lambda grads: None, *more: str
     ) -> dict[str, object]:
-        """The judgement of a backward pass whose gradients `plant` has changed."""
+        """Return the judgement of a backward pass whose gradients `plant` has changed."""
         labels = self.ids.clone()
         labels[0, :6] = -100
         self.model.zero_grad()
@@ -57,7 +57,7 @@ class Other:
         gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
         plant(gradients)
         files = {name: self.folder / name for name in ("batch.npz", "gradients.safetensors", "judgement.json")}
-        if self.by_files:  # whose names differ from those in memory
+        if self.by_files:  # gradient names in files differ from those in memory
             self.model.save_pretrained(files["gradients.safetensors"], state_dict=gradients)
         else:
             save_file({name: each.contiguous() for name, each in gradients.items()}, files["gradients.safetensors"])
@@ -90,7 +90,7 @@ def mixtral(tmp_path: Path) -> Other:
 
 
 def first(found: dict[str, object]) -> tuple[str, str]:
-    """The first wrong gradient, and what it looks like."""
+    """Return the first wrong gradient and its cause."""
     name = str(found["first"])
     return name, found["gradients"][name]["cause"]  # type: ignore[index]
 
@@ -135,7 +135,8 @@ def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.
 
 
 def test_the_sum_over_tokens_of_a_norm_that_one_rank_did_not_get(llama: Other) -> None:
-    """Sequence parallelism without the all-reduce of norms: the first of two ranks has its half of the sequence."""
+    """The fault is sequence parallelism without the all-reduce of norms: the first of two ranks has only its half of
+    the sequence."""
     norm = llama.model.model.layers[1].post_attention_layernorm
     partial: list[Tensor] = []
 
@@ -182,7 +183,7 @@ def test_gate_and_up_are_swapped(llama: Other) -> None:
 
 
 def test_a_micro_batch_is_lost(llama: Other) -> None:
-    """Gradients of the second of two micro-batches overwrite those of the first."""
+    """The gradients of the second of two micro-batches overwrite those of the first."""
     alone: dict[str, Tensor] = {}
 
     def plant(gradients: dict[str, Tensor]) -> None:
@@ -222,7 +223,7 @@ def test_what_a_dump_lacks_is_named(llama: Other, capsys: pytest.CaptureFixture[
 
 
 OF_TWO = np.zeros((1, 4), np.int64)
-"""A sample, of two documents."""
+"""Document ids of a sample of two documents."""
 
 
 @pytest.mark.parametrize(

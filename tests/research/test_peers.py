@@ -41,7 +41,8 @@ def test_each_kind_of_parallelism_is_compared_with_that_of_torch() -> None:
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' model has as many parameters as the style says, and gives a loss; with a wider MLP it has not."""
+    """transformers' model has as many parameters as the style says, and yields a loss; with a wider MLP, the count
+    differs."""
     pytest.importorskip("transformers")
     import torch
 

@@ -1,4 +1,4 @@
-"""Jobs of a SLURM of one node that `start_slurm.sh` starts."""
+"""Jobs of a one-node SLURM that `start_slurm.sh` starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = (
     "--global-batch-size 8 --train-iters 8 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 PAUSE = "await_request:0:4"
-"""Step 4 waits for the end to be asked for, so that it always comes in the middle of the run."""
+"""Fault that makes step 4 wait for the stop request, so that the request always arrives in the middle of the run."""
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -48,27 +48,27 @@ class Job:
         return (self.folder / "log").read_text()
 
     def fields(self) -> dict[str, str]:
-        """What SLURM knows of it."""
+        """Return SLURM's record of the job."""
         words = command("scontrol", "--oneliner", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def paused(self) -> None:
-        """Waits until it is in the step that waits."""
+        """Wait until the job is in the step that waits."""
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
     def limit(self, minutes: int = 0) -> None:
-        """Sets its time limit, as the superuser may. The default ends it soon, and leaves SLURM, which looks at limits
-        each half minute, the time to send the signal before."""
+        """Set the job's time limit, as the superuser may. The default ends it soon but leaves SLURM, which checks
+        limits every half minute, the time to send the signal before."""
         hours, ran, seconds = map(int, self.fields()["RunTime"].split(":"))
         soon = (3600 * hours + 60 * ran + seconds + 40) // 60 + 1
         command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes or soon}")
 
     def requeued(self) -> None:
-        """Waits until it is back in the queue, or further."""
+        """Wait until the job has been requeued at least once."""
         wait_until(lambda: self.fields()["Restarts"] != "0", self)
 
     def ended(self) -> dict[str, str]:
-        """Waits until it has left the queue, and returns its fields."""
+        """Wait until the job has left the queue, and return its fields."""
         wait_until(lambda: self.fields()["JobState"] in ENDED, self)
         return self.fields()
 
@@ -91,7 +91,7 @@ def command(*words: str) -> str:
 
 
 class Cluster:
-    """The test's SLURM."""
+    """SLURM of this test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,12 +99,12 @@ class Cluster:
     def submit(
         self, name: str, *flags: str, fault: str = PAUSE, once: bool = True, options: str = "", **environ: str
     ) -> Job:
-        """Submits scripts/train_gpt_slurm.sh for two processes with MODEL and further flags."""
+        """Submit scripts/train_gpt_slurm.sh for two processes with MODEL and further flags."""
         folder = self.folder / name
         folder.mkdir()
         environ |= {"FAULT": fault, "FAULT_FILE": str(folder / "fault"), "LOG_DIR": str(folder / "logs")}
         environ |= {"FAULT_ONCE": "1"} if once else {}
-        # What a launcher or a job around this process has set is not meant for the job.
+        # Variables that a launcher or a job has set for this process are not meant for the job.
         outer = {
             key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "TORCHEL"))
         }
@@ -121,8 +121,8 @@ class Cluster:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """A SLURM in a temporary folder, which all commands of SLURM in this process speak to."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, as the path of a socket has to be
+    """Run a SLURM in a temporary folder, which all SLURM commands of this process talk to."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
     script, before = str(ROOT / "tests/slurm/start_slurm.sh"), os.environ.get("SLURM_CONF")
     try:
         subprocess.run(["bash", script, "start", f"{folder}/run"], check=True, timeout=HANG)

@@ -1,5 +1,5 @@
-"""Jobs of a real SLURM, of one node: ended by signals and limits they come back by themselves and end bit for bit like
-the undisturbed one; what cannot succeed does not come back."""
+"""Jobs of a real one-node SLURM: jobs ended by signals and limits come back by themselves and end bit for bit like the
+undisturbed one; jobs that cannot succeed do not come back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, Job]:
-    """All jobs, submitted at once as they wait for SLURM most of the time."""
+    """Submit all jobs at once, because they wait for SLURM most of the time."""
     return {
         "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--signal=USR1@1"),
         "signal": cluster.submit("signal"),
@@ -35,7 +35,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the same run without SLURM, trained while the jobs wait."""
+    """Return the checkpoints of the same run without SLURM, trained while the jobs wait."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_forked(2, [*MODEL[1:], "--save", str(folder / "save")], folder / "screen")
     return folder / "save"
@@ -60,7 +60,7 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undi
 
 
 def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
-    """SLURM's own signal, some time before the limit, which is set once the run is in its step."""
+    """SLURM sends its own signal some time before the limit, which is set once the run is in its step."""
     job = jobs["limit"]
     job.paused()
     job.limit()
@@ -73,7 +73,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
 
 
 def test_a_duration_of_the_run_is_no_end_of_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
-    """--exit-duration-in-mins, by which Megatron-LM's scripts stay below the limit of a queue."""
+    """Megatron-LM's scripts use --exit-duration-in-mins to stay below the limit of a queue."""
     job = jobs["duration"]
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.all_logs
@@ -100,7 +100,7 @@ def test_a_wrong_configuration_does_not_come_back(jobs: dict[str, Job]) -> None:
 
 @pytest.fixture(scope="module")
 def more_jobs(cluster: Cluster, jobs: dict[str, Job], pytestconfig: pytest.Config) -> dict[str, Job]:
-    """Jobs that take minutes."""
+    """Submit jobs that take minutes."""
     if not pytestconfig.getoption("--whole"):
         pytest.skip("takes minutes: runs under --whole")
     minute, saves = "--time=1 --signal=CONT@1", "--save-interval=2"

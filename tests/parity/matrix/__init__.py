@@ -1,16 +1,16 @@
 """The parity matrix: legal combinations of parallelisms, each against one process in fp64.
 
-The combinations of `design.txt` have worlds of 1 to 8 ranks and the legal pairs of choices; `NAMED` adds those that
-have gone wrong in published frameworks. Initial weights must have the bits of one process; loss, every gradient,
-gradient norm, every weight and moment of two steps must be equal but for rounding. Fused regions are those of
---compile, run as they are written: tests/pure/test_regions.py compares them with what a compiler makes of them.
+The combinations of `design.txt` have worlds of 1 to 8 ranks and cover the legal pairs of choices; `NAMED` adds those
+that have failed in published frameworks. Initial weights must be bit-identical to those of one process. The loss, every
+gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused regions are
+those of --compile, run uncompiled: tests/pure/test_regions.py compares them with their compiled form.
 
     python -m tests.parity.matrix             the whole matrix, a line each, and a summary
     python -m tests.parity.matrix --list      what it would run
     python -m tests.parity.matrix --design    writes the design anew, which a new choice or rule needs (minutes)
     python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
 
-CI runs a part, see test_matrix.py.
+CI runs a part of it; see test_matrix.py.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
 HOST_CHUNK = 2048
-"""Elements of offloaded states that are updated at a time, so that there are several chunks."""
+"""Number of offloaded state elements that are updated at a time, so that there are several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
-"""Share of tokens that end a document, where documents are packed."""
+"""Share of tokens that end a document if documents are packed."""
 
 
 def whole_matrix() -> list[Combination]:
-    """The named combinations, then the covering ones."""
+    """Return the named combinations, then the covering ones."""
     return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
 
 
 def every_choice() -> list[Combination]:
-    """Some combinations of several ranks that have every choice of the matrix between them, in small worlds if
+    """Return combinations of several ranks that together include every choice of the matrix, in small worlds if
     possible."""
     return covering([combination for combination in pairwise() if combination.world_size > 1])
 
 
 def covering(combinations: Sequence[Combination]) -> list[Combination]:
-    """Some of them that have all their choices between them."""
+    """Return a subset of combinations that together include all their choices."""
     found, missing = list[Combination](), {each for c in combinations for each in c.items}
     while missing:
         found.append(max(combinations, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
@@ -65,7 +65,7 @@ def covering(combinations: Sequence[Combination]) -> list[Combination]:
 
 
 def many_pairs(count: int) -> list[Combination]:
-    """Of the others those with the most further pairs of choices for their worlds."""
+    """Return further combinations, those with the most additional pairs of choices for the size of their worlds."""
     choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
     first, second = np.triu_indices(len(FACTORS), 1)
     numbers = np.array([[choices.index(item) for item in zip(FACTORS, c.choices, strict=True)] for c in pairwise()])
@@ -83,8 +83,9 @@ _plain_sample = mock_data.MockGPTDataset.__getitem__
 
 
 def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
-    """Masks of every density. Samples 0, 1 and 7 count for nothing: whole micro-batches, and a whole data-parallel rank
-    where there are several; of sample 5 what one context-parallel rank of two holds."""
+    """Return a sample with a mask of random density. Samples 0, 1 and 7 count for nothing, which leaves whole
+    micro-batches, and a whole data-parallel rank if there are several, without loss. In sample 5, the part of one
+    context-parallel rank of two is masked."""
     random = np.random.default_rng(index)
     mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
     if index in (0, 1, 7):
@@ -100,7 +101,8 @@ def _counting_on_the_device(kind: Any) -> Any:
 
 @contextmanager
 def settings(combination: Combination) -> Iterator[None]:
-    """What a combination sets beside flags: sizes, data, and that numbers of rows stay on the device as on a GPU."""
+    """Apply the settings of a combination that are not flags: sizes, data, and row counts that stay on the device as on
+    a GPU."""
     patches: list[tuple[Any, str, Any]] = [
         (compiled_regions, "_compiled", lambda function, static: function),
         (mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
@@ -123,28 +125,28 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 def steps_of(combination: Combination) -> tuple[int, int]:
-    """(steps, how many of them are not recorded). A step that is recorded is read before the next one begins."""
-    if combination["update"] == "two versions":  # the passes of the second and third begin in the step before
+    """Return (steps, number of steps that are not recorded). A recorded step is read before the next one begins."""
+    if combination["update"] == "two versions":  # the passes of the second and third step begin in the step before
         return 4, 3
     return 2, int(combination["norm"] != "awaited")
 
 
 @lru_cache
 def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
-    """The same model on one process."""
+    """Train the same model in one process."""
     with settings(alone):
         return train_in_world(1, [*alone.argv, *more], steps_of(alone)[0])
 
 
 def difference(combination: Combination) -> str | None:
-    """What of a combination is not what one process computes; None if all of it is."""
+    """Return how the results of a combination differ from one process's, or None if they agree."""
     return compared(combination)[0]
 
 
 def compared(
     combination: Combination, more: tuple[str, ...] = (), train: Callable[..., Snapshot] = train_in_world
 ) -> tuple[str | None, float]:
-    """(what is not what one process computes or None, the largest relative error of a tensor). `more` flags are for
+    """Return (the difference from one process or None, the largest relative error of a tensor). `more` are flags for
     both; `train` trains the combination."""
     with settings(combination):
         steps, unseen = steps_of(combination)

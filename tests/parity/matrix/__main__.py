@@ -1,4 +1,4 @@
-"""Runs the matrix, a line each."""
+"""Run the matrix, one line per combination."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parity.matrix.design import write_design
 
 
 def choices_of(text: str) -> list[tuple[str, str]]:
-    """[("optimizer", "gradients"), ("optimizer", "parameters")] of "optimizer=gradients,parameters"."""
+    """Parse "optimizer=gradients,parameters" into [("optimizer", "gradients"), ("optimizer", "parameters")]."""
     name, _, choices = text.partition("=")
     wrong = [choice for choice in choices.split(",") if choice not in FACTORS.get(name, {})]
     if wrong:

@@ -1,4 +1,4 @@
-"""The factors of the matrix, of factors.yaml, and a combination of choices."""
+"""The factors of the matrix (factors.yaml), and a combination of choices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMON = (
 TABLE = yaml.safe_load(Path(__file__).with_name("factors.yaml").read_text(encoding="utf-8"))
 MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
-"""Factor -> choice -> what it adds to the flags."""
+"""Flags that each choice of each factor adds."""
 
 
-load()  # the flags and parts of extensions, which this module looks for
+load()  # loads the flags and parts of extensions, which this module looks for
 
 
 def _is_there(choice: str) -> bool:
-    """Whether the flags of a choice, and the parts it recomputes, are not those of a deleted extension."""
+    """Return True if no flag of a choice, and no part that it recomputes, belongs to a deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
     gone |= words[:1] == ["--pipeline-schedule"] and words[1] not in PIPELINE_SCHEDULES
@@ -54,19 +54,19 @@ class Combination:
 
     @classmethod
     def of(cls, **changed: str) -> Combination:
-        """The first choice of every factor, but for those named (underscores stand for spaces)."""
+        """Return the first choice of every factor, except the named ones (underscores stand for spaces)."""
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
         return cls(tuple(named.get(name, first) for name, first in FIRST.items()))
 
     @classmethod
     def read(cls, line: str) -> Combination:
-        """The combination of which `line` is the string."""
+        """Return the combination whose string is `line`."""
         return cls.of(**dict(part.split("=") for part in line.split(", ")))
 
     @property
     def is_there(self) -> bool:
-        """Whether all its choices are there: those of a deleted extension are not."""
+        """True if all choices of the combination exist: those of a deleted extension do not."""
         return all(choice in options for choice, options in zip(self.choices, FACTORS.values(), strict=True))
 
     @property
@@ -82,7 +82,7 @@ class Combination:
         moe = self["mlp"] != "dense"
         named = [options[self[name]] for name, options in FACTORS.items() if moe or name not in OF_EXPERTS]
         line = " ".join([COMMON, *named])
-        return shlex.split(line) if "'" in line else line.split()  # shlex takes a fifth of the search
+        return shlex.split(line) if "'" in line else line.split()  # shlex takes a fifth of the search's time
 
     def changed(self, factor: str, choice: str) -> Combination:
         place = list(FACTORS).index(factor)
@@ -90,7 +90,7 @@ class Combination:
 
     @property
     def alone(self) -> Combination:
-        """The same model on one process."""
+        """Return the combination of the same model on one process."""
         return Combination.of(**{name: self[name] for name in MODEL_FACTORS})
 
     def __getitem__(self, factor: str) -> str:

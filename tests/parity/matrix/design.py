@@ -1,8 +1,9 @@
-"""A covering design: every pair of choices, for which a search finds a legal combination, occurs in one of its own.
+"""Covering design: every pair of choices for which a search finds a legal combination occurs in one of the
+combinations.
 
-`design.txt` holds it: the combinations, a line each, and below the pairs for which the search has found no
-legal combination, as lines `FACTOR=CHOICE without FACTOR=CHOICE, ...`. `python -m tests.parity.matrix --design` adds
-what is missing; it searches again for pairs whose lines are removed.
+`design.txt` holds the combinations, one per line, and below them the pairs for which the search has found no legal
+combination, as lines `FACTOR=CHOICE without FACTOR=CHOICE, ...`. `python -m tests.parity.matrix --design` adds missing
+pairs; it searches again for pairs whose lines are removed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ DESIGN = Path(__file__).with_name("design.txt")
 SEPARATOR = " without "
 
 SIZES = ("world", "tp", "pp", "cp", "ep", "etp", "schedule", "optimizer", "batch", "mlp", "style", "heads")
-"""Factors on which most rules depend."""
+"""Factors that most rules depend on."""
 
 RUNNING_LOADS = ("batch", "two losses", "forced")
-"""Choices of balancing whose losses compare a sample with those before it in the batch."""
+"""Load-balancing choices whose losses compare a sample with earlier samples of the batch."""
 
 Choice = tuple[str, str]
 Pair = tuple[Choice, Choice]
@@ -34,12 +35,13 @@ Pair = tuple[Choice, Choice]
 
 @cache
 def faults(combination: Combination) -> int:
-    """What validation says of it, flags without effect among it, or that it is another one under a second name."""
+    """Return the number of validation findings for a combination, including flags without effect, plus the number of
+    its choices that duplicate another combination."""
     found = findings(parse_args(combination.argv), combination.world_size)
     said = sum("has a bubble" not in each.rule for each in found)
-    if combination["update"] == "two versions":  # has a schedule of its own
+    if combination["update"] == "two versions":  # this choice has its own schedule
         said += combination["schedule"] != FIRST["schedule"]
-    if combination["cp"] == "2by work":  # deals samples in another order, on which running loads of experts depend
+    if combination["cp"] == "2by work":  # deals samples in another order, which affects running expert loads
         said += combination["balancing"] in RUNNING_LOADS
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
@@ -57,22 +59,22 @@ def all_pairs() -> Iterator[Pair]:
 
 @cache
 def pairwise() -> tuple[Combination, ...]:
-    """The combinations of `design.txt` whose choices are all there."""
+    """Return the combinations of `design.txt` whose choices all exist."""
     lines = DESIGN.read_text(encoding="utf-8").splitlines()
     found = (Combination.read(line) for line in lines if SEPARATOR not in line)
     return tuple(combination for combination in found if combination.is_there)
 
 
 def illegal_pairs() -> set[Pair]:
-    """Those of `design.txt`."""
+    """Return the illegal pairs of `design.txt`."""
     lines = [line.split(SEPARATOR) for line in DESIGN.read_text(encoding="utf-8").splitlines() if SEPARATOR in line]
     read = [((*one.split("="),), (*other.split("="),)) for one, others in lines for other in others.split(", ")]
     return {pair for pair in read if all(choice in FACTORS[name] for name, choice in pair)}
 
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
-    """A legal combination with `pair`: into a known one with one of the choices, choices of those with the other one
-    and random ones are taken over as long as that makes no more faults."""
+    """Return a legal combination with `pair`, or None. It starts from a known combination with one of the choices and
+    takes over choices from those with the other one, and random ones, as long as that adds no faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
@@ -91,8 +93,8 @@ def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: in
 
 
 def write_design(seed: int = 0) -> None:
-    """Keeps what is still legal and the pairs that are noted as illegal, completes one missing pair after the other,
-    and has each new combination cover as many others as it can."""
+    """Write the design. It keeps combinations that are still legal and pairs noted as illegal, completes the missing
+    pairs one by one, and lets each new combination cover as many others as it can."""
     random, illegal = Random(seed), illegal_pairs()
     chosen = [combination for combination in pairwise() if not faults(combination)]
     known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]
