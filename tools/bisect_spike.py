@@ -1,14 +1,14 @@
 """Find the cause of a loss spike: a document, the batch, or the learning rate.
 
     python tools/bisect_spike.py runs/a
-    python tools/bisect_spike.py runs/a --iteration 1414 --from 1400 -- --tp 2      # at this layout, on CPU ranks
+    python tools/bisect_spike.py runs/a --iteration 1414 --from 1400 -- --tp 2      # under this layout, on CPU ranks
 
 Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
-with the whole batch replaced; and with the learning rate held at that of the checkpoint (or at a tenth of its own, if
-it has not risen since then). The order of samples, dropout and learning rates do not depend on the layout, so one
-process is enough. The spike is the one of the run's last rollback, or otherwise the largest increase of the loss in
-metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause is found; 1: it is
-none of these alone, or there is no spike here; 2: wrong folder or flags.
+with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it, if it has
+not risen since then). The order of samples, dropout and learning rates do not depend on the layout, so one process is
+enough. The spike is the one of the run's last rollback, or otherwise the largest increase of the loss in metrics.jsonl.
+Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause is found; 1: it is none of these
+alone, or there is no spike here; 2: wrong folder or flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -32,7 +32,7 @@ from megatron.training.reliability.visible_text import visible
 from .common import add_extension_flag, parted, refuse, run_tool, too_small, tool_parser
 
 SHOWN = 200
-"""Characters of a text."""
+"""Largest number of characters of a text that are shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decoded(config: RunConfig, tokens: Sequence[int]) -> str:
-    """Start of a text, or of its tokens if the run has no tokenizer."""
+    """Return the start of a text, or of its tokens if the run has no tokenizer."""
     if not config.tokenizer.tokenizer_type:
         return f"tokens {' '.join(map(str, tokens))}"[:SHOWN]
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
@@ -64,7 +64,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_extension_flag(parser, argv)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="--save folder of the run")
-    add("--iteration", type=int, help="of the spike, as in the log")
+    add("--iteration", type=int, help="iteration of the spike, as in the log")
     text = "iteration of the checkpoint to begin at; default: the newest before the spike"
     add("--from", type=int, dest="checkpoint", metavar="ITERATION", help=text)
     add("--after", type=int, default=3, help="steps of a branch after the spike (default: 3)")

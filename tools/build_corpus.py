@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -31,7 +31,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 def source_files(root: Path, with_tests: bool) -> list[Path]:
-    """All .py files under `root`, relative to it, sorted by a hash of their path."""
+    """Return all .py files under `root`, relative to it, sorted by a hash of their path."""
     skipped = SKIPPED_FOLDERS | TABLE_FOLDERS | (frozenset() if with_tests else TEST_FOLDERS)
     found = []
     for folder, children, names in os.walk(root):
@@ -41,7 +41,7 @@ def source_files(root: Path, with_tests: bool) -> list[Path]:
 
 
 def documents(root: Path, with_tests: bool, min_chars: int) -> Iterator[dict[str, str]]:
-    """Texts that are UTF-8 and not shorter than `min_chars`."""
+    """Yield the texts that are UTF-8 and have at least `min_chars` characters."""
     for path in source_files(root, with_tests):
         try:
             text = (root / path).read_text(encoding="utf-8")

@@ -5,9 +5,10 @@
     tools/calibrate.py --output mine.yaml and the network python pretrain_gpt.py ... --dry-run --device mine.yaml uses
     the file
 
-Products by shape, attention, copies, short steps of a small model, and collectives by size, within a node and between
-nodes. All ranks measure at the same time, as they train: start as many ranks per node as a run has, on the same
-processors. It takes about --seconds. --cpu measures processors and gloo. The GPU part has not been run on a GPU yet.
+It measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a node and
+between nodes. All ranks measure at the same time, as they train: start as many ranks per node as a run has, on the same
+processors. The measurement takes about --seconds. --cpu measures processors and gloo. The GPU part has not been run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Approximate number of measured points, among which --seconds are divided."""
+"""Approximate number of measured points, over which --seconds are divided."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "
@@ -70,14 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the device file, YAML")
     parser.add_argument("--cpu", action="store_true", help="measure processors and gloo")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of measuring, about (default: 90; 5 to 240)")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="approximate duration of the measurement (default: 90; 5 to 240)"
+    )
     parser.add_argument(
         "--precision",
         nargs="+",
         choices=["fp64", "fp32", "bf16"],
-        help="of products; the last one also of attention (default: fp32 on a CPU, fp32 and bf16 on a GPU)",
+        help="precisions of GEMMs; attention uses the last one (default: fp32 on a CPU, fp32 and bf16 on a GPU)",
     )
-    parser.add_argument("--kernels", type=Path, help="measure collectives alone; the rest is that of this device file")
+    parser.add_argument(
+        "--kernels", type=Path, help="measure only collectives, and take all other values from this device file"
+    )
     args = parser.parse_args(argv)
     if not 5 <= args.seconds <= 240:
         parser.error(f"--seconds {args.seconds:g} must be from 5 to 240")
@@ -131,7 +136,7 @@ def measured_device(
     ranks_per_node: int,
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
-    """(the device file, the median error of its predictions for each kind of measurement). Collective over all
+    """Return (the device file, the median error of its predictions for each kind of measurement). Collective over all
     ranks."""
     from megatron.extensions.plan.planner.calibration.fit import errors, fit_steps, links_of
     from megatron.extensions.plan.planner.calibration.measure import CPU, GPU, measure, measure_links
@@ -153,7 +158,7 @@ def measured_device(
 
 
 def step_seconds(flags: str) -> float:
-    """Measured seconds of a step of one process, which runs beside this process; this one has not used its GPU yet."""
+    """Return the measured seconds of a step in a separate process; this process has not used its GPU yet."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         metrics, screen = Path(folder) / "metrics.jsonl", Path(folder) / "screen"
         words = [*flags.split(), *STEPS, "--train-iters", str(ITERATIONS), "--metrics-file", str(metrics)]
@@ -167,7 +172,7 @@ def step_seconds(flags: str) -> float:
 
 
 def _train(words: list[str], screen: Path) -> None:
-    """Run of one rank, in a separate process that prints into a file."""
+    """Run one rank in a separate process that prints into a file."""
     output = os.open(screen, os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -184,7 +189,7 @@ LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT 
 
 
 def predicted(flags: str, device: DeviceFile) -> float:
-    """Predicted seconds of a step of one process."""
+    """Return the predicted seconds of a step of one process."""
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
     launch = Launch(0, 1)
@@ -194,7 +199,7 @@ def predicted(flags: str, device: DeviceFile) -> float:
 
 
 def described(measured: Measured, device: torch.device, ranks_per_node: int) -> DeviceFile:
-    """Device file from the measurements on this machine, without its links."""
+    """Return the device file of the measurements on this machine, without its links."""
     import torch
 
     from megatron.extensions.plan.planner.calibration.fit import device_file

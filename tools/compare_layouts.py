@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -49,7 +49,7 @@ effect of a mistake, as Adam divides small gradients, rounding error included, b
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its own flags, those flags combined with the common ones, and its ranks."""
+    """One of the two layouts: its name, its own flags, these flags combined with the common ones, and its ranks."""
 
     name: str
     flags: str
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def only_judged(snapshot: Snapshot) -> Snapshot:
-    """Initial weights, and for the first step the tensors of `JUDGED`."""
+    """Return the initial weights and, for the first step, the tensors of `JUDGED`."""
     tensors = {
         key: value
         for key, value in snapshot.tensors.items()
@@ -101,14 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--a", type=any_text, required=True, metavar="FLAGS", help="further flags of side a")
     add("--b", type=any_text, required=True, metavar="FLAGS", help="further flags of side b")
     add("--steps", type=int, default=2, help="training steps (default: 2)")
-    add("--world-a", type=int, metavar="N", help="ranks of side a; default: as few as its layout needs")
+    add("--world-a", type=int, metavar="N", help="ranks of side a (default: as few as its layout needs)")
     add("--world-b", type=int, metavar="N", help="ranks of side b")
-    add("--tolerance", type=float, help="largest relative difference that counts as rounding; default by precision")
+    add("--tolerance", type=float, help="largest relative difference that counts as rounding (default: by precision)")
     return parser
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Joins `--a X` to `--a=X`, as argparse would read a value that begins with dashes as a flag."""
+    """Join `--a X` to `--a=X`, because argparse would read a value that begins with dashes as a flag."""
     joined: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -117,7 +117,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def check_own_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError with every problem of the flags before --, one a line."""
+    """Raise ValueError with every problem of the flags before --, one per line."""
     problems = too_small(args, steps=1, world_a=1, world_b=1, tolerance=0)
     for name, text in (("--a", args.a), ("--b", args.b)):
         try:
@@ -128,7 +128,7 @@ def check_own_flags(args: argparse.Namespace) -> None:
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
-    """Both sides. Raises ValueError with every problem of both, one a line."""
+    """Return both sides. Raises ValueError with every problem of both, one per line."""
     common = common_flags(args, flags)
     batch = _batch_flags(args, common)
     sides, problems = [], []
@@ -157,7 +157,7 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """The flags of both sides, with defaults of a comparison added where they are not given."""
+    """Return the flags of both sides, with defaults for a comparison added where they are not given."""
     try:  # flags of one side count as given too
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
@@ -202,7 +202,7 @@ def run_side(side: Side, steps: int) -> Snapshot:
 
 
 def check_comparable(snapshots: Sequence[Snapshot]) -> None:
-    """Raises ValueError if the sides have different tensors."""
+    """Raise ValueError if the sides have different tensors."""
     shapes = [{key: tuple(value.shape) for key, value in snapshot.tensors.items()} for snapshot in snapshots]
     problems = []
     for name, mine, other in (("a", *shapes), ("b", *reversed(shapes))):
@@ -241,8 +241,8 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 
 def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
-    """How two tensors differ, and where they differ most. Elements differ by more than the tolerance times the largest
-    value."""
+    """Print how two tensors differ, and where they differ most. Elements differ if their distance exceeds the tolerance
+    times the largest value."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

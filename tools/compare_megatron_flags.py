@@ -4,11 +4,11 @@
     python tools/compare_megatron_flags.py ~/Megatron-LM --branch dev --write "Megatron-LM dev 1a2b3c4d (2026-09-30)"
     python tools/compare_megatron_flags.py
 
-Prints the flags that are new, gone or changed since the version of megatron_flags/flags_of_head.txt, with the treatment
-of each new one: the same here, translated, no effect, refused, or unknown. It then prints how many flags have each
-treatment, and the choices that are unknown. The parser is built by the checkout's own code, which runs in a process of
-its own. --write replaces the branch in the table, with a line that names the version. Exit code 1 if a flag or a choice
-is unknown. Without a checkout, it rewrites the treatments in the table; use this after adding a flag to this program.
+Prints the flags that are new, removed or changed since the version of megatron_flags/flags_of_head.txt, with the
+treatment of each new one: the same here, translated, no effect, refused, or unknown. It then prints how many flags have
+each treatment, and the choices that are unknown. The checkout's own code builds the parser in a separate process.
+--write replaces the branch in the table, with a line that names the version. Exit code 1 if a flag or a choice is
+unknown. Without a checkout, it rewrites the treatments in the table; use this after adding a flag to this program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions.interop.megatron_flags.head_flags import (
@@ -45,7 +45,7 @@ PARSER = Path(__file__).with_name("common") / "megatron_parser.py"
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument(
-        "checkout", type=Path, nargs="?", help="folder of a checkout, which has megatron/training/arguments.py"
+        "checkout", type=Path, nargs="?", help="folder of a checkout that has megatron/training/arguments.py"
     )
     parser.add_argument("--branch", choices=("main", "dev"), default="main", help="branch to compare with (main)")
     parser.add_argument("--write", metavar="VERSION", help="write the table, with this description of the version")
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_table(rows: Sequence[Row], versions: Mapping[str, str]) -> None:
-    """Writes the table with today's treatments. `versions`: branch -> the description of a version that is new."""
+    """Write the table with the current treatments. `versions` maps branches to descriptions of new versions."""
     parsers = {name: [row.flag for row in rows if name in row.branches.split()] for name in ("main", "dev")}
     stated = dict(line[2:].split(": ", 1) for line in TABLE.read_text(encoding="utf-8").splitlines()[:2])
     sources = [f"{name}: {version}" for name, version in {**stated, **versions}.items()]
@@ -83,7 +83,7 @@ def write_table(rows: Sequence[Row], versions: Mapping[str, str]) -> None:
 
 
 def flags_of(checkout: Path) -> list[TheirFlag]:
-    """The flags of a checkout's parser. Raises ValueError if it cannot be built."""
+    """Return the flags of a checkout's parser. Raises ValueError if the parser cannot be built."""
     if not (checkout / "megatron" / "training" / "arguments.py").is_file():
         raise ValueError(f"{checkout}: has no megatron/training/arguments.py; give the folder of a checkout")
     built = subprocess.run([sys.executable, str(PARSER), str(checkout)], capture_output=True, text=True)

@@ -4,10 +4,10 @@
     python tools/convert_checkpoint.py --input runs/llama/checkpoints --output exported --dtype bfloat16
     python tools/convert_checkpoint.py --input Qwen3-0.6B --output runs/qwen/start --check "The capital of France is"
 
-The format of the input is recognized. --to names that of the output: by default ours, or Hugging Face's for ours.
-Tensors are read, converted and written one at a time, without a GPU. Nothing is executed from the input: pickles are
-loaded with weights_only, and an extension that a checkpoint names runs only if --extension names it too, or if the run
-is the user's own (SECURITY.md). The output folder appears when it is complete.
+The format of the input is recognized. --to names the output format, by default ours, or Hugging Face's for an input in
+ours. Tensors are read, converted and written one at a time, without a GPU. Nothing is executed from the input: pickles
+are loaded with weights_only, and an extension that a checkpoint names runs only if --extension names it too, or if the
+run is the user's own (SECURITY.md). The output folder appears when it is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folders = dict(zip(conversion.formats, (args.input, args.output), strict=True))
             if args.check is not None and folders.keys() != {"hf", "dcp"}:
                 raise ValueError(
-                    "--check compares a Hugging Face folder with a checkpoint; this conversion has not both"
+                    "--check compares a Hugging Face folder with a checkpoint, but this conversion does not have both"
                 )
             if folder != args.output and args.check is not None:
                 raise ValueError(f"--check reads a local output, and --output {args.output} is a URL; leave it out")
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--to",
         choices=formats(),
-        help="format: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)",
+        help="output format: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)",
     )
     add(
         "--dtype",
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     text = "from ours: the trained weights, or averages that the checkpoint has, as ema or ema.decay_0_999"
     add("--weights", default="trained", metavar="NAME", help=text)
-    add("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
+    add("--max-shard-size", default="5GB", help="largest Hugging Face weight file (default: 5GB)")
     add(
         "--weights-only",
         action="store_true",
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def convert(conversion: Conversion, workers: int, what: str = "converting") -> None:
-    """Convert, and show the progress."""
+    """Convert a model and show the progress."""
     bar = ProgressBar(what, conversion.target.nbytes, "B")
     try:
         conversion.run(workers, bar.update)

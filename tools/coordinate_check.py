@@ -26,7 +26,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -53,23 +53,23 @@ MODEL = (
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --init-method-std 0.03 --position-embedding-type rope "
     "--normalization RMSNorm --disable-bias-linear"
 )
-"""Model that the flags after `--` change."""
+"""Flags of the model, which the flags after `--` change."""
 
 PARTS = ("embedding", "attention", "mlp", "stream", "logits")
 """Measured parts: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
-head."""
+output layer."""
 
 Sizes = dict[str, list[float]]
-"""Part -> root mean squares after 0, 1, ... steps."""
+"""Root mean squares after 0, 1, ... steps, by part."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes in one model."""
+    """Measured sizes in one model."""
 
     activations: Sizes
     updates: Sizes
-    """Sizes of the change of activations since the start; 0 for a part that nothing trains."""
+    """Root mean square of the change of activations since the start; 0 for a part that is not trained."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Axis:
     found: Sequence[Measured]
 
     def slopes(self, steps: int) -> Iterator[tuple[str, str, float]]:
-        """(part, "activation" or "update", slope) after the last step."""
+        """Yield (part, "activation" or "update", slope) after the last step."""
         for part in PARTS:
             for kind in ("activation", "update"):
                 values = [getattr(each, f"{kind}s")[part][steps] for each in self.found]
@@ -89,7 +89,7 @@ class Axis:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of the line through (log2 size, log2 value) by least squares; 0 where nothing moves."""
+    """Return the least-squares slope of log2 value over log2 size; 0 if nothing changes."""
     if not any(values):
         return 0.0
     if not all(0 < value < math.inf for value in values):
@@ -100,7 +100,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
-    """The resolved configuration of a size. Raises ValueError with every problem."""
+    """Return the resolved configuration for given sizes. Raises ValueError with every problem."""
     config = parse_args([*MODEL.split(), *flags])
     if (width := sizes.get("hidden_size")) is not None:
         config = with_named(config, {name: int(value) for name, value in scaled_widths(config, width).items()})
@@ -110,7 +110,7 @@ def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
 
 
 def measured(config: RunConfig, steps: int) -> Measured:
-    """Trains a model in a process of its own."""
+    """Train a model in a separate process."""
     from megatron.testing.local_world import run_world
 
     (found,) = run_world(1, _train, config, steps)
@@ -129,7 +129,7 @@ def _train(rank: int, world_size: int, config: RunConfig, steps: int) -> Measure
         for step in range(steps + 1):
             if step:
                 train_step(run)
-                run.progress.consumed_samples = 0  # the same batch again
+                run.progress.consumed_samples = 0  # repeats the same batch
             now = _activations(run, batch)
             first = first or now
             for part in PARTS:
@@ -143,7 +143,7 @@ def _size(values: Tensor) -> float:
 
 
 def _activations(run: TrainingRun, batch: Batch) -> dict[str, Tensor]:
-    """Part -> activations of a batch, without training."""
+    """Return the activations of a batch by part, without training."""
     import torch
 
     (model,) = run.stages.values()
@@ -162,7 +162,7 @@ def _activations(run: TrainingRun, batch: Batch) -> dict[str, Tensor]:
 
 
 def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
-    """(part, module whose output it is)"""
+    """Yield (part, module whose output is measured)."""
     assert model.embedding is not None and model.output_layer is not None
     yield "embedding", model.embedding
     layers = list(model.named_layers().values())
@@ -175,8 +175,8 @@ def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
-    """Lines of a table of slopes, and whether all are flat. Activations of the logits may shrink, as their initial
-    values do."""
+    """Return the lines of a table of slopes, and whether all are flat. The activations of the logits may shrink, as
+    their initial values do."""
     lines, flat = [f"{axis.name}s {' '.join(map(str, axis.sizes))}: slopes after {steps} steps"], True
     for part, kind, found in axis.slopes(steps):
         may_shrink = part == "logits" and kind == "activation"
@@ -187,7 +187,7 @@ def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
 
 
 def picture(axes: Sequence[Axis], steps: int) -> Figure:
-    """Sizes over width and depth after the last step: activations above, updates below."""
+    """Draw sizes over width and depth after the last step: activations above, updates below."""
     from .pictures.drawing import new_figure
 
     figure = new_figure(4.6 * len(axes), 6)
@@ -213,8 +213,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_extension_flag(parser, argv)
     parser.add_argument("--widths", type=int, nargs="+", metavar="N", help="values of --hidden-size, at least two")
     parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="values of --num-layers, at least two")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps of training (default: 8)")
-    parser.add_argument("--tolerance", type=float, default=0.2, help="largest slope that is flat (default: 0.2)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="training steps (default: 8)")
+    parser.add_argument("--tolerance", type=float, default=0.2, help="largest slope that counts as flat (default: 0.2)")
     parser.add_argument("--output", type=Path, metavar="PICTURE", help="PNG file to write")
     return parser
 

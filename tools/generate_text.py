@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -71,7 +71,7 @@ def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, de
     shown, bad = 0, 0
     typed = not args.prompt and sys.stdin.isatty()
     if typed:
-        print("a prompt per line, Ctrl-D to end", file=sys.stderr)
+        print("one prompt per line, Ctrl-D to end", file=sys.stderr)
     if typed or len(args.prompt) == 1:
         for number, prompt in enumerate(prompts_of(args)):
             generation = engine.submit(request_of(model, defaults, prompt, number))
@@ -103,7 +103,7 @@ def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, de
 
 
 def prompts_of(args: argparse.Namespace) -> Iterator[str]:
-    """--prompt, or the lines of standard input."""
+    """Return --prompt, or the lines of standard input."""
     return iter(args.prompt) if args.prompt else (line.rstrip("\n") for line in sys.stdin if line.strip())
 
 
@@ -112,7 +112,7 @@ def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) 
 
 
 def reported(prompt: str, generation: Generation) -> bool:
-    """Return True if a prompt has no text, or no more text, for a reason that is printed."""
+    """Return True if a prompt has no text, or no complete text, and print the reason."""
     if generation.error is not None:
         print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
     return generation.error is not None
@@ -160,9 +160,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
     add = parser.add_argument
     add("--prompt", type=any_text, nargs="+", action="extend", default=[], help="texts to continue")
-    add("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
-    add("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
-    add("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
+    add("--jsonl", metavar="FILE", help="requests, one JSON object per line; - for standard input")
+    add("--output", type=Path, metavar="FILE", help="file for the answers to --jsonl (default: screen)")
+    add("--chat", action="store_true", help="talk to the model with the chat template of its tokenizer")
     add("--system", type=any_text, metavar="TEXT", help="system message of --chat")
     add("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     add("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
@@ -173,14 +173,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--repetition-penalty",
         type=float,
         default=1.0,
-        help="divides the logits of tokens that the text has already (default: 1, none)",
+        help="divides the logits of tokens that the text already contains (default: 1, no penalty)",
     )
     add("--stop", type=any_text, nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
     add(
         "--stop-token-ids", nargs="+", action="extend", default=[], type=int, metavar="ID", help="tokens to stop before"
     )
-    add("--logprobs", type=int, metavar="N", help="with --jsonl: log-probabilities, and N alternatives")
-    add("--token-ids", action="store_true", help="with --jsonl: token ids of prompts and texts")
+    add("--logprobs", type=int, metavar="N", help="with --jsonl: return log-probabilities and N alternatives")
+    add("--token-ids", action="store_true", help="with --jsonl: return token ids of prompts and texts")
     add("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
     args = parser.parse_args(argv)
     problems = too_small(args, max_new_tokens=1, batch_size=1)
@@ -202,7 +202,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Sampling is greedy by default; --top-k, --top-p or --min-p alone samples at temperature 1."""
+    """Return the sampling parameters. Decoding is greedy by default; --top-k, --top-p or --min-p alone samples at
+    temperature 1."""
     limited = args.top_k is not None or args.top_p is not None or args.min_p is not None
     default = 1.0 if limited else 0.0
     temperature = default if args.temperature is None else args.temperature

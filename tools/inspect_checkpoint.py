@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 
 import torch
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -65,7 +65,7 @@ class ForeignWeights:
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
-            recognize,  # which checkpoints of ours do not need
+            recognize,  # our own checkpoints do not need it
         )
         from megatron.extensions.interop.conversion.formats import Options
 
@@ -84,8 +84,8 @@ Contents = Checkpoint | ForeignWeights
 
 
 def open_or_complain(path: PurePath) -> Contents:
-    """The checkpoint at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there
-    is nothing complete."""
+    """Open the contents of `path`: a checkpoint whose files are verified, or the weights of a model. Raises ValueError
+    if there is nothing complete."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     remarks: list[str] = []
@@ -98,7 +98,7 @@ def open_or_complain(path: PurePath) -> Contents:
 
 
 def describe(found: Contents) -> str:
-    """The run's position, its layout, and every tensor; parameters first, each part in order of names."""
+    """Describe the run's position, its layout, and every tensor; parameters come first, each part sorted by name."""
     tensors = found.tensors
     names = in_order(tensors)
     width = max(map(len, names), default=0)
@@ -149,7 +149,7 @@ class Difference:
 
     key: str
     how: str
-    """Text, if something other than the values differs."""
+    """Description if something other than the values differs."""
 
     count: int = 0
     of: int = 0
@@ -165,7 +165,7 @@ class Difference:
 
 
 def differences(one: Contents, two: Contents) -> list[Difference]:
-    """Every tensor in which two checkpoints differ; of models of another format their parameters."""
+    """Return every tensor in which two checkpoints differ; models in another format have only parameters."""
     found = []
     alone = {one: "first", two: "second"}
     for key in in_order(compared(one, two)):
@@ -185,7 +185,7 @@ def differences(one: Contents, two: Contents) -> list[Difference]:
 
 
 def compared(one: Contents, two: Contents) -> set[str]:
-    """Keys of all tensors that both formats can have."""
+    """Return the keys of all tensors that both formats can have."""
     keys = one.tensors.keys() | two.tensors.keys()
     if isinstance(one, Checkpoint) and isinstance(two, Checkpoint):
         return keys
@@ -193,7 +193,7 @@ def compared(one: Contents, two: Contents) -> set[str]:
 
 
 def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None:
-    """How two tensors of one shape and dtype differ, or None. Equal bits are equal, NaN too."""
+    """Return how two tensors of one shape and dtype differ, or None. Equal bits are equal, even for NaN."""
     flat_one, flat_two = one.reshape(-1), two.reshape(-1)
     bits_one, bits_two = (flat.view(torch.uint8).view(flat.numel(), -1) for flat in (flat_one, flat_two))
     differs = (bits_one != bits_two).any(dim=1)
@@ -208,7 +208,7 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """Output: a line for each tensor that differs, or, if they are many, for each name without numbers."""
+    """Return the output: one line per differing tensor or, if there are many, per name without layer numbers."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""
@@ -229,10 +229,10 @@ def without_numbers(key: str) -> str:
 
 
 def group_line(name: str, count: int, group: Sequence[Difference]) -> str:
-    """A line for the tensors of one name in several layers."""
+    """Return one line for the tensors of one name in several layers."""
     if len(group) == 1:
         return str(group[0])
-    most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN is most
+    most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN counts as the largest
     whole = replace(most, count=sum(each.count for each in group), of=sum(each.of for each in group))
     where = f"layer {' '.join(re.findall(r'[.]([0-9]+)[.]', most.key))}"
     example = f"{where} {most.how}" if most.how else f"{whole.amount}, in {where}"

@@ -10,10 +10,10 @@
     python tools/inspect_dataset.py --sample-log samples.jsonl --step 18 --data-path 0.7 a.jsonl 0.3 b.jsonl \\
         --tokenizer-type ByteTokenizer
 
-Text files are tokenized as in a run. --sample-log shows the samples of a step. Its data sets are given as in the run;
+Text files are tokenized as in a run. --sample-log shows the samples of a step. Give its data sets as in the run, and
 those of later phases with --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags
 have the same meaning as in training. The file then holds the arrays `train`, `valid` and `test` [samples, seq_length +
-1] of token ids, for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples of each.
+1] of token ids for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples in each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -62,7 +62,7 @@ DATA_FIELDS = (
 
 
 def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
-    """Lines about a whole dataset; reads all of it."""
+    """Yield lines about a whole dataset. Reads all of it."""
     lengths = dataset.lengths
     yield f"{dataset.prefix}: {dataset.dtype.name}, {dataset.num_tokens * dataset.dtype.itemsize:,} bytes of tokens"
     yield f"  documents {dataset.num_documents:,}, sequences {len(dataset):,}, tokens {dataset.num_tokens:,}"
@@ -82,7 +82,7 @@ def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
 
 
 def token_blocks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray]]:
-    """(position of its first token, tokens) of each block of the dataset, in order."""
+    """Yield (position of its first token, tokens) for each block of the dataset, in order."""
     for start in range(0, dataset.num_tokens, BLOCK):
         yield start, dataset.read(start, min(BLOCK, dataset.num_tokens - start))
 
@@ -103,7 +103,7 @@ def count_without_end(dataset: IndexedDataset, eod: int) -> int:
 
 
 def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """The beginnings of the first sequences, decoded where there is a tokenizer."""
+    """Yield the beginnings of the first sequences, decoded if there is a tokenizer."""
     for number in range(min(count, len(dataset))):
         ids = dataset.get(number, 0, min(length, int(dataset.lengths[number]))).tolist()
         yield f"  sequence {number}, {int(dataset.lengths[number]):,} tokens: {ids}"
@@ -112,7 +112,8 @@ def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer 
 
 
 def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """All tokens of a document, decoded where there is a tokenizer. Raises ValueError if there is no such document."""
+    """Yield all tokens of a document, decoded if there is a tokenizer. Raises ValueError if there is no such
+    document."""
     if not 0 <= number < dataset.num_documents:
         raise ValueError(
             f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1}; choose one of them"
@@ -124,8 +125,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Prefix of the indexed dataset of a path: the path itself, or the tokens of text, which are made now if no run has
-    made them."""
+    """Return the prefix of the indexed dataset for a path: the path itself, or the tokens of a text file, which is
+    tokenized now if no run has done so."""
     kind = data_kind_of(path)
     if kind is None:
         return path
@@ -140,7 +141,7 @@ def prefix_of(path: str, args: argparse.Namespace) -> str:
 
 
 def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    """Print what a step was trained on."""
+    """Print the samples of a training step."""
     if args.step is None:
         raise ValueError("--sample-log needs --step, the iteration to show")
     record = record_of_step(Path(args.sample_log), args.step)
@@ -160,8 +161,8 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[DatasetConfig]:
-    """The data of the flags, and the data of each phase of --data-phases that changes it. Raises ValueError with what
-    is wrong with the file."""
+    """Return the data of the flags, and the data of each phase of --data-phases that changes it. Raises ValueError if
+    the file is wrong."""
     path = getattr(args, "data_phases", None)
     if path is None:
         return [config]
@@ -175,7 +176,7 @@ def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[Data
 
 
 def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
-    """Prints what there is to say about each dataset; returns the number of contradictions found."""
+    """Print a description of each dataset, and return the number of contradictions found."""
     eod = tokenizer.eod if tokenizer is not None and args.eod is None else args.eod
     found = 0
     for prefix in prefixes:
@@ -229,7 +230,7 @@ def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def sizes(args: argparse.Namespace, config: DatasetConfig) -> tuple[int | None, int | None, int | None]:
-    """Samples asked of each split. Raises ValueError where a weighted blend is given none."""
+    """Return the number of samples requested for each split. Raises ValueError if a weighted blend has none."""
     found = (args.train_samples, args.valid_samples, args.test_samples)
     shares = parse_split(config.split)
     for number, split in enumerate(SPLITS):
@@ -255,12 +256,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_extension_flag(parser, argv)
     parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
     parser.add_argument("--show", type=int, default=0, help="number of sequences to show")
-    parser.add_argument("--show-tokens", type=int, default=64, help="tokens to show of each sequence")
-    parser.add_argument("--document", type=int, nargs="+", metavar="N", help="documents to show whole, counted from 0")
+    parser.add_argument("--show-tokens", type=int, default=64, help="tokens to show per sequence")
+    parser.add_argument(
+        "--document", type=int, nargs="+", metavar="N", help="documents to show in full, counted from 0"
+    )
     parser.add_argument("--sample-log", metavar="FILE", help="file of a run's --sample-log")
     parser.add_argument("--step", type=int, metavar="N", help="iteration of --sample-log to show")
-    parser.add_argument("--eod", type=int, help="EOD token, where no tokenizer is given")
-    parser.add_argument("--dump", metavar="FILE.npz", help="write the samples of the data flags")
+    parser.add_argument("--eod", type=int, help="EOD token, if no tokenizer is given")
+    parser.add_argument("--dump", metavar="FILE.npz", help="write the samples that the data flags select")
     for split in SPLITS:
         parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)

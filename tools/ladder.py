@@ -2,13 +2,13 @@
 
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
-The flags after `--` describe the large run, the target. A rung is the same run at another width and depth, with the
-head channels of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules
-are shortened with the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not trained
-again, and an interrupted one resumes from its checkpoint. --sbatch writes a SLURM array instead.
+The flags after `--` describe the large run, the target. A rung is the same run with another width and depth. It has the
+head size of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules are
+shortened with the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not trained again,
+and an interrupted one resumes from its checkpoint. --sbatch writes a SLURM array instead.
 
-Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. OUTPUT receives rungs.csv, with a
-line for each rung, and ladder.json, the prediction, for --expect of the large run. Exit code 0: done; 1: a rung failed;
+Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. It writes rungs.csv, with one line
+per rung, and ladder.json, the prediction for the large run's --expect, to OUTPUT. Exit code 0: done; 1: a rung failed;
 2: wrong flags, or too few finished rungs.
 """
 
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -59,16 +59,16 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "widths that have all --rates, and --lr (default: all widths have --rates alone); the others have --lr"
     add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
     add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
-    text = 'starts a rung, in place of this Python; for example "torchrun --nproc-per-node 8"'
+    text = 'command that starts a rung, instead of this Python; for example "torchrun --nproc-per-node 8"'
     add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=text)
     text = f"write {SCRIPT}, a SLURM array with a task for each rung, and train nothing"
     add("--sbatch", action="store_true", help=text)
     text = "option of sbatch, such as --sbatch-option=--time=2:00:00; may be given more than once"
     add("--sbatch-option", action="append", default=[], metavar="OPTION", help=text)
-    add("--print", action="store_true", help="print the commands, or with --sbatch the script, and do nothing")
-    add("--rung", type=int, metavar="N", help="train rung N, from 0 on, and nothing else: a task of the array")
-    add("--fit", action="store_true", help="train nothing: predict from the rungs that have finished")
-    add("--picture", type=Path, metavar="FILE", help="picture of the law and the curves to write")
+    add("--print", action="store_true", help="only print the commands or, with --sbatch, the script")
+    add("--rung", type=int, metavar="N", help="train only rung N, counted from 0: one task of the array")
+    add("--fit", action="store_true", help="train nothing; predict from the finished rungs")
+    add("--picture", type=Path, metavar="FILE", help="file for a picture of the law and the curves")
     return parser
 
 
@@ -83,7 +83,7 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
         process = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
         try:
             return process.wait()
-        finally:  # this program is ended, so the rung saves a checkpoint
+        finally:  # if this program is terminated, the rung saves a checkpoint
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -94,12 +94,12 @@ def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Se
 
 
 def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """The flags of the target, with the extensions of this program."""
+    """Return the flags of the target with the extensions of this program."""
     return [*(word for name in args.extension for word in ("--extension", name)), *flags]
 
 
 def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Train the rungs one after another, smallest first. Returns a line for each that failed."""
+    """Train the rungs one after another, smallest first. Returns one line for each that failed."""
     failed = []
     for number, rung in enumerate(ladder.rungs):
         print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)
@@ -117,7 +117,7 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def no_law(ladder: Ladder) -> list[str]:
-    """Reasons that would prevent a fit after all rungs are trained."""
+    """Return the reasons that would prevent a fit after all rungs are trained."""
     problems = []
     if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"
@@ -135,7 +135,7 @@ def write(path: Path, text: str) -> None:
 
 
 def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], flags: Sequence[str]) -> str:
-    """Write the script of --sbatch. Its tasks run this program with the same flags; --rung selects the rung."""
+    """Return the script of --sbatch. Its tasks run this program with the same flags; --rung selects the rung."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -147,7 +147,8 @@ def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], 
 
 
 def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
-    """Best rate of each size with finished runs at three or more rates; diverged runs have the worst loss."""
+    """Return the best rate of each size with finished runs at three or more rates; diverged runs have the worst
+    loss."""
     rates = []
     for size in dict.fromkeys(each.rung.size for each in found):
         runs = [each for each in found if each.rung.size == size]
@@ -161,7 +162,7 @@ def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
 
 
 def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -> None:
-    """Predict, print, and write the files."""
+    """Predict the loss, print the prediction, and write the files."""
     from megatron.extensions.plan.ladder.prediction import lines, predict
 
     prediction = predict(ladder, found, swept_rates(found))
@@ -176,7 +177,7 @@ def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -
 
 
 def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
-    """Last losses over compute on the left, with the target's; loss curves over tokens on the right."""
+    """Draw last losses over compute on the left, with the target's, and loss curves over tokens on the right."""
     from matplotlib.ticker import LogFormatter
 
     from .pictures.drawing import new_figure
@@ -205,7 +206,7 @@ def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
     panels[1].fill_between(tokens, *([point[side] for point in curve] for side in ("low", "high")), alpha=0.2)
     panels[1].set(title="validation loss", xlabel="tokens", xscale="log")
     for panel in panels:
-        panel.xaxis.set_major_formatter(LogFormatter())  # without formulas, which pictures do not have
+        panel.xaxis.set_major_formatter(LogFormatter())  # plain text, because pictures have no formulas
         panel.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=True))
         panel.grid(alpha=0.3)
         panel.legend(fontsize="x-small", frameon=False)

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -74,11 +74,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input", type=located, nargs="+", required=True, metavar="PATH", help="checkpoints, or the folder of one run")
     add("--output", type=Path, required=True, help="folder to create")
     add("--last", type=int, metavar="K", help="merge the newest K checkpoints of the run")
-    text = "of --last: only checkpoints at the peak learning rate, after its warm-up and before its decay"
+    text = "with --last: only checkpoints at the peak learning rate, after its warm-up and before its decay"
     add("--stable", action="store_true", help=text)
-    text = "merge these checkpoints of the run; with several inputs: the iteration of each, if it records none"
+    text = "merge these checkpoints of the run; with several inputs: the iteration of each input that records none"
     add("--iterations", type=int, nargs="+", metavar="N", help=text)
-    add("--weights", type=float, nargs="+", metavar="W", help="a weight for each checkpoint (default: equal weights)")
+    add("--weights", type=float, nargs="+", metavar="W", help="one weight per checkpoint (default: equal weights)")
     add("--allow-unnormalized", action="store_true", help="accept --weights whose sum is not 1")
     text = "weights that emulate a decay of this shape, from the first checkpoint to the last"
     add("--emulate-decay", choices=STYLES, help=text)
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         help="number format of all weights: float32, bfloat16 or float16 (default: the widest of the inputs')",
     )
-    add("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
+    add("--max-shard-size", default="5GB", help="largest Hugging Face weight file (default: 5GB)")
     add("--workers", type=int, default=1, help="processes (default: 1)")
     args = parser.parse_args(argv)
     refuse([*too_small(args, workers=1, last=2, decay_floor=0), *_conflicts(args)])
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _conflicts(args: argparse.Namespace) -> list[str]:
-    """Report flags that contradict each other, or need another one."""
+    """Return the problems of flags that contradict each other or need another one."""
     rules = {
         "--last and --iterations both choose checkpoints; give one": args.last is not None and args.iterations,
         "--weights and --emulate-decay both give weights; give one": args.weights and args.emulate_decay,

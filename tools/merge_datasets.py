@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -24,7 +24,7 @@ from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Prefixes of the datasets named. Raises ValueError with every input that has none."""
+    """Return the prefixes of the named datasets. Raises ValueError with every input that has none."""
     found, problems = [], []
     for value in inputs:
         folder = Path(value)

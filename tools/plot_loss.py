@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -24,7 +24,7 @@ VALID_KEY = "valid_loss"
 
 
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
-    """Writes the picture and returns a line that says what is in it."""
+    """Write the picture and return a line that describes it."""
     series = []
     summary = []
     runs = [read_metrics(path) for path in paths]
@@ -43,7 +43,7 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
 
         axes = figure.axes[0]
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())  # without formulas, which pictures do not have
+        axes.yaxis.set_major_formatter(LogFormatter())  # plain text, because pictures have no formulas
         axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     write_picture(figure, output)
     return "\n".join(summary)

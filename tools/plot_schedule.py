@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -41,7 +41,7 @@ from .pictures.drawing import (
 
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
-"""Of an action of a schedule that does not fit otherwise: three small digits."""
+"""Width in inches of an action in a schedule that does not fit otherwise: three small digits."""
 
 LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {
@@ -49,13 +49,13 @@ COSTS: dict[str, tuple[float, str]] = {
     "input_grad": (1.0, "time of I"),
     "weight_grad": (1.0, "Largest number of characters per line of text; of longer lines, the two ends are printed."),
     "comm": (0.0, "time of a message between two ranks"),
-    "exchanges": (0, "all-to-alls of experts in F, and in B or I"),
+    "exchanges": (0, "expert all-to-alls in F, and in B or I"),
     "exchange": (0.0, "time of such an all-to-all"),
 }
-"""Field of `StageCosts` and flag -> (default, help)."""
+"""Default and help of each field of `StageCosts` and flag."""
 
 MOST_COLUMNS = 480
-"""Characters of a line of text; of a longer one the two ends are printed."""
+"""Largest number of characters in a line of text; only the two ends of a longer line are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}")
     if found.exchanging:
         hidden = 1 - found.exposed / found.exchanging
-        print(f"all-to-alls of experts overlapped with computation: {hidden:.1%} of their time")
+        print(f"expert all-to-alls overlapped with computation: {hidden:.1%} of their time")
     if any(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS) and flushes:
         from megatron.extensions.plan.planner.time.pipeline import post_validated
 
@@ -107,7 +107,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     add("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
     add("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     add("--num-microbatches", type=int, default=8)
-    add("--steps", type=int, default=3, help="steps to draw of a schedule that does not flush")
+    add("--steps", type=int, default=3, help="steps to draw for a schedule without flush")
     names = "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage"
     add_config_flags(parser, "stages, as in training", *names)
     for name, (default, text) in COSTS.items():
@@ -132,21 +132,21 @@ def check(args: argparse.Namespace) -> None:
 
 
 def short(action: Action) -> str:
-    """stage.microbatch, as in F0.3 or SEND_F0.3"""
+    """Format an action as kind, stage and microbatch: F0.3 or SEND_F0.3."""
     return f"{action.kind.value}{action.stage}.{action.microbatch}"
 
 
 @dataclass(frozen=True)
 class Names:
-    """How passes are named and shaded."""
+    """Names and shades of passes."""
 
     layout: PipelineLayout
     per_step: int | None = None
-    """Micro-batches of a step, of a schedule that does not flush."""
+    """Micro-batches per step of a schedule without flush."""
 
     def label(self, action: Action) -> str:
-        """Kind, micro-batch, a letter for the chunk if a rank has several, and the version of the weights if there are
-        several, as in F3v1."""
+        """Return the kind, the micro-batch, a letter for the chunk if a rank has several, and the version of the
+        weights if there are several, as in F3v1."""
         layout, version = self.layout, ""
         chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
         if self.per_step is not None:
@@ -154,7 +154,7 @@ class Names:
         return f"{action.kind.value}{action.microbatch}{chunk}{version}"
 
     def shade(self, action: Action) -> float:
-        """Paler for later chunks, and for every other version."""
+        """Return the opacity of an action: paler for later chunks, and for every other version."""
         if self.per_step is not None:
             return 1 - 0.5 * (version_of(action.microbatch, self.per_step) % 2)
         return 1 - 0.6 * self.layout.chunk_of(action.stage) / self.layout.chunks
@@ -167,23 +167,23 @@ class Names:
 
 
 def version_of(microbatch: int, microbatches: int) -> int:
-    """Updates in the weights that a pass uses, by the number of its micro-batch in a run that does not flush: a step's
-    passes begin before the update of the step before."""
+    """Return the number of updates in the weights that a pass uses, by its micro-batch number in a run without flush: a
+    step's passes begin before the update of the previous step."""
     return max(0, microbatch // microbatches - 1)
 
 
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
-    """Text about a schedule that does not flush: of the run that is drawn, and of `LONG_RUN` steps."""
+    """Describe a schedule without flush: the run that is drawn, and a run of `LONG_RUN` steps."""
     long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
     return (
         f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"
-        f"{LONG_RUN} steps: time of a step {long.makespan / LONG_RUN:g}, bubble {long.bubble:.4f}, all of it where the "
-        "pipeline fills and empties"
+        f"{LONG_RUN} steps: time of a step {long.makespan / LONG_RUN:g}, bubble {long.bubble:.4f}, all of it while "
+        "the pipeline fills and empties"
     )
 
 
 def text_of(found: Simulation, names: Names) -> list[str]:
-    """One line per rank, to scale, with the labels of `Names.label`."""
+    """Return one line per rank, to scale, with the labels of `Names.label`."""
     timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
     widest = max(len(names.label(entry.action)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
@@ -198,7 +198,7 @@ def text_of(found: Simulation, names: Names) -> list[str]:
 
 
 def without_middle(lines: Sequence[str]) -> list[str]:
-    """Lines of a long schedule cut to their beginnings and ends, at the same columns."""
+    """Cut the lines of a long schedule to their beginnings and ends, at the same columns."""
     longest = max(map(len, lines))
     if longest <= MOST_COLUMNS:
         return list(lines)
@@ -208,13 +208,14 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """Kinds of actions that take time. Passes that run in turns are drawn as one, named by the forward."""
+    """Return the actions that take time. Passes that run in turns are drawn as one, named after the forward."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
-    """A bar for each compute action: colour by kind, shaded as `names` says, with its microbatch. At the right the idle
-    share of each rank. The beginning and the end of a long schedule, where ranks differ; the middle is repetitive."""
+    """Draw a bar for each compute action, coloured by kind, shaded by `names`, with its microbatch, and the idle share
+    of each rank at the right. Of a long schedule, only the beginning and the end, where ranks differ, are drawn; the
+    middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))
@@ -241,7 +242,7 @@ def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
 
 
 def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
-    """The parts of a schedule that are drawn: all of it, or its two ends, `most` long together."""
+    """Return the parts of a schedule that are drawn: all of it, or its two ends, `most` long together."""
     if makespan <= most:
         return [(0.0, makespan)]
     return [(0.0, most / 2), (makespan - most / 2, makespan)]

@@ -12,8 +12,8 @@ prefix may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json h
 tools/inspect_dataset.py verifies.
 
 On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
-The last machine to finish joins their datasets to the one that a single machine would have written, and deletes them.
-Uncompressed JSON lines files are divided; for other formats there should be several files per machine.
+The last machine to finish joins their datasets into the one that a single machine would have written, and deletes the
+parts. Uncompressed JSON lines files are divided; for other formats there should be several files per machine.
 
 A bad line or row (not UTF-8, not JSON, a missing key, not text) is reported with file and number and skipped. The other
 documents are written, but the exit code is 1 if there are more of them than --max-bad-lines. A file that cannot be read
@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -81,7 +81,7 @@ class Summary:
     main_peak_memory: int = 0
     worker_peak_memory: int = 0
     compared: int = 0
-    """Characters whose ids by gigatoken were compared with those of tokenizers."""
+    """Number of characters whose gigatoken ids were compared with those of tokenizers."""
 
     @property
     def num_bad(self) -> int:
@@ -100,7 +100,7 @@ class Summary:
         return f"{self.documents_per_second:,.0f} documents/s, {self.megabytes_per_second:.2f} MB/s"
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Count a chunk, and report its bad lines."""
+        """Count a chunk and report its bad lines."""
         for number, reason in encoded.bad:
             if self.num_bad < REPORTED_BAD_LINES:
                 print(f"{chunk.path}:{number}: {reason}; {chunk.unit} left out", file=sys.stderr)
@@ -155,8 +155,8 @@ class Progress:
 def preprocess(
     job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], args: argparse.Namespace
 ) -> Summary:
-    """Write one dataset for each key, or the dataset of a shard. Raises ValueError if no document could be read;
-    nothing is left then. A shard may have none."""
+    """Write one dataset per key, or the dataset of a shard. Raises ValueError if no document could be read, and then
+    leaves nothing. A shard may have none."""
     summary, shard = Summary(), args.shard
     progress = Progress(inputs if shard is None else [file for file, _ in of_shard(inputs, shard)], args.log_interval)
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def preprocess(
 
 
 def corpus_of(job: Job, inputs: Sequence[TextFile]) -> str:
-    """Values that must be equal for the shards of a corpus."""
+    """Return the values that must be equal for all shards of a corpus."""
     return corpus_digest(inputs, (identity_of(job.tokenizer, job.vocab_size), asdict(job.reading), job.append_eod))
 
 
@@ -208,7 +208,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         *("--json-keys", "--text-key"),
         nargs="+",
         default=["text"],
-        help="keys or columns to tokenize, a dataset each",
+        help="keys or columns to tokenize, each into its own dataset",
     )
     group.add_argument(
         "--text-documents",
@@ -217,10 +217,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="unit of a document in a plain text file (default: file)",
     )
     group.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
-    group.add_argument("--shard", help="NUMBER/COUNT: tokenize this part of the input, and join what all parts give")
+    group.add_argument(
+        "--shard", help="NUMBER/COUNT: tokenize this part of the input; the last part to finish joins all parts"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
-    group.add_argument("--max-bad-lines", type=int, default=0, help="bad lines that still give exit code 0")
+    group.add_argument(
+        "--max-bad-lines", type=int, default=0, help="number of bad lines up to which the exit code is 0"
+    )
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     group.add_argument(
         "--bpe-backend",
@@ -230,10 +234,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "times faster, and its ids are compared with those of tokenizers on a share of the documents; auto takes it "
         "if it is installed and its ids are equal (default)",
     )
-    group.add_argument("--log-interval", type=int, default=1000, help="documents between lines, off a terminal")
-    group.add_argument("--summary-file", help="write the summary as JSON, too")
+    group.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between log lines if the output is no terminal"
+    )
+    group.add_argument("--summary-file", help="also write the summary as JSON")
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
-    other = parser.add_argument_group("flags of Megatron-LM that have no meaning here; accepted with a line saying so")
+    other = parser.add_argument_group("flags of Megatron-LM that have no meaning here; each is accepted with a notice")
     for flag, reason in MEANINGLESS.items():
         takes_value = flag not in ("--keep-sequential-samples", "--keep-newlines")
         extra: dict[str, object] = {"metavar": "VALUE"} if takes_value else {"action": "store_true"}
@@ -256,7 +262,7 @@ MEANINGLESS = {
 
 
 def check(args: argparse.Namespace) -> list[TextFile]:
-    """The input files. Raises ValueError with every problem of the flags."""
+    """Return the input files. Raises ValueError with every problem of the flags."""
     args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
@@ -278,7 +284,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Return True if gigatoken should tokenize. Raises ValueError if it was requested and cannot."""
+    """Return True if gigatoken should tokenize. Raises ValueError if it was requested but cannot."""
     if backend == "tokenizers":
         return False
     try:

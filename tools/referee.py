@@ -15,8 +15,8 @@ The batch is an .npz with `tokens` and `labels` [samples, s], where label i foll
 with `input_ids` and perhaps `labels` as transformers takes them, with -100 for labels that do not count. The loss is
 the mean over all labels that count. Gradients are a .safetensors file or a folder of torch's DCP, by the names of
 transformers or of this program, a folder in a format of checkpoints with gradients in the place of weights, or the
-`iter_XXXXXXX` of Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` say what the configuration
-of the model leaves open. Exit code 0: equal; 1: a difference; 2: wrong input.
+`iter_XXXXXXX` of Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the
+configuration of the model does not give. Exit code 0: equal; 1: a difference; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -72,7 +72,7 @@ def print_table(found: Judgement, every: bool) -> None:
 
 
 def record_of(found: Judgement) -> dict[str, object]:
-    """The judgement as JSON."""
+    """Return the judgement as JSON."""
     return {
         "equal": found.equal,
         "loss": found.loss,
@@ -87,9 +87,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = build_parser(argv).parse_args(argv)
     given = [args.model, args.batch, args.gradients]
     if args.step is not None and any(each is not None for each in (*given, args.loss)):
-        raise ValueError("--step has the model, the batch, the gradients and the loss; leave out the flags of these")
+        raise ValueError("--step provides the model, the batch, the gradients and the loss; leave out their flags")
     if args.step is None and None in given:
-        raise ValueError("--model, --batch and --gradients are required, or --step in their place")
+        raise ValueError("--model, --batch and --gradients are required, or --step instead")
     if args.step is not None:
         args.model = args.batch = args.gradients = args.step
         try:
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def refuse_dropout(args: argparse.Namespace, config: RunConfig) -> None:
-    """A step of this program with dropout cannot be repeated without its random numbers."""
+    """Refuse a step of this program with dropout, because it cannot be repeated without its random numbers."""
     model = config.model
     if args.step is not None and (model.hidden_dropout or model.attention_dropout):
         remedy = "dump one with --hidden-dropout 0 --attention-dropout 0"
@@ -113,16 +113,16 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model")
     add("--batch", type=Path, help=".npz of the samples")
-    add("--gradients", type=Path, help=".safetensors, or a folder, of what the other program computed")
-    add("--step", type=Path, help="folder of --dump-step, in place of all of these")
+    add("--gradients", type=Path, help=".safetensors file, or folder, of the other program's gradients")
+    add("--step", type=Path, help="folder of --dump-step, instead of all of these")
     add("--loss", type=float, help="the other program's mean loss, in nats")
     add(
         "--computed-in",
         choices=list(FORMATS.values()),
-        help="number format in which it computed (default: that of the gradients)",
+        help="number format of the other program's computation (default: that of the gradients)",
     )
     add("--all", action="store_true", help="print equal gradients too")
-    add("--json", type=Path, help="write the judgement to this file")
+    add("--json", type=Path, help="file for the judgement")
     return parser
 
 

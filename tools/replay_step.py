@@ -1,11 +1,11 @@
 """Replay the step that ended a run with a NaN or infinite loss or gradient, and report where it first occurred.
 
     python tools/replay_step.py SAVE/nan/iter_0000012
-    python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # at this layout, on CPU ranks
+    python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # under this layout, on CPU ranks
 
-One process is enough, at any layout of the run and without its data files. Flags of pretrain_gpt.py after `--` change
-the configuration, for example --no-bf16. Exit code 0: same result as in the run; 1: another result, or everything is
-finite; 2: wrong folder or flags.
+One process is enough, whatever the layout of the run, and its data files are not needed. Flags of pretrain_gpt.py after
+`--` change the configuration, for example --no-bf16. Exit code 0: same result as in the run; 1: another result, or
+everything is finite; 2: wrong folder or flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

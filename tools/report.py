@@ -7,7 +7,7 @@
 RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script, and shows
 whatever exists, even for a run that crashed or still runs, has no trace, or has damaged files. --against adds the
 curves of other runs and the differing flags. The page of several runs compares them, the best first: losses over
-tokens, time and FLOPs, throughput, and the values that differ. Code that a run names is not executed; give it with
+tokens, time and FLOPs, throughput, and values that differ. Code that a run names is not executed; give it with
 --extension for the plan of a run with custom parts.
 """
 
@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_one_run(args: argparse.Namespace) -> list[str]:
-    """Problems of a page of several runs: flags of the page of one, and no place to write to."""
+    """Return the problems of a page of several runs: flags for the page of one run, and no output file."""
     if len(args.runs) == 1:
         return []
     given = {"--against": args.against, "--metrics-file": args.metrics_file, "--trace": args.trace}
@@ -74,8 +74,8 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
 
 
 def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
-    """Writes the page of several runs, those that have died before their first record left out. Raises ValueError if
-    none has one."""
+    """Write the page of several runs without those that failed before their first record. Raises ValueError if none has
+    a record."""
     refuse_unwritable("--output", args.output)
     found = []
     for name, path in paths.items():
@@ -126,7 +126,7 @@ def _put(output: Path, text: str) -> int:
 def report(
     run: RunFolder, others: Sequence[RunFolder] = (), plan: Any = None, why_no_plan: str = "", gpus_per_node: int = 8
 ) -> str:
-    """The page of a run."""
+    """Return the page of a run."""
     last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
     lead = sections.html.paragraph(
         f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft"
@@ -153,7 +153,7 @@ def report(
 
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
-    """(memory plan of the run by pipeline rank, or None; the reason if there is none)"""
+    """Return (memory plan of the run by pipeline rank, or None; the reason if there is none)."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is not known"
@@ -162,7 +162,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         from megatron.extensions.plan.planner.memory import memory_of_ranks
         from megatron.training.plan import plan_of
 
-        # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.
+        # The file holds the vocabulary size of the run's tokenizer as a derived value: the tokenizer may be gone.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
         config = plan_of(resolve(given, world_size, vocab_size)).longest.config
         return [rank.record for rank in memory_of_ranks(config, world_size)], ""
@@ -170,7 +170,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         return None, str(error)
     except SystemExit:
         return None, f"{CONFIG} is not accepted by this version"
-    except Exception as error:  # a report must not fail because there is no plan
+    except Exception as error:  # the report must not fail if there is no plan
         return None, f"it could not be computed ({type(error).__name__}: {error})"
 
 

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         model = open_model(args, launch, stack)
         if not model.leads:
-            for number in SIGNALS:  # the first rank ends the others
+            for number in SIGNALS:  # the first rank stops the others
                 signal.signal(number, signal.SIG_IGN)
             try:
                 model.runner.follow()
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
-    """Serve until a signal arrives. Raises RuntimeError if another rank has ended, OSError if the port is
+    """Serve until a signal arrives. Raises RuntimeError if another rank has exited, and OSError if the port is
     unavailable."""
     from megatron.extensions.use.inference.http_server import ApiServer, HttpLimits
 
@@ -91,7 +91,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
 
 
 def give_up(launch: Launch, error: Exception) -> None:
-    """End this rank, because the others can no longer be reached."""
+    """Exit this rank, because it can no longer reach the others."""
     first = str(error).strip().partition("\n")[0]
     what = (
         f"error: rank {launch.rank} of {launch.world_size}: another rank has ended, or this one failed; the server ends"
@@ -103,15 +103,17 @@ def give_up(launch: Launch, error: Exception) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    add("--served-model-name", metavar="NAME", help="name of the model (default: that of the folder)")
-    add("--max-waiting", type=int, default=64, help="texts that may wait; more get 429 (default: 64)")
-    add("--max-tokens-limit", type=int, default=4096, help="most new tokens of a text (default: 4096)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="name of the model (default: that of its folder)")
+    add(
+        "--max-waiting", type=int, default=64, help="texts that may wait; further requests get status 429 (default: 64)"
+    )
+    add("--max-tokens-limit", type=int, default=4096, help="maximum number of new tokens per text (default: 4096)")
     add("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
-    add("--max-connections", type=int, default=128, help="most connections at once (default: 128)")
-    add("--request-timeout", type=float, default=600.0, help="seconds for an answer (default: 600)")
-    add("--log-requests", action="store_true", help="print a line for each request to standard error")
+    add("--max-connections", type=int, default=128, help="maximum number of connections at once (default: 128)")
+    add("--request-timeout", type=float, default=600.0, help="time limit of an answer in seconds (default: 600)")
+    add("--log-requests", action="store_true", help="print one line per request to standard error")
     args = parser.parse_args(argv)
     problems = too_small(
         args, batch_size=1, max_waiting=0, max_tokens_limit=1, max_body_bytes=1, max_connections=1, port=0

@@ -3,14 +3,14 @@
     python tools/sweep_rates.py --output runs/sweep --rates 1e-3 2e-3 4e-3 8e-3 --extend 3 \\
         --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
 
-A run is pretrain_gpt.py in a process of its own, with the flags after `--`, those of the case, --lr and --seed. Its
-result is the last validation loss. The folder --output receives a JSON file for each run, its log and its metrics; the
+A run is pretrain_gpt.py in a separate process with the flags after `--`, the flags of the case, --lr and --seed. Its
+result is the last validation loss. Each run writes a JSON file, its log and its metrics to the folder --output; the
 same command skips the runs that are already there. A run that fails counts as diverged: delete its JSON file to repeat
 it.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
 --extend, cases whose lowest loss is at their first or last rate get further rates beyond it, by the ratio of the last
-two. Cases whose names are equal up to the last slash form a group: the last lines say how much its best rates differ.
+two. Cases whose names are equal up to the last slash form a group: the last lines show how much its best rates differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -38,7 +38,7 @@ from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 Curve = Mapping[float, float]
-"""Learning rate -> loss, infinite if the run diverged."""
+"""Loss by learning rate, infinite if the run diverged."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Best:
 
 
 def best_rate(curve: Curve) -> Best | None:
-    """Minimum of the parabola through the lowest loss and its neighbours; None if one of them is missing."""
+    """Return the minimum of the parabola through the lowest loss and its neighbours, or None if one of them is
+    missing."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if not 0 < lowest < len(rates) - 1:
@@ -68,7 +69,7 @@ def best_rate(curve: Curve) -> Best | None:
 
 
 def next_rate(curve: Curve) -> float | None:
-    """The rate beyond the end at which the loss is lowest; None if the lowest loss is between two others."""
+    """Return the rate beyond the end at which the loss is lowest, or None if the lowest loss is between two others."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if lowest == 0:
@@ -84,17 +85,17 @@ class Sweep:
 
     folder: Path
     flags: Sequence[str]
-    """Of all runs."""
+    """Flags of all runs."""
 
     seeds: Sequence[int]
 
     def loss(self, case: str, flags: Sequence[str], rate: float) -> float:
-        """Mean loss over the seeds, from the folder or from new runs."""
+        """Return the mean loss over the seeds, from the folder or from new runs."""
         return fmean(self.run(case, flags, rate, seed) for seed in self.seeds)
 
     def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
-        """The last validation loss of a run. Raises ValueError if its flags are refused, if it is stopped, or if the
-        folder has it with other flags."""
+        """Return the last validation loss of a run. Raises ValueError if its flags are refused, if it is stopped, or if
+        the folder has the run with other flags."""
         stem = self.folder / case / f"lr_{rate:.6g}_seed_{seed}"
         result, log, metrics = (Path(f"{stem}.{suffix}") for suffix in ("json", "log", "jsonl"))
         command = [*self.flags, *flags, "--lr", f"{rate:.6g}", "--seed", str(seed)]
@@ -123,7 +124,7 @@ class Sweep:
 
 
 def _last_loss(metrics: Path, log: Path) -> float | None:
-    """The last validation loss; None if it is not finite. Raises ValueError if there is none."""
+    """Return the last validation loss, or None if it is not finite. Raises ValueError if there is none."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     losses = [loss for record in records if (loss := valid_loss(record)) is not None]
     if not losses:
@@ -132,7 +133,7 @@ def _last_loss(metrics: Path, log: Path) -> float | None:
 
 
 def table(curves: Mapping[str, Curve]) -> list[str]:
-    """Lines of losses by case and rate, with the best rate of each case, and a line for each group."""
+    """Return lines of losses by case and rate, with the best rate of each case, and a line for each group."""
     rates = sorted({rate for curve in curves.values() for rate in curve})
     width = max(len(case) for case in curves)
     lines = [" ".join([" " * width, *(f"{rate:>9.3g}" for rate in rates), " best rate", "    loss"])]
@@ -156,11 +157,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of the results")
-    text = "a configuration, as one argument: its name, and its flags; may be given more than once"
+    text = "a configuration as one argument: its name and its flags; may be given more than once"
     add("--case", action="append", required=True, metavar="'NAME FLAGS'", type=shlex.split, help=text)
     add("--rates", type=float, nargs="+", required=True, metavar="LR", help="learning rates of each case")
-    add("--extend", type=int, default=0, metavar="N", help="most rates to add to a case (default: 0)")
-    add("--seeds", type=int, nargs="+", default=[1234], help="runs of each case and rate (default: 1234)")
+    add("--extend", type=int, default=0, metavar="N", help="maximum number of rates to add to a case (default: 0)")
+    add("--seeds", type=int, nargs="+", default=[1234], help="seeds for each case and rate (default: 1234)")
     args = parser.parse_args(argv)
     names, rates = [case[0] for case in args.case], {*args.rates}
     problems = too_small(args, extend=0)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -29,14 +29,14 @@ from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 from .common import refuse_output, run_tool, tool_parser
 
 CHUNK_BYTES = 1 << 20
-# SentencePiece silently leaves out longer sentences, so lines are cut: characters, of up to 4 bytes each.
+# SentencePiece silently drops longer sentences, so lines are cut at this number of characters of up to 4 bytes each.
 SENTENCE_CHARACTERS = 4096
-# Fixed, since unigram models depend on it in the last digits.
+# The number is fixed, because unigram models depend on it in the last digits.
 THREADS = 8
 
 
 def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
-    """Lines of all documents, none too long for SentencePiece; what cannot be read goes into `bad`."""
+    """Yield the lines of all documents, none too long for SentencePiece; append lines that cannot be read to `bad`."""
     reading = Reading(tuple(keys), text_documents="line")
     for file in files:
         file = replace(file, format=file.format or "text")
@@ -59,7 +59,7 @@ def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) ->
 
 
 def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, list[str]]:
-    """The model file's bytes, and what was wrong with the input."""
+    """Return the bytes of the model file, and the problems of the input."""
     import sentencepiece
 
     bad: list[str] = []
@@ -102,8 +102,8 @@ PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its voc
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
-    """Remedy for SentencePiece's message."""
-    # The part after the failed condition, without the source line it stands on.
+    """Return a remedy for SentencePiece's message."""
+    # Keep the part after the failed condition, without the source line.
     reason = message.rsplit("] ", 1)[-1].strip() or message
     if "too high" in message:
         reason += f" (--vocab-size {args.vocab_size} is more than this much text supports; lower it or add text)"
@@ -121,7 +121,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, globs, folders or URLs")
-    add("--json-keys", "--text-key", nargs="+", default=["text"], help="keys or columns whose text to take")
+    add("--json-keys", "--text-key", nargs="+", default=["text"], help="keys or columns with the text")
     add("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
     add("--overwrite", action="store_true", help="replace output files that exist")
     add("--vocab-size", type=int, required=True, help="number of tokens, including special tokens and bytes")
@@ -129,7 +129,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--character-coverage", type=float, default=0.9995, help="share of characters kept (default: 0.9995)")
     add("--byte-fallback", action=argparse.BooleanOptionalAction, default=True, help="bytes for unknown characters")
     add("--normalization-rule-name", default="identity", help="identity (default), nfkc, nmt_nfkc, ...")
-    add("--split-digits", action="store_true", help="each digit is a token of its own")
+    add("--split-digits", action="store_true", help="make each digit a separate token")
     add(
         "--max-sentences",
         type=int,

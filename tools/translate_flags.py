@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions.interop import megatron_flags
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
-    """A line for each flag or value that is read as another one, that has no effect or is not supported, and for each
+    """Yield a line for each flag or value that is translated, has no effect or is not supported, and for each
     difference in results."""
     yield "Read as other flags ({} stands for the values):"
     yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
@@ -155,14 +155,14 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def resolved(reader: FlagReader) -> RunConfig:
-    """The configuration as far as the flags say it, on as many ranks as its batches have micro-batches."""
+    """Resolve the configuration as far as the flags give it, on as many ranks as its batches have micro-batches."""
     config = config_of(reader.values)
     replicas = max(1, (config.training.global_batch_size or 1) // max(1, config.training.micro_batch_size))
     return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)
 
 
 def read_script(path: Path) -> LaunchScript:
-    """A launch script. Reports which of its flags are in branches whose test is unknown."""
+    """Read a launch script. Reports its flags in branches whose test is unknown."""
     try:
         text = path.read_text(encoding="utf-8")
         script = LaunchScript(text, ShellVariables(dict(slurm_variables(list(batch_options(text))))))
@@ -185,7 +185,7 @@ def program(batch: Sequence[Sequence[str]]) -> str:
 
 
 def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
-    """Differences when scripts/train_gpt_slurm.sh is used."""
+    """Yield lines on differences when scripts/train_gpt_slurm.sh is used."""
     if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
         yield "\nOptions of sbatch that are left out:"
         why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
@@ -196,7 +196,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 
 
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
-    """What the values in the command depend on."""
+    """Yield lines on what the values in the command depend on."""
     if script and script.choices:
         yield "\nDepends on a test that is not known:"
         for name, values in script.choices.items():
@@ -211,7 +211,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
 
 
 def why_not_computed(words: Sequence[str]) -> str:
-    """Reason why arithmetic in words has no value; empty if there is none."""
+    """Return the reason why arithmetic in words has no value, or "" if there is none."""
     sums = [word[word.index("$((") :] for word in words if "$((" in word]
     if not sums:
         return ""
@@ -222,7 +222,7 @@ def why_not_computed(words: Sequence[str]) -> str:
 
 
 def line_of(text: str, flag: str) -> str:
-    """Where a script gives a flag, in words; empty for a flag that a program puts together."""
+    """Describe where a script gives a flag; "" for a flag that a program constructs."""
     lines = enumerate(text.splitlines(), 1)
     numbers = [str(number) for number, line in lines if re.search(rf"{re.escape(flag)}(?![\w-])", line)]
     return f" (line {' and '.join(numbers)})" if numbers else ""
@@ -233,7 +233,7 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """(treatment of a flag, how it is read). A value that only the shell knows is not a problem."""
+    """Return (treatment of a flag, its reading). A value that only the shell knows is not a problem."""
     if why := why_not_computed(reading.given):
         return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):

@@ -1,4 +1,4 @@
-"""Count lines of code, without blank lines, comments and docstrings, and count the words of docs/.
+"""Count lines of code without blank lines, comments and docstrings, and the words of docs/.
 
 python tools/bench/code_lines.py                     trunk, each extension, tools, research, tests, docs
 python tools/bench/code_lines.py megatron/core/moe   folders
@@ -36,13 +36,13 @@ def code_lines(source: str) -> int:
 
 
 def weigh(files: Iterable[Path]) -> tuple[int, int]:
-    """(lines of code, modules). An `__init__.py` without code does not count."""
+    """Return (lines of code, modules). An `__init__.py` without code does not count."""
     counts = [code_lines(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"]
     return sum(counts), sum(count > 0 for count in counts)
 
 
 def parts() -> Iterator[tuple[str, list[Path]]]:
-    """(name, files) of the trunk, of each extension, and of the folders beside megatron/."""
+    """Yield (name, files) for the trunk, each extension, and the folders next to megatron/."""
     library = sorted(Path("megatron").rglob("*.py"))
     extensions = Path("megatron/extensions")
     for folder in sorted(path.parent for path in extensions.glob("*/*/flags.py")):

@@ -1,10 +1,11 @@
-"""Train a model of 124M parameters beside transformers: same initial weights, samples, learning rates and AdamW.
+"""Compare training of a 124M-parameter model with transformers: same initial weights, samples, learning rates and
+AdamW.
 
     python tools/bench/curve.py --output runs/curve
     python tools/bench/curve.py --output runs/curve --draw
     python tools/bench/curve.py --output runs/curve-trial --cpu --tiny
 
-The first precision trains both programs step by step on the same batches; the others train this program alone, from the
+The first precision trains both programs step by step on the same batches; the others train only this program, from the
 same weights. Further seeds for the initial weights show how much a curve varies on the same samples. transformers
 computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code of this machine, in bytes.
 
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 FIRST = 5
-"""Number of steps whose losses are compared one by one."""
+"""Number of first steps whose losses are compared one by one."""
 
 ROUNDING = {"bf16": 0.005, "fp8": 0.02}
-"""Precision -> relative difference of a first loss that rounding explains."""
+"""Relative difference of a first loss that rounding explains, by precision."""
 
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -51,7 +52,7 @@ OURS, THEIRS = "this program", "transformers"
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 and its batches."""
+    """Sizes of a GPT-2 model and its batches."""
 
     layers: int
     hidden: int
@@ -64,7 +65,7 @@ class Size:
 
     @property
     def flags(self) -> str:
-        """Flags of the training; the flags of the model are in the folder that is loaded."""
+        """Training flags; the flags of the model are in the folder that is loaded."""
         return (
             f"--seq-length {self.length} --micro-batch-size {self.micro_batch} --eval-iters 0 --num-workers 0 "
             f"--global-batch-size {self.micro_batch * self.micro_batches} --attention-dropout 0 --hidden-dropout 0 "
@@ -97,7 +98,7 @@ class Curve:
 
 
 class Peer:
-    """The transformers model, with torch's AdamW."""
+    """The transformers model with torch's AdamW."""
 
     def __init__(self, size: Size, seed: int) -> None:
         import torch
@@ -150,7 +151,7 @@ class Peer:
 
 @contextmanager
 def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
-    """The batches with which the model is called are appended to the list."""
+    """Append the batches with which the model is called to the yielded list."""
     batches: list[Any] = []
     (stage,) = run.stages.values()
     hook = stage.register_forward_pre_hook(lambda _, args: batches.append(args[1]))
@@ -177,7 +178,7 @@ def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs
 
 @contextmanager
 def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
-    """The given text, or the source code of this machine, as long as it is needed."""
+    """Yield the given text, or as much of this machine's Python source code as is needed."""
     if given is not None:
         yield given.resolve()
         return
@@ -190,7 +191,7 @@ def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
 
 
 def config_of(size: Size, steps: int, flags: str) -> RunConfig:
-    """Raises ValueError if the flags are not legal."""
+    """Return the resolved configuration. Raises ValueError if the flags are not valid."""
     from megatron.training.config.arguments import command_line
     from megatron.training.config.validation import resolve_legal
 
@@ -204,7 +205,7 @@ def write(curves: Sequence[Curve], path: Path) -> None:
 
 
 def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], flags: str) -> None:
-    """Write the curves of pairs of a precision and a seed to `path`. The first pair also trains transformers."""
+    """Train each (precision, seed) pair and write the curves to `path`. The first pair also trains transformers."""
     curves: list[Curve] = []
     for precision, seed in plan:
         peer = Peer(size, seed)
@@ -225,7 +226,7 @@ def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], f
 
 
 def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
-    """Lines about the curves, and True if the first losses agree."""
+    """Return lines about the curves, and True if the first losses agree."""
     theirs = next(curve for curve in curves if curve.program == THEIRS)
     own = [curve for curve in curves if curve.program == OURS]
     alike, lines = True, []
@@ -246,7 +247,7 @@ def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Means over a hundredth of the steps each."""
+    """Draw curves whose points are means over a hundredth of the steps."""
     from tools.pictures.drawing import Series, write_picture
     from tools.pictures.drawing import curves as figure_of
 
@@ -265,11 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of the curves")
-    add("--corpus", type=Path, help="text as --data-path takes it")
-    add("--steps", type=positive, help="default: 2,000, with --tiny 30")
+    add("--corpus", type=Path, help="text, in the form of --data-path")
+    add("--steps", type=positive, help="MB of text; default: 2,000, with --tiny 30")
     add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     add("--seeds", type=positive, default=3)
-    add("--draw", action="store_true", help="draw curves.jsonl of the folder, and train nothing")
+    add("--draw", action="store_true", help="only draw the folder's curves.jsonl")
     add("--cpu", action="store_true")
     add("--tiny", action="store_true", help="two layers of 64 channels, for a trial")
     args = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""Timing on one device: calls by the device's clock, the limits of a step, and the breakdown of a profiled step.
+"""Timing on one device: device time of calls, the limits of a step, and the breakdown of a profiled step.
 
-On GPUs a profile contains kernels and copies; idle is the part of the step in which none runs. On CPU it contains
-torch's operations, each without the operations that it calls. A kernel of another library belongs to the first group
-whose pattern matches its name.
+On GPUs, a profile contains kernels and copies; idle is the part of the step in which none of them runs. On CPU, it
+contains torch's operations, each without the operations that it calls. A kernel of another library belongs to the first
+group whose pattern matches its name.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """`make(config, device)` returns the call that is timed."""
+    """Timed part of a step. `make(config, device)` returns the call to time."""
 
     group: str
     name: str
     make: Callable[[RunConfig, torch.device], Call]
     tflop: float = 0.0
     gigabytes: float = 0.0
-    """Bytes that must at least be read and written."""
+    """Gigabytes that a call must at least read and write."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Row:
     gigabytes: float
     failed: str | None = None
     host_milliseconds: float | None = None
-    """Time that the host takes to start a call."""
+    """Time that the host takes to launch a call."""
 
     @property
     def rate(self) -> float:
-        """TFLOP/s, or otherwise GB/s, of the median."""
+        """Median rate in TFLOP/s or, without FLOPs, in GB/s."""
         assert self.milliseconds is not None, self.failed
         return 1e3 * (self.tflop or self.gigabytes) / self.milliseconds.median
 
@@ -90,7 +90,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def timed(part: Part, config: RunConfig, device: torch.device, calls: int, rounds: int) -> Row:
-    """Return the row of a part; if it fails, the row has the last line of its error."""
+    """Return the row of a part; if the part fails, the row has the last line of its error."""
     try:
         call = part.make(config, device)
         call()
@@ -110,16 +110,17 @@ def timed(part: Part, config: RunConfig, device: torch.device, calls: int, round
 
 
 MOST_SPUN = 0.1
-"""Seconds that a GPU is kept busy while the host starts calls."""
+"""Longest time in seconds that a GPU is kept busy while the host launches calls."""
 
 
 def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. The GPU is
-    kept busy until all calls have been started, so that it never waits for the host between short kernels."""
+    """Return the milliseconds of a call on the device and of its launch on the host, which takes about `host` seconds.
+    The GPU is kept busy until all calls have been launched, so that it never waits for the host between short
+    kernels."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
+        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles at about 2 GHz
         begin.record()
     start = time.perf_counter()
     for _ in range(calls):
@@ -136,7 +137,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
 
 
 def products(config: RunConfig) -> dict[str, Size]:
-    """Name -> (rows, out, in): the matrix products of a layer and of the head, for one micro-batch."""
+    """Return the GEMMs of a layer and of the output layer for one micro-batch: name -> (rows, out, in)."""
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
     h = model.hidden_size
@@ -155,7 +156,8 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
 
 
 def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, device: torch.device) -> Call:
-    """Forward, input gradient and weight gradient of a linear layer, on random numbers, into allocated memory."""
+    """Return a call that computes the forward, input gradient and weight gradient of a linear layer from random
+    numbers, into allocated memory."""
     rows, out, size_in = size
     x, dy, weight = (random(device, *shape, dtype=dtype) for shape in ((rows, size_in), (rows, out), (out, size_in)))
     y = torch.empty_like(dy)
@@ -171,8 +173,8 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """The same for operands in fp8, laid out as the kernel requires. On CPU as the program has it there: torch's kernel
-    does not run on every one."""
+    """Return the same call for fp8 operands in the layout that the kernel requires. On CPU, the
+    program's own fp8 GEMM replaces torch's, which does not run on every CPU."""
     (rows, out, size_in) = size
     one = torch.ones((), device=device)
     operands = list[tuple[Scaled, Scaled]]()
@@ -188,15 +190,16 @@ def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call
 
 
 def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) -> Call:
-    """`from_host`: copy from pinned memory."""
+    """Return a call that copies `size` bytes: from pinned host memory with `from_host`, otherwise within device
+    memory."""
     target = torch.empty(size, dtype=torch.uint8, device=device)
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
-    """A large cube and each product of the model, forward and backward, then a copy within device memory. On CPU a
-    small cube and few calls: fp8 products may take a second each there."""
+    """Time a large cube and each GEMM of the model, forward and backward, then a copy within device memory. On CPU, the
+    cube is small and calls are few, because an fp8 GEMM may take a second there."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
     in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}
@@ -209,7 +212,7 @@ def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
 
 
 def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
-    """Tokens per second if a step consisted only of its matrix products, at the measured rates."""
+    """Return the tokens per second of a step that consists only of its GEMMs, at the measured rates."""
     rates = {row.name: row.rate for row in found}
     layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
@@ -285,20 +288,20 @@ class Group:
     name: str
     microseconds: float
     share: float
-    """Milliseconds of the whole step."""
+    """Fraction of the whole step."""
     count: int
     longest: tuple[str, ...]
-    """Names that take most of the time."""
+    """Names of the kernels or operations that take most of the time."""
 
 
 def group_of(name: str) -> str:
-    """The group to which the name of a kernel or an operation belongs."""
+    """Return the group to which the name of a kernel or an operation belongs."""
     lower = name.lower()
     return OWN.get(name) or next((group for group, form in GROUPS.items() if re.search(form, lower)), OTHER)
 
 
 def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None) -> list[Group]:
-    """Breakdown of a step into groups. `keep`: path of the trace if it is to be kept."""
+    """Return the breakdown of a step into groups. `keep` is the path of the trace if it is to be kept."""
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         step()
@@ -315,7 +318,7 @@ def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None)
 
 
 def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
-    """Breakdown of the kernels and copies in a trace that `export_chrome_trace` has written."""
+    """Return the breakdown of the kernels and copies in a trace that `export_chrome_trace` has written."""
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES]
     spans = [(float(event["ts"]), float(event["ts"] + event["dur"])) for event in events]
     whole = max((stop for _, stop in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
@@ -323,7 +326,8 @@ def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
-    """Breakdown of (name, microseconds, count), the longest group first, idle last; empty for an empty step."""
+    """Return the breakdown of (name, microseconds, count), the longest group first and idle last; empty for an empty
+    step."""
     by_name: dict[str, Counter[str]] = defaultdict(Counter)
     counts = Counter[str]()
     for name, microseconds, count in times:

@@ -2,12 +2,12 @@
 
     python tools/bench/fake_cuda.py --config llama-8b-layers --precision fp8 --fp8-recipe rowwise
 
-Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, as beyond its limit of
-variants, and with code 2 where torch's CUDA build, Triton or a C++ compiler is missing.
+Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, for example beyond its limit of
+variants, and with code 2 if torch's CUDA build, Triton or a C++ compiler is missing.
 
-Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU; two parts of it
-ask the driver nevertheless, and get an answer here: the autograd engine, which wants to know the stream of each
-device, and Inductor, which reads the device's properties.
+Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU, but two parts
+of it query the driver and get an answer here: the autograd engine asks for the stream of each device, and Inductor
+reads the device's properties.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ extern "C" void pretend() {
 
 
 def unavailable() -> str | None:
-    """Reason why steps on fake CUDA tensors cannot run here; None if they can."""
+    """Return the reason why steps on fake CUDA tensors cannot run here, or None if they can."""
     if torch.version.cuda is None:
         return f"needs torch's CUDA build (no GPU): this is torch {torch.__version__}"
     if importlib.util.find_spec("triton") is None:
@@ -97,7 +97,7 @@ def unavailable() -> str | None:
 
 
 def _build_guard() -> ctypes.CDLL:
-    """Compile `GUARD` against the headers of this torch, once."""
+    """Compile `GUARD` once against the headers of this torch."""
     root = Path(torch.__file__).parent
     name = hashlib.sha256(f"{torch.__version__} {root} {GUARD}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"megatron_fake_cuda_{os.getuid()}"
@@ -115,12 +115,12 @@ def _build_guard() -> ctypes.CDLL:
 
 
 def _zeros(x: Tensor) -> Any:
-    """`tolist` for a tensor without values."""
+    """Replacement of `tolist` for a tensor without values."""
     return np.zeros(tuple(x.shape), float if x.is_floating_point() else int).tolist()
 
 
 class _OnHost(TorchDispatchMode):
-    """Real constants that Inductor folds are made on the host."""
+    """Mode that creates the real constants that Inductor folds on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +139,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention by cuDNN's kernel: torch's own choice would ask the device."""
+    """F.scaled_dot_product_attention with cuDNN's kernel: torch's own choice would query the device."""
     assert attn_mask is None and not dropout_p
     return cudnn_attention(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
 
@@ -167,7 +167,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 
 
 class _Idle:
-    """A stream, or an event of one, that has nothing to wait for."""
+    """Stream or event with nothing to wait for."""
 
     device = torch.device("cuda", 0)
 
@@ -179,7 +179,7 @@ class _Idle:
 
 
 def _of_torch_cuda(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
-    """Attributes of `torch.cuda` for one device. Operations of fake tensors are in the order of the program, whatever
+    """Return attributes of `torch.cuda` for one device. Operations on fake tensors run in program order, whatever
     stream they are launched on."""
     stream = _Idle()
     return {
@@ -198,7 +198,7 @@ def _of_torch_cuda(properties: Any, capability: tuple[int, int]) -> dict[str, An
 
 
 def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
-    """Attributes of Dynamo's `CudaInterface` for one device."""
+    """Return attributes of Dynamo's `CudaInterface` for one device."""
     worker = SimpleNamespace(
         get_device_properties=lambda device=None: properties, current_device=lambda: 0, set_device=lambda device: None
     )
@@ -217,9 +217,9 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
-    """Context in which tensors are fake, `cuda:0` is `device`, and attention uses cuDNN.
+    """Make tensors fake, `cuda:0` the given device, and attention use cuDNN.
 
-    Use it in a separate process, because the autograd engine keeps the first value. Raises RuntimeError if
+    Use this context in a separate process, because the autograd engine keeps the first value. Raises RuntimeError if
     `unavailable`.
     """
     if (problem := unavailable()) is not None:
@@ -234,7 +234,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     _build_guard().pretend()
     properties = _properties(device)
     capability = device.capability
-    assert capability is not None, "a device file of a GPU"
+    assert capability is not None, "name or path of a GPU's device file"
     create: Any = DeviceProperties.create
     deduce = UniformValueConstantFolder._deduce_value
 
@@ -257,7 +257,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
         patch(F, scaled_dot_product_attention=_attention)
         patch(Tensor, pin_memory=lambda self, *args: self, tolist=_zeros)
         stack.callback(getattr(create, "cache_clear", lambda: None))
-        stack.enter_context(config.patch(compile_threads=1))  # otherwise processes that compile are started
+        stack.enter_context(config.patch(compile_threads=1))  # otherwise compilation starts other processes
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues())
         yield mode
@@ -265,8 +265,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
 @dataclass
 class RegionUse:
-    """A compiled region: its calls, the graphs made for it (forward and backward counted separately), and uncompiled
-    calls."""
+    """Use of a compiled region: its calls, the graphs compiled for it (forward and backward counted separately), and
+    uncompiled calls."""
 
     name: str
     calls: int = 0
@@ -276,7 +276,7 @@ class RegionUse:
 
 @contextmanager
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
-    """Context in which compiled regions are compiled to device code, run on fake tensors, and counted by name."""
+    """Compile the regions to device code, run them on fake tensors, and count their uses by name."""
     uses: dict[str, RegionUse] = {}
 
     @cache
@@ -291,7 +291,7 @@ def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
 
 
 class _Regions(TorchFunctionMode):
-    """Runs compiled regions by what `compiled` makes of them."""
+    """Mode that runs the function that `compiled` returns for a region instead of the region."""
 
     def __init__(self, compiled: Callable[[CompiledRegion], Callable[..., Any]]) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class _Regions(TorchFunctionMode):
 
 
 def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: FakeTensorMode) -> Callable[..., Any]:
-    """torch.compile of a region, whose graphs Inductor generates code for and fake tensors run."""
+    """Return torch.compile of a region: Inductor generates code for its graphs, and fake tensors run them."""
     from torch._inductor import compile_fx
 
     ran = [False]
@@ -343,11 +343,11 @@ def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: F
 
 
 class _Generated(BaseException):
-    """Raised to end a compilation when its code has been generated."""
+    """Raised to end a compilation once its code has been generated."""
 
 
 def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Return Inductor's code for a graph, up to the source of its Triton kernels. Raises Inductor's errors."""
+    """Generate Inductor's code for a graph, up to the source of its Triton kernels. Raises Inductor's errors."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
@@ -373,7 +373,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
 
 def _with_given_kernels(config: RunConfig) -> Parts:
-    """Parts of a run whose kernels are fixed: there is nothing to time."""
+    """Return the parts of a run with fixed kernels, so that nothing is timed."""
     from megatron.extensions.speed.fusions.hooks import KernelChoice
 
     parts = Parts().with_registered(config)

@@ -1,15 +1,16 @@
-"""Training on one GPU: tokens/s, TFLOP/s, MFU, memory beside the plan, and where the time of a step goes.
+"""Training on one GPU: tokens/s, TFLOP/s, MFU, memory compared with the plan, and the breakdown of a step's time.
 
     python tools/bench/gpu.py --config llama-8b-layers --precision bf16
     python tools/bench/gpu.py --config gpt-1.3b --compare "--no-compile" --compare "--cuda-graph-impl local"
-    python tools/bench/gpu.py --cpu --config tiny       # the whole of it in a few seconds, without a GPU
+    python tools/bench/gpu.py --cpu --config tiny       # a trial in a few seconds, without a GPU
 
-Steps are those of pretrain_gpt.py, optimizer included, on made-up tokens without dropout. TFLOP/s are model FLOPs with
-causal attention, half of the square (docs/performance.md); MFU is that over the peak of the device, in fp8 over its fp8
-peak. As many layers (llama-8b-layers) or samples in a micro-batch (the others) as the dry run's plan finds room for in
-the memory that is free. The ceilings are measured first: a GEMM of 8192 x 8192 x 8192 and the model's own, on random
-numbers, and a copy within memory. `--compare FLAGS`, again and again, runs the model with more of pretrain_gpt.py's
-flags as well: all in processes of their own that take turns, each with its part of the memory.
+Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s are model FLOPs
+with causal attention, half of the square (docs/performance.md); MFU is their ratio to the peak of the device, which is
+the fp8 peak in fp8. The number of layers (llama-8b-layers) or of samples in a micro-batch (other models) is the largest
+that fits into the free memory by the dry run's plan. The ceilings are measured first: a GEMM of 8192 x 8192 x 8192 and
+the model's own GEMMs, on random numbers, and a copy within memory. Each `--compare FLAGS` also runs the model with
+these additional flags of pretrain_gpt.py. All variants run in separate processes that take turns, each with its part of
+the memory.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ WIDE = (
     "--ffn-hidden-size 14336"
 )
 PART = f"{WIDE} --vocab-size 32768"
-"""For models whose layers should take most of the time."""
+"""Flags of models whose layers should take most of the time."""
 
 GROUPED = f"{PART} --group-query-attention --num-query-groups 8"
 LATENT = (
@@ -74,15 +75,14 @@ LATENT = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, with the size that is chosen by available memory: its layers, or otherwise the samples in a
-    micro-batch."""
+    """Model whose size is chosen by available memory: its layers, or otherwise the samples in a micro-batch."""
 
     flags: str
     layers: int | None
-    """None for as many as fit."""
+    """Number of layers; None for as many as fit."""
 
     micro_batches: int
-    """Tokens in a step."""
+    """Micro-batches of a step."""
 
     most_samples: int = 16
     most_layers: int = 32
@@ -145,11 +145,11 @@ SHAPES = {
 }
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
 CPU_BYTES = 2**26
-"""Sizes for a trial without a GPU."""
+"""Assumed memory for a trial without a GPU."""
 
 
 def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
-    """Raises ValueError if the flags are not legal."""
+    """Return the resolved configuration. Raises ValueError if the flags are not valid."""
     text = (
         f"{shape.flags} --num-layers {layers} --micro-batch-size {samples} --attention-dropout 0 --hidden-dropout 0 "
         f"--global-batch-size {samples * shape.micro_batches} --mock-data --train-iters 1000000 --eval-iters 0 "
@@ -159,16 +159,16 @@ def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
 
 
 def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """(states, activations, working memory) in the dry run's plan for one device."""
+    """Return (states, activations, working memory) of the dry run's plan for one device."""
     (rank,) = memory_of_ranks(config, 1)
     return rank.plan.memory.total, rank.activations.peak, rank.working
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """The largest number of layers, if it is not given, and then the largest number of samples in a micro-batch, as a
-    power of two, for which the plan finds room. Raises ValueError if not even one does."""
+    """Return the configuration with the largest number of layers, if it is not given, and then the largest number of
+    samples in a micro-batch, a power of two, that fit by the plan. Raises ValueError if not even one fits."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
-    # More layers never take less.
+    # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
     if not fitting:
         least = sum(planned_bytes(config_of(shape, tries[0], 1, flags)))
@@ -188,7 +188,7 @@ def gib(size: float) -> str:
 
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
-    """The run of one process that pretrain_gpt.py would build, after this many steps."""
+    """Build the run of one process that pretrain_gpt.py would build, and take this many steps."""
     run = own_run(config)
     take_steps(run, warm_up)
     return run
@@ -206,7 +206,7 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def round_of(run: TrainingRun, steps: int) -> Round:
-    """Each call is a round: the tokens per second of this many steps."""
+    """Return a function that takes this many steps and returns the tokens per second."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
     return timed(partial(take_steps, run, steps), 1, tokens)
 
@@ -293,8 +293,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--fp8-format", default="hybrid")
     parser.add_argument("--fp8-recipe", default="delayed")
-    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
-    parser.add_argument("--layers", type=positive, help="in place of the shape's, or of as many as fit")
+    parser.add_argument("--flags", default="", help="further flags of pretrain_gpt.py, in quotes")
+    parser.add_argument("--layers", type=positive, help="instead of the shape's, or of as many as fit")
 
 
 def model_flags(args: argparse.Namespace) -> str:
@@ -306,30 +306,35 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
     add_model_flags(parser)
     add = parser.add_argument
-    add("--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns")
+    add("--compare", action="append", default=[], metavar="FLAGS", help="run with these flags too, in turns")
     add(
         "--memory-share", type=float, default=0.80, help="share of the free memory to plan with, as plans are estimates"
     )
     add("--warm-up", type=int, default=5, help="steps before the first round")
-    add("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
-    add("--calibrated", type=Path, help="another one, by tools/calibrate.py; left out if it is of another device")
-    add("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
-    add("--trace", type=Path, help="where to keep the profiler's trace")
+    add("--device", nargs="+", default=[], help="device files that the planner predicts the step with")
+    add(
+        "--calibrated",
+        type=Path,
+        help="another device file, from tools/calibrate.py; left out if it describes another device",
+    )
+    add("--cpu", action="store_true", help="trial without a GPU, with --config tiny")
+    add("--trace", type=Path, help="path for the profiler's trace")
     return parser
 
 
 def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
-    """Size for --cpu and --config; exits if it is unknown."""
+    """Return the device for --cpu and --config; exit with an error if it is unavailable."""
     if args.cpu and args.config != "tiny":
-        parser.error("--cpu is for --config tiny: the others need a GPU")
+        parser.error("--cpu is for --config tiny only: other models need a GPU")
     choose_allocators(os.environ)
     if not args.cpu and not torch.cuda.is_available():
-        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
+        parser.error("no GPU found; --cpu --config tiny runs a trial without one")
     return torch.device("cpu" if args.cpu else "cuda")
 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
-    """Sizes that fit into `room` bytes, and the flags of all variants. Raises ValueError."""
+    """Return the configuration that fits into `room` bytes, and the flags of all variants. Raises ValueError if none
+    fits."""
     flags = f"{model_flags(args)} {'--cpu' if args.cpu else ''}"
     shape = SHAPES[args.config]
     return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags

@@ -1,4 +1,4 @@
-"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER`.
+"""Write one page of tables from the measurements of a GPU: `python tools/bench/gpu_page.py FOLDER`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
 tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. Missing or unreadable
@@ -39,10 +39,10 @@ EXPECTED = {
     "gpt-graphs.json": "the same with recorded CUDA graphs",
     "recipes.json": "fp8 recipes compared",
 }
-"""Files that scripts/gpu_first_hour.sh writes."""
+"""Files that scripts/gpu_first_hour.sh writes, with their descriptions."""
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
-"""Errors of reading JSON of another form."""
+"""Errors raised by reading JSON of an unexpected form."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Found:
         return f"{file}, {self.device(file)}"
 
     def device(self, file: str) -> str:
-        """The GPU of a file's figures, or "CPU"."""
+        """Return the GPU of a file's figures, or "CPU"."""
         return self.machines[file].get("gpu") or "CPU"
 
 
@@ -111,7 +111,7 @@ def _read_calls(path: Path, found: Found) -> None:
 
 
 def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     yield from ("# Figures of a GPU", "")
     yield from _machines(found)
     runs = [(file, found.device(file), row) for file, row in found.runs]
@@ -134,7 +134,7 @@ def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
 
 
 def _machines(found: Found) -> Iterator[str]:
-    """One line per machine, with its files if there are several."""
+    """Yield one line per machine, with its files if there are several."""
     files = defaultdict[str, list[str]](list)
     for file, machine in found.machines.items():
         versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
@@ -149,7 +149,7 @@ def _machines(found: Found) -> Iterator[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about: str = "") -> Iterator[str]:
-    """A section; empty if there are no rows."""
+    """Yield the lines of a section; none if there are no rows."""
     lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
     if lines:
         yield from ("", f"## {title}", *(("", about) if about else ()), "")
@@ -157,13 +157,13 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about
 
 
 Run = tuple[str, str, Figures]
-"""File, device and figures of a model that was measured."""
+"""File, device and figures of a measured model."""
 
 RUN = "file|device|model|layers|batch|tokens/s|TFLOP/s|MFU|of the products|plan|peak|peak/plan".split("|")
 
 
 def training(runs: Sequence[Run]) -> Iterator[str]:
-    about = "TFLOP/s and MFU count causal attention. Memory in GiB; the plan is that of the dry run."
+    about = "TFLOP/s and MFU count causal attention. Memory is in GiB; the plan is the dry run's."
     rows = []
     for file, device, row in runs:
         planned, peak = sum(row["planned"]), row.get("allocated")
@@ -228,7 +228,7 @@ ENDED = (
     re.compile(rf"(?P<test>\S*::.*?) (?P<outcome>{OUTCOMES})(?: \(.*)?(?: +\[ *\d+%\])$"),
     re.compile(rf"\[gw\d+\] \[ *\d+%\] (?P<outcome>{OUTCOMES}) (?P<test>\S*::.*)"),
 )
-"""A test that has ended, as printed by `pytest -v`, with or without pytest-xdist."""
+"""Line of `pytest -v`, with or without pytest-xdist, for a test that has ended."""
 
 BEGUN = re.compile(r"(?P<test>[\w/.-]*::\S.*)")
 REASON = re.compile(r"(FAILED|ERROR) \S+")

@@ -1,12 +1,12 @@
-"""Memory of the head and the loss, for all tokens together and in chunks: planned for a GPU and for a CPU, and measured
-on this CPU.
+"""Memory of the output layer and the loss, for all tokens together and in chunks: planned for a GPU and for a CPU, and
+measured on this CPU.
 
     python tools/bench/head_memory.py
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128
 
-For each figure, a separate process builds the head, and measures the peak growth of its resident memory in one forward
-and one backward pass. Weights and their gradients are allocated before. Freed memory returns to the system immediately
-(MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator keeps no reserve.
+For each figure, a separate process builds the output layer and measures the peak growth of its resident memory in one
+forward and one backward pass. Weights and their gradients are allocated beforehand. Freed memory returns to the system
+immediately (MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator keeps no reserve.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WIDTH = 512
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes above weights and gradients at the peak of a pass."""
+    """Peak bytes of a pass, without weights and gradients."""
 
     vocab: int
     chunk: int
-    """0 for all tokens together."""
+    """Tokens per chunk; 0 for all tokens together."""
 
     planned_gpu: int
     planned: int
@@ -49,7 +49,8 @@ class Row:
 
 
 def config_of(vocab: int, tokens: int, chunk: int, precision: str) -> RunConfig:
-    """A model whose last stage consists of the head alone, with one sample of this many tokens."""
+    """Return the configuration of a model whose last stage has only the output layer, with one sample of this many
+    tokens."""
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 
@@ -75,7 +76,7 @@ def planned(config: RunConfig, device: str) -> int:
 
 
 def measured(config: RunConfig) -> int:
-    """Peak growth, in bytes, of this process's resident memory in a pass and its backward."""
+    """Return the peak growth, in bytes, of this process's resident memory in a forward and a backward pass."""
     from dataclasses import replace
 
     import torch
@@ -95,16 +96,16 @@ def measured(config: RunConfig) -> int:
     dtype = getattr(torch, config.parallel.params_dtype)
     few = torch.randn(8, 1, WIDTH).to(dtype).requires_grad_()
     small = replace(Batch.of_tokens(tokens[:, :8]), aux_scale=batch.aux_scale)
-    model(few, small).backward()  # libraries allocate once
+    model(few, small).backward()  # libraries allocate their buffers once
     hidden = torch.randn(config.model.seq_length, 1, WIDTH).to(dtype).requires_grad_()
-    Path("/proc/self/clear_refs").write_text("5")  # the measured peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the measured peak
     before = status("VmRSS")
     model(hidden, batch).backward()
     return status("VmHWM") - before
 
 
 def status(name: str) -> int:
-    """Bytes in an entry of /proc/self/status."""
+    """Return the bytes in an entry of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
@@ -114,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--vocab", nargs="+", type=positive, default=[32768, 131072, 262144])
     add("--tokens", type=positive, default=1024)
-    add("--chunks", nargs="+", type=int, default=[0, 256, 64], help="tokens of a chunk; 0 for all at once")
+    add("--chunks", nargs="+", type=int, default=[0, 256, 64], help="tokens per chunk; 0 for all at once")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
-    add("--only-measure", action="store_true", help="print the measured bytes of the first vocabulary and chunk")
+    add("--only-measure", action="store_true", help="print the measured bytes for the first vocabulary and chunk")
     args = parser.parse_args(argv)
     if args.only_measure:
         print(measured(config_of(args.vocab[0], args.tokens, args.chunks[0], args.precision)))

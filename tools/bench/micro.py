@@ -1,12 +1,12 @@
-"""Parts of a training step, timed one by one on one GPU: matrix products, attention kernels, a layer, copies.
+"""Time the parts of a training step one by one on one GPU: GEMMs, attention kernels, a layer, copies.
 
     python tools/bench/micro.py --config llama-8b-layers --json micro.json
-    python tools/bench/micro.py --config tiny --cpu          # the whole of it in a few seconds, without a GPU
+    python tools/bench/micro.py --config tiny --cpu          # a trial in a few seconds, without a GPU
 
-Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median over rounds of
-calls: milliseconds of one call on the device, TFLOP/s if it multiplies, and GB/s for the bytes that it must at least
-read and write; if the host takes longer to start a call, also that time. A row that fails has its error, and the others
-continue, in another process if this one has lost its device.
+Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median over several rounds
+of calls: the milliseconds of one call on the device, TFLOP/s if it multiplies, and GB/s for the bytes that it must at
+least read and write. If the host takes longer to launch a call, the row also shows that time. A row that fails shows
+its error, and the other rows continue, in another process if this one has lost its device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 
 def gemms(config: RunConfig) -> Iterator[Part]:
-    """Forward, and the weight gradient as a bf16 product and as an fp32 sum; the latter in fp8 with each kernel."""
+    """Yield the forward GEMMs, and the weight gradients as a bf16 GEMM and as an fp32 sum; the latter also in fp8 with
+    each kernel."""
     for name, size in products(config).items():
         rows, out, size_in = size
         work, weights = 2e-12 * rows * out * size_in, 1e-9 * out * size_in
@@ -69,7 +70,7 @@ def product(size: Size, config: RunConfig, device: torch.device) -> Call:
 
 
 def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
-    """As in training: `add_product_`."""
+    """Return a weight-gradient call that uses `add_product_`, as in training."""
     from megatron.core.tensor_parallel.weight_grad import add_product_
 
     rows, out, size_in = size
@@ -80,17 +81,17 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
 
 
 def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
-    """As in fp8 layers, with one scale for each operand."""
+    """Return an fp8 weight-gradient call with one scale per operand, as in fp8 layers."""
     from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
-    # On CPU torch's own product stands in for the GPU kernels.
+    # On CPU, torch's own GEMM stands in for the GPU kernels.
     run = kernel if device.type == "cuda" else "torch"
     return weight_grad_runs(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
 
 def experts(config: RunConfig) -> Iterator[Part]:
-    """Weight gradients of all experts, those of `gpu.py --config experts`, by each kernel: with even numbers of rows,
+    """Yield the weight gradients of all experts of `gpu.py --config experts`, with each kernel: with equal row counts,
     and with half of the rows for one expert."""
     from megatron.extensions.speed.fusions.grouped_choice import LISTS, TILES
 
@@ -107,7 +108,7 @@ def experts(config: RunConfig) -> Iterator[Part]:
 
 
 def expert_shapes(config: RunConfig, device: torch.device) -> Any:
-    """Sizes of the experts of one rank; of a few small ones in a trial."""
+    """Return the shapes of one rank's experts, or of a few small experts in a trial."""
     from megatron.extensions.speed.fusions.kernel_choice import RunShapes
 
     if config.model.hidden_size > 64:
@@ -117,7 +118,7 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Share of the rows that uneven numbers of rows use."""
+    """Return the share of the rows that an uneven distribution uses."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)
@@ -128,7 +129,7 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
     shapes = expert_shapes(config, device)
     operands = operands_of(shapes, *matrix, even(shapes) if evenly else uneven(shapes))
-    # On CPU torch's own products stand in for the GPU kernels.
+    # On CPU, torch's own GEMMs stand in for the GPU kernels.
     return weight_grad_runs(shapes, *matrix, operands)[kernel if device.type == "cuda" else "torch"]
 
 
@@ -136,9 +137,9 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
 
 def attention(config: RunConfig) -> Iterator[Part]:
-    """Forward and backward by each kernel: of whole samples, by the tiles of context parallelism, as documents
-    (--reset-attention-mask), each sample one, and with dropout by its own kernel and by plain torch. TFLOP of the
-    causal half, three and a half times the forward's."""
+    """Yield forward and backward attention with each kernel: of whole samples; in context-parallel tiles; as documents
+    (--reset-attention-mask), one per sample; and with dropout, with its own kernel and in plain torch. TFLOP are those
+    of the causal half, three and a half times the forward's."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -146,12 +147,12 @@ def attention(config: RunConfig) -> Iterator[Part]:
     kernels |= {f"{name}, whole samples": {} for name in ("fp8_flash3", "fp8_triton")}
     kernels |= {f"{name}, tiles of one of two ranks": {"ranks": 2} for name in ("flash", "flash3", "cudnn")}
     kernels |= {f"{name}, as documents": {"documents": True} for name in ("flash", "flash3")}
-    # The backward of triton does seven products instead of five, not counted here.
+    # Triton's backward computes seven GEMMs instead of five; the additional ones are not counted.
     kernels |= {f"{name}, dropout 0.1": {"dropout": 0.1} for name in ("triton", "unfused")}
     kernels["triton, dropout 0.1, as documents"] = {"documents": True, "dropout": 0.1}
     for name, how in kernels.items():
         call = partial(attention_call, name.partition(",")[0], **how)
-        yield Part("attention", name, call, work / how.get("ranks", 1))  # the queries of one of two ranks are a half
+        yield Part("attention", name, call, work / how.get("ranks", 1))  # one of two ranks has half of the queries
 
 
 def attention_call(
@@ -167,7 +168,7 @@ def attention_call(
 
     shape = attention_shape(config)
     assert shape is not None
-    # On CPU plain torch stands in for the GPU kernels.
+    # On CPU, plain torch stands in for the GPU kernels.
     backend = name if device.type == "cuda" else "unfused"
     queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
     tiles = ranks > 1 or documents
@@ -179,13 +180,13 @@ def attention_call(
 
 
 SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
-"""Operations of layers with selected keys beside attention."""
+"""Operations of layers with selected keys other than attention."""
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
-    """Attention to selected keys and selection, by the kernels and by plain torch, on the last queries of a sequence as
-    kernels are compared on at the start of a run. TFLOP of attention are those of the keys that queries see, five
-    products in the backward."""
+    """Yield attention to selected keys and selection, with the kernels and in plain torch, on the last queries of a
+    sequence, which are also used to compare kernels at the start of a run. TFLOP of attention count the keys that
+    queries attend to, with five GEMMs in the backward."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 
@@ -209,7 +210,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
     kernel = KERNELS[name]
     assert isinstance(kernel, FusedKernel)
     operands = list(kernel.samples(RunShapes.of(config, device)))
-    # On CPU plain torch stands in for the GPU kernels.
+    # On CPU, plain torch stands in for the GPU kernels.
     run = kernel if form == "kernel" and device.type == "cuda" else kernel.plain
     return lambda: [run(*each) for each in operands]
 
@@ -218,7 +219,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
 
 
 def layer_tflop(config: RunConfig) -> float:
-    """FLOPs of the forward and backward of one layer: its products and causal attention."""
+    """Return the TFLOP of one layer's forward and backward: its GEMMs and causal attention."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     of_products = sum(6e-12 * rows * out * i for name, (rows, out, i) in products(config).items() if name != "head")
@@ -242,7 +243,7 @@ def layer(config: RunConfig, device: torch.device) -> Call:
     grad = torch.ones_like(x)
 
     def call() -> object:
-        x.grad = None  # otherwise the next one would be added to it
+        x.grad = None  # otherwise the next gradient would be added to it
         return stage(x, batch).backward(grad)
 
     return call
@@ -256,7 +257,7 @@ def memory(config: RunConfig) -> Iterator[Part]:
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
-    """Rows of the parts after the first `done`, which that process prints."""
+    """Return the rows of the parts after the first `done`, which another process measures and prints."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]
@@ -270,8 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", choices=SHAPES, default="llama-8b-layers")
     parser.add_argument("--cpu", action="store_true", help="a trial without a GPU, with --config tiny")
     parser.add_argument("--only", nargs="+", help="groups of parts")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
-    parser.add_argument("--skip", type=int, default=0, help="number of first parts to skip")
+    parser.add_argument("--seconds", type=float, default=400.0, help="seconds after which no further part begins")
+    parser.add_argument("--skip", type=int, default=0, help="number of leading parts to skip")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     device = chosen_device(parser, args)

@@ -1,8 +1,8 @@
-"""Comparison of five packing methods: padding and cut documents, and balance of work between replicas and between
+"""Compare five packing methods: padding and cut documents, and the balance of work between replicas and between
 context-parallel ranks.
 
-python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
-python tools/bench/packing.py --documents 2000  other numbers
+    python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
+    python tools/bench/packing.py --documents 2000  other numbers
 
 Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, at
 four bytes per token. Packing methods: greedy as in Megatron-LM, first-fit in document order with any number of open
@@ -36,16 +36,16 @@ STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
 CONTEXT_RANKS = (2, 4, 8, 16)
 MICRO_BATCHES = 32
 OPEN = 8
-"""Samples that torchtitan's first-fit fills at the same time, by default."""
+"""Number of samples that torchtitan's first-fit fills at the same time by default."""
 
 LONG = 32768
-"""Tokens of the samples that context-parallel ranks share."""
+"""Tokens per sample shared by context-parallel ranks."""
 
 Lengths = NDArray[np.int64]
 
 
 def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Lengths]]:
-    """Name and document lengths of each distribution."""
+    """Yield the name and document lengths of each distribution."""
     random = np.random.default_rng(0)
     mean = np.log(seq_length / 8)
     yield "log-normal", random.lognormal(mean, 1.2, documents).astype(np.int64) + 2
@@ -55,20 +55,21 @@ def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Length
 
 
 def source_files(documents: int) -> Lengths:
-    """Lengths of the files of Python's standard library, drawn with replacement."""
+    """Return the lengths of the files of Python's standard library, drawn with replacement."""
     sizes = [path.stat().st_size for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))]
     lengths = np.array([size // 4 for size in sizes if size >= 16], np.int64)
     return np.random.default_rng(1).choice(lengths, documents)
 
 
 def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Fractions of padding and of cut documents if documents are joined and cut wherever a sample ends."""
+    """Return the fractions of padding and of cut documents if documents are joined and cut wherever a sample ends."""
     ends = np.cumsum(lengths)
     return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
 
 
 def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """The same if each document goes, in order, into the first bin with room for it. Longer documents are cut first."""
+    """Return the same fractions if each document goes, in order, into the first bin with room for it. Longer documents
+    are cut first."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -78,10 +79,11 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
-    """Fraction of padding of first-fit with a few open samples. A document that fits into none of them closes all."""
+    """Return the fraction of padding of first-fit with a few open samples. A document that fits into none of them
+    closes all."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
-    for places in (sizes - 1).tolist():  # inputs: the last token of a document is only a label
+    for places in (sizes - 1).tolist():  # input tokens: the last token of a document is only a label
         fits = next((bin for bin in range(OPEN) if room[bin] >= places), None)
         if fits is None:
             samples += OPEN
@@ -92,8 +94,8 @@ def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
 
 
 def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """The same if fragments of at most seq_length tokens, the longest first, go into the fullest bin with room for
-    them."""
+    """Return the same fractions if fragments of at most seq_length tokens, the longest first, go into the fullest bin
+    with room for them."""
     whole, rest = lengths // seq_length, lengths % seq_length
     sizes = np.sort(np.concatenate([np.full(int(whole.sum()), seq_length), rest[rest > 0]]))[::-1]
     rooms: list[int] = []  # ascending
@@ -127,7 +129,7 @@ def print_packing(documents: int, seq_length: int) -> None:
 
 
 def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
-    """Positions at which documents begin in greedy samples, with attention that restarts at each."""
+    """Yield the positions at which documents begin in greedy samples; attention restarts at each."""
     bounds = np.cumsum(lengths)
     for first in range(0, MICRO_BATCHES * seq_length, seq_length):
         inside = bounds[(bounds > first) & (bounds < first + seq_length)] - first
@@ -135,7 +137,7 @@ def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
 
 
 def packed_documents(packed: Packed, seq_length: int) -> Iterator[Documents]:
-    """The same for whole documents."""
+    """Yield the same positions for samples of whole documents."""
     for a, b in pairwise([0, *packed.ends[:MICRO_BATCHES].tolist()]):
         yield (starts_of(packed.lengths[a:b].tolist(), seq_length),)
 
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=20000, help="of each distribution (20000)")
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of the samples of the first table (4096)")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens per sample in the first table (4096)")
     args = parser.parse_args(argv)
     print_packing(args.documents, args.seq_length)
     print_context(args.documents)

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 from tools.bench.side_by_side import bench_parser, machine, write_json
 
 LAYERS = {"llama-8b-layers": 8}
-"""Samples in a micro-batch, for models that would otherwise use as many as fit."""
+"""Samples per micro-batch, for models that would otherwise use as many as fit."""
 
 PLANS = {
     "sparse": ("sparse", "--bf16"),
@@ -31,20 +31,20 @@ PLANS = {
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
-"""Name -> shape of tools/bench/gpu.py, and flags."""
+"""Shape of tools/bench/gpu.py and flags, by name."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
-"""Flags that turn mechanisms off, or on."""
+"""Flags that turn mechanisms off or on."""
 
 LEAST = 1e-3
-"""Smallest change of a step that is listed."""
+"""Smallest relative change of a step that is listed."""
 
 
 @dataclass(frozen=True)
 class Row:
     model: str
     without: str
-    """What is turned off, or which flag is added; "" for this revision unchanged."""
+    """The mechanism that is turned off, or the flag that is added; "" for this revision unchanged."""
 
     milliseconds: float
     tokens_per_second: float
@@ -62,7 +62,7 @@ HEAD = f"{'model':<22}{'without, or with a flag':<32}{'ms':>9}{'tokens/s':>10}{'
 
 
 def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = ()) -> Row:
-    """Predict the step of one model. Raises ValueError if the flags are not legal."""
+    """Predict the step of one model. Raises ValueError if the flags are not valid."""
     from megatron.core.kernels import LEFT_OUT
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -83,7 +83,7 @@ def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = (
 
 
 def variants(model: str, device: str) -> Iterator[Row]:
-    """Predicted steps of this revision unchanged, and with each change."""
+    """Yield the predicted steps of this revision, unchanged and with each change."""
     from megatron.core.kernels import KERNELS
     from megatron.extensions.plan.planner.time.expert_products import PLANNED
     from megatron.extensions.speed.fusions.kernel_choice import planned_kernels
@@ -106,7 +106,7 @@ def variants(model: str, device: str) -> Iterator[Row]:
     for flag in FLAGS:
         try:
             row = planned(model, device, flag)
-        except ValueError:  # a model may not have it
+        except ValueError:  # a model may not have the mechanism
             continue
         if differs(row):
             yield row

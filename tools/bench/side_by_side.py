@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: contestants in separate processes that take turns, medians, and a record of the
+"""Shared parts of benchmarks: contestants in separate processes that take turns, medians, and a record of the
 machine."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
-"""Does one round of a contestant's work and returns the compared figure."""
+"""Function that does one round of a contestant's work and returns the compared figure."""
 
 Found = dict[str, list[float] | str]
 """For each contestant, the results of its rounds, or the last line of its error."""
@@ -38,9 +38,9 @@ Found = dict[str, list[float] | str]
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build(*args)` returns the function that does one round. It is called in a fresh process, or in `ranks` of them,
-    where it may import packages that the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as
-    torchrun does. With several ranks, the smallest result counts."""
+    """Contestant whose `build(*args)` returns the function that does one round. It is called in a fresh process, or in
+    `ranks` of them, where it may import packages that the other contestants must not see. RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT are set as by torchrun. With several ranks, the smallest result counts."""
 
     name: str
     build: Callable[..., Round]
@@ -58,8 +58,9 @@ def positive(text: str) -> int:
 
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
-    """Parser with --json, with --rounds and this default if measurements are repeated, and with further positive
-    numbers: name -> (default, help). Loads the built-in extensions, as every program does before it reads flags."""
+    """Return a parser with --json, with --rounds and this default if measurements are repeated, and with further
+    positive numbers: name -> (default, help). Loads the built-in extensions, as every program does before it reads
+    flags."""
     from megatron.extensions import load  # contestants of other programs import this module without the library
 
     load()
@@ -68,12 +69,12 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
         parser.add_argument("--rounds", type=positive, default=rounds)
     for name, (default, text) in counts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default, help=text)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser
 
 
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
-    """Tokens per second of this many steps, by a clock."""
+    """Return a round that runs this many steps and returns tokens per second by a clock."""
 
     def one_round() -> float:
         start = clock()
@@ -85,7 +86,7 @@ def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], 
 
 
 def own_run(config: RunConfig) -> TrainingRun:
-    """The run that pretrain_gpt.py would build on this rank, which the environment identifies."""
+    """Build the run that pretrain_gpt.py would build on this rank, which the environment identifies."""
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
@@ -94,8 +95,8 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """Training step of this program with the given flags, as its users run it, including callbacks. It imports the
-    program and sets threads, so call it in a contestant's process. Raises ValueError if the flags do not fit."""
+    """Return a training step of this program with the given flags, as its users run it, including callbacks. It imports
+    the program and sets threads, so call it in a contestant's process. Raises ValueError if the flags are not valid."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -171,7 +172,7 @@ def interleaved(
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started in the block."""
+    """Set environment variables for the processes that start within the block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -182,7 +183,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Worker:
-    """Processes that build a contestant and then run a round on request, in a separate folder."""
+    """Processes that build a contestant in a separate folder and then run a round on request."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -199,7 +200,7 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """Result of the slowest rank. Raises the error of a rank."""
+        """Return the result of the slowest rank. Raises the error of a rank."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
@@ -213,15 +214,15 @@ class _Worker:
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Results of all ranks. After an error it does not wait for the other ranks, which may be waiting for the failed
-    one."""
+    """Return the results of all ranks. After an error, it does not wait for the other ranks, which may be waiting for
+    the failed one."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = [future for future in done if future.exception() is not None]
     return [future.result() for future in failed or futures]
 
 
 _rounds: list[Round] = []
-"""Pipe end of a contestant's process."""
+"""The built round of this process, kept between calls."""
 
 
 def _end_with_parent() -> None:
@@ -233,7 +234,7 @@ def _end_with_parent() -> None:
 
 def _build(contestant: Contestant, folder: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.chdir(folder)  # for files that a run writes into its working folder
+    os.chdir(folder)  # receives files that a run writes into its working folder
     try:
         _rounds.append(contestant.build(*contestant.args))
     except Exception:
@@ -248,7 +249,7 @@ def _one_round() -> float:
 
 
 def _free_port() -> int:
-    """A port below the ephemeral range, from which a connection could take it before the contestant does."""
+    """Return a port below the ephemeral range, from which a connection could take it before the contestant does."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -258,7 +259,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of a contestant relative to each of the others: medians of the ratios, round by round."""
+    """Speed of a contestant relative to each of the others: the median of the rounds' ratios."""
 
     contestant: str
     result: Spread | None
@@ -267,7 +268,7 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """One row for each contestant, which is compared with the contestants that `beside` lists for it."""
+    """Return one row per contestant, which is compared with the contestants that `beside` lists for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
@@ -280,13 +281,13 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Median of the ratios of the rounds that both have done. It hardly depends on what else the machine does."""
+    """Return the median ratio over the rounds that both have done. Other work on the machine hardly changes it."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 
 
 def forget(*packages: str) -> None:
-    """Forget these packages of this checkout, so that the next import finds them elsewhere."""
+    """Unload these packages of this checkout, so that the next import finds them elsewhere."""
     root = Path(__file__).resolve().parents[2]
     sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
@@ -297,7 +298,7 @@ DIGITS = {"tokens/s": "9,.0f", "tokens/CPU s": "9,.0f", "s": "9.3f"}
 
 
 def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> None:
-    """The lines of a table."""
+    """Print the lines of a table."""
     for row in rows:
         times = "".join(f"  {ratio:.3f} x {other}" for other, ratio in row.times.items())
         result = f"failed: {row.failed}" if row.failed else f"{row.result:{DIGITS[unit]}} {unit} {times}"
@@ -305,8 +306,8 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Machine of the measurement; prints it in two lines."""
-    from tools.common import processor_name  # contestants may have another megatron
+    """Return a description of the machine, and print it in two lines."""
+    from tools.common import processor_name  # contestants may have loaded another megatron
 
     versions = {name: _version(name) for name in ("torch", *packages)}
     facts = {
@@ -332,9 +333,12 @@ def _version(package: str) -> str | None:
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
-    """Write figures as JSON for programs, if a file is given. Before a program has `ended`, it may write its figures so
-    far: the file is complete whenever the program is killed. Print figures first: a file that cannot be written is
-    named, and ends a program that has `ended` with code 1, and no other."""
+    """Write figures as JSON for other programs, if a file is given.
+
+    A program may write its figures so far before it has `ended`; the file is complete whenever the program is killed.
+    Print the figures first: a file that cannot be written is named, and makes a program that has `ended` exit with code
+    1. Before that, it does not stop the program.
+    """
     if path is None:
         return
     figures = {"command": sys.argv, "machine": facts, "rows": rows}
@@ -352,8 +356,8 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: if that fails with OSError, the file is unchanged."""
-    from megatron.core.fsync import whole_file  # contestants may have another megatron
+    """Replace a file as a whole: if that fails with OSError, the file is unchanged."""
+    from megatron.core.fsync import whole_file  # contestants may have loaded another megatron
 
     with whole_file(path) as new:
         new.write_text(text)

@@ -8,22 +8,23 @@
 
 The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. It is compared with the ceiling: the matrix products of the model's
-linear layers and head alone, forward and backward, in the same precision.
+Training in one process includes the optimizer step. It is compared with the ceiling: the GEMMs of the model's linear
+layers and output layer alone, forward and backward, in the same precision.
 
-TP, PP and DP: 8 micro-batches of one sequence a step in float32, over gloo processes of one thread, beside one process
-of as many threads. Two rows show an upper bound on this machine: processes that share the batch but never communicate,
-and tensor parallelism whose layers omit their collectives (its results are wrong, but it does all the work).
+TP, PP and DP: 8 micro-batches of one sequence per step in float32, over gloo processes of one thread, compared with one
+process of as many threads. Two rows show an upper bound on this machine: processes that share the batch but never
+communicate, and tensor parallelism whose layers omit their collectives (its results are wrong, but it does all the
+work).
 
-Packed CP: documents under context parallelism, most of them short, some about half as long as a sample, which is where
-the default chunks are least equal. Attention takes most of the step. The processor time of the busiest rank counts: the
-other ranks wait for it, and other programs change that wait, but hardly the processor time. All contestants train on
-the same samples in a round.
+Packed CP: documents under context parallelism, most of them short, some about half as long as a sample, which makes the
+default chunks least equal. Attention takes most of the step. The processor time of the busiest rank counts: the other
+ranks wait for it, and other programs change that wait, but hardly the processor time. All contestants train on the same
+samples in a round.
 
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
 --before compares this program alone with another checkout of it, round by round, and prints the median of the ratios
-after / before. For tokens per second more is better, for seconds less."""
+after / before. More tokens per second are better, and fewer seconds."""
 
 from __future__ import annotations
 
@@ -92,11 +93,11 @@ LAYOUTS = {
     "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
     "ours CP": "--cp {n}",
 }
-"""Name -> flags for n ranks."""
+"""Flags for n ranks, by name."""
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
-    """This program, run as a user would."""
+    """Return the flags of this program for a style, as a user would give them."""
     text = (
         f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
         f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
@@ -121,7 +122,7 @@ def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
-    """Only the matrix products, each into existing memory."""
+    """Return a round of the GEMMs alone, each into existing memory."""
     import torch
 
     from tools.bench.device_time import linear_products
@@ -137,7 +138,8 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Data parallelism without communication: each process is a world by itself, with its part of the batch."""
+    """Return a round of data parallelism without communication: each process is a world by itself with its part of the
+    batch."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -153,7 +155,7 @@ def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Roun
 
 
 def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
-    """Wall-clock seconds of a command, or until it prints a line with `until`."""
+    """Return a round that measures the wall-clock seconds of a command, or until it prints a line with `until`."""
 
     def one_round() -> float:
         environ = {
@@ -188,7 +190,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""Name -> arguments of Python, and the text of its last line if the end of the process does not count."""
+"""Arguments of Python by name, and the text of the last line if the end of the process does not count."""
 
 
 # The table
@@ -204,7 +206,7 @@ class Cell:
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a contestant -> names of those it is compared with besides the baseline."""
+    """Names of the contestants that each contestant is compared with, in addition to the baseline."""
 
     @property
     def ours(self) -> list[Contestant]:
@@ -212,7 +214,7 @@ class Cell:
         return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
-        """Names of the contestants that `name` is compared with."""
+        """Yield the names of the contestants that `name` is compared with."""
         yield from (self.baseline, *self.others.get(name, ()))
 
     def chosen(self, names: Sequence[str]) -> Cell:
@@ -232,7 +234,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
 
 
 def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
-    """Head and loss of a large vocabulary, for all tokens together and in chunks."""
+    """Return cells for the output layer and loss of a large vocabulary, for all tokens together and in chunks."""
     style = Style(4, 256, 4, 4, 768, 512, 65536, 4, llama=True)
     found = {}
     for dtype in FORMATS:
@@ -252,11 +254,11 @@ WATCHES = {
     "averages every 10": "--ema-decay 0.999 --ema-interval 10",
     "noise scale": "--log-noise-scale",
 }
-"""Name -> flags for what is kept or measured during training."""
+"""Flags, by name, for values kept or measured during training."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:
-    """Steps of 8 micro-batches with averaged weights, and with the gradient noise scale."""
+    """Return a cell with steps of 8 micro-batches, with averaged weights and with the gradient noise scale."""
     argv, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.tokens
     members = [
         Contestant(name, ours, ([*argv, *more.split()], tokens, steps), threads) for name, more in WATCHES.items()
@@ -270,11 +272,11 @@ DIVISIONS = {
     "balanced": "--balance-packed-samples",
     "hybrid": "--hybrid-context-parallel",
 }
-"""Name -> flags of how documents of samples are divided over context-parallel ranks."""
+"""Flags, by name, that divide the documents of samples over context-parallel ranks."""
 
 
 def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
-    """Lengths of documents, of which one in eight is about half as long as a sample, and the others are 20 times
+    """Return document lengths: one document in eight is about half as long as a sample, and the others are 20 times
     shorter."""
     import numpy as np
 
@@ -284,8 +286,8 @@ def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
 
 
 def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, folder: str) -> Round:
-    """Tokens of all ranks per second of this rank's processor time, on documents of mixed lengths in `folder`, which
-    the first process writes."""
+    """Return a round of tokens of all ranks per second of this rank's processor time, on documents of mixed lengths in
+    `folder`, which the first process writes."""
     import numpy as np
 
     from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
@@ -295,13 +297,13 @@ def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, f
         with IndexedDatasetBuilder(f"{own}/text", np.dtype("<u2")) as builder:
             for length in mixed_lengths(seq_length).tolist():
                 builder.add_document(np.append(random.integers(0, 255, length - 1), 255))
-        with suppress(OSError):  # another process was first
+        with suppress(OSError):  # another process has written it
             os.rename(own, folder)
     return timed(own_step([*argv, "--data-path", f"{folder}/text"]), steps, tokens, time.process_time)
 
 
 def packed(n: int, steps: int) -> dict[str, Cell]:
-    """Steps of packed documents under context parallelism."""
+    """Return a cell with steps of packed documents under context parallelism."""
     style, micro_batches = Style(2, 128, 4, 4, 128, 16384, 256, 1, llama=True), 2
     argv = [word for word in flags(style, micro_batches=micro_batches) if word != "--mock-data"]
     folder = f"{tempfile.gettempdir()}/packed-{os.getpid()}"
@@ -315,7 +317,7 @@ def packed(n: int, steps: int) -> dict[str, Cell]:
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
-    """One cell for each kind of parallelism: more would not fit into the memory of a small machine."""
+    """Return one cell per kind of parallelism: more would not fit into the memory of a small machine."""
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
@@ -332,13 +334,13 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
 
 
 def kind_of(name: str) -> str:
-    """Cell of a contestant of the parallel layouts."""
+    """Return the cell of a contestant of the parallel layouts."""
     return next((kind for kind in ("PP", "TP") if kind in name), "DP")
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """before, after and ratio (after / before, round by round) of a contestant of this program in another checkout and
-    in this one, or what went wrong."""
+    """Return before, after and ratio (after / before, round by round) of a contestant of this program in another
+    checkout and in this one, or an error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(
@@ -352,10 +354,11 @@ def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[
 
 
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
-    """`ours` of the program in `checkout`, which replaces whatever this process has imported of another."""
+    """Return `ours` of the program in `checkout`, which replaces the modules that this process has imported from
+    another checkout."""
     own = sys.modules[timed.__module__]
     forget("megatron", "tools")
-    # A folder without __init__.py, as tools/ of an older revision, would yield to a package later in the path.
+    # In an older revision, tools/ has no __init__.py, so a package later in the path would take precedence over it.
     sys.path.insert(0, str(checkout))
     import megatron
     import tools.bench.side_by_side as theirs
@@ -363,7 +366,7 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
     for module in (megatron, theirs):
         assert module.__file__ is not None and module.__file__.startswith(str(checkout)), module.__file__
     step = theirs.own_step(list(argv))
-    sys.modules[timed.__module__] = own  # by which this process is asked for rounds
+    sys.modules[timed.__module__] = own  # through which this process is asked for rounds
     return timed(step, steps, tokens)
 
 
@@ -385,11 +388,15 @@ def run_cells(
         argv: arguments; the program's own if None.
         packages: packages whose versions are recorded.
     """
-    parser = bench_parser(about, 5, ranks=(2, "processes of TP, PP and DP"), steps=(1, "of a round of training"))
-    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of one process (default: all cores)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these cells, or contestants of them")
-    parser.add_argument("--list", action="store_true", help="print the names of cells and contestants, and exit")
-    parser.add_argument("--before", type=Path, help="a checkout of another revision to compare with")
+    parser = bench_parser(about, 5, ranks=(2, "processes for TP, PP and DP"), steps=(1, "steps per round of training"))
+    parser.add_argument(
+        "--threads", type=positive, default=os.cpu_count(), help="threads per process (default: all cores)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="run only these cells, or these contestants"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of cells and contestants and exit")
+    parser.add_argument("--before", type=Path, help="checkout of another revision to compare with")
     args = parser.parse_args(argv)
     every = cells(args.threads, args.ranks, args.steps)
     if args.list:

@@ -26,7 +26,7 @@ class Style:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """(in, out) of each weight matrix that multiplies activations."""
+        """Shape (in, out) of each weight matrix that multiplies activations."""
         head_dim = self.hidden // self.heads
         qkv = (self.heads + 2 * self.groups) * head_dim
         layer = [

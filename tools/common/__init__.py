@@ -46,7 +46,7 @@ LAYOUT_FIELDS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""How many ranks generation cuts a model over."""
+"""Flags that shard the model for generation."""
 
 
 PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
@@ -61,21 +61,21 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Parser whose help begins with a module's docstring, unchanged. It refuses texts and paths that are empty or have
-    control characters, apart from those of the type `any_text`."""
+    """Return a parser whose help begins with a module's docstring, unchanged. It refuses texts and paths that are empty
+    or contain control characters, except those of type `any_text`."""
     shape = argparse.RawDescriptionHelpFormatter
     return checked_texts(ToolParser(description=about, formatter_class=shape, **more))
 
 
 def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The tool's own arguments, and the arguments after `--`, which belong to another program."""
+    """Split the arguments into the tool's own and those after `--`, which belong to another program."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:cut], arguments[cut + 1 :]
 
 
 def too_small(args: argparse.Namespace, **least: float) -> list[str]:
-    """Problems of flags that are below their least value."""
+    """Return the problems of flags that are below their minimum."""
     given = {name: getattr(args, name) for name in least}
     return [
         f"--{name.replace('_', '-')} {value}: must be at least {least[name]}"
@@ -91,7 +91,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
-    """Flags of these configuration fields, with the name, type and help they have in training."""
+    """Add flags for these configuration fields, with the name, type and help that they have in training."""
     group = parser.add_argument_group(title)
     for name in names:
         flag = field_table()[name]
@@ -116,7 +116,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
-    """Parser for tools that generate text: extensions, model, device, layout, tokenizer."""
+    """Return a parser for tools that generate text: extensions, model, device, layout, tokenizer."""
     from torch.cuda import is_available
 
     parser = tool_parser(about)
@@ -124,8 +124,10 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
     add_family_flag(parser, argv)
     text = "checkpoint, folder of them, or Hugging Face folder"
     parser.add_argument("--load", type=located, required=True, help=text)
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces the tokenizer's"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="texts generated at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")
     add_config_flags(parser, "layout, over the ranks that torchrun or srun starts", *LAYOUT_FIELDS)
     add_config_flags(parser, "tokenizer, if its files have moved since training", *TOKENIZER_FIELDS)
@@ -133,7 +135,7 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """Problems of the flags of `model_parser` together."""
+    """Return the problems of the combined flags of `model_parser`."""
     names = [name for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)]
     if not names or args.tokenizer_type:
         return []
@@ -142,7 +144,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
     """Load the model that the flags of `model_parser` name, and keep it until `stack` ends. If it cannot be loaded, the
-    first rank raises ValueError, and the others end with its exit code."""
+    first rank raises ValueError, and the others exit with its code."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.use.inference.model import loaded_model
 
@@ -165,8 +167,8 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 
 
 def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
-    """--hf-family, as --extension, where Hugging Face folders are supported. A program that `writes` them also takes
-    the name of a family, which `family_of_output` returns."""
+    """Add --hf-family, which is read like --extension, if Hugging Face folders are supported. A program that `writes`
+    them also accepts the name of a family, which `family_of_output` returns."""
     if "hugging_face" not in PATH_KINDS:
         return
     from megatron.extensions.interop.hugging_face.family_files import add_families, is_family_file
@@ -182,7 +184,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
             "Hugging Face family to write (default: the input's, or the first that can express the model); or " + text
         )
         older = {"dest": "hf_family", "action": "append", "default": [], "help": argparse.SUPPRESS}
-        parser.add_argument("--model-type", **older)  # its spelling in 0.1
+        parser.add_argument("--model-type", **older)  # the name of the flag in version 0.1
     _read_at_once(parser, argv, "--hf-family", "NAME|FILE" if writes else "FILE", text, read)
 
 
@@ -218,7 +220,7 @@ def _read_at_once(
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
-    """Configuration section from the parser's flags; other fields keep their defaults."""
+    """Return a configuration section from the parser's flags; other fields keep their defaults."""
     values: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]
         if hasattr(args, field.name):
@@ -228,7 +230,7 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
 
 
 def why_unreachable(folder: PurePath) -> str | None:
-    """Reason why no file can be written under a URL; None if one can. Leaves no files."""
+    """Return the reason why no file can be written under a URL, or None if one can. Leaves no files."""
     probe = folder / f".written-{os.urandom(16).hex()}"
     try:
         storage_of(folder).write(probe, b"")
@@ -239,7 +241,7 @@ def why_unreachable(folder: PurePath) -> str | None:
 
 
 def refuse_unwritable(flag: str, path: Path) -> None:
-    """Raises ValueError if a file could not be written, before any work is done for it."""
+    """Raise ValueError, before any work is done, if a file could not be written."""
     if (why := why_not_written(path)) is not None:
         raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
 
@@ -260,7 +262,7 @@ def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
 
 
 def dataset_at(prefix: str) -> IndexedDataset:
-    """Open the indexed dataset of a prefix. Raises ValueError if there is none, or if the path is text."""
+    """Open the indexed dataset of a prefix. Raises ValueError if there is none, or if the path is a text file."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if data_kind_of(prefix) is not None:
@@ -269,8 +271,8 @@ def dataset_at(prefix: str) -> IndexedDataset:
 
 
 def refuse_picture(flag: str, path: Path | None) -> None:
-    """Raises ValueError if a picture could not be written to a file, for its suffix, its folder or want of matplotlib,
-    before any work is done for it."""
+    """Raise ValueError, before any work is done, if a picture could not be written because of its suffix, its folder or
+    missing matplotlib."""
     if path is None:
         return
     if path.suffix.lower() not in PICTURES:
@@ -284,7 +286,7 @@ def refuse_picture(flag: str, path: Path | None) -> None:
 
 
 def processor_name() -> str:
-    """Name of this machine's processor."""
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -294,8 +296,8 @@ def processor_name() -> str:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Run a tool's main and exit with its code: 2 and one line per problem for user errors, 130 and 143 if it is
-    interrupted or terminated (by an exception, so that temporary files are removed)."""
+    """Run a tool's main and exit with its code. It exits with code 2 and one line per problem for user errors, and with
+    130 or 143 if it is interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()
@@ -310,7 +312,7 @@ def _exit_code(main: Callable[[], int]) -> int:
             return main()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         drop_output()
         return 141
     except ValueError as error:

@@ -18,11 +18,11 @@ VARIABLES = {
     "--gres": ("SLURM_GPUS_ON_NODE",),
     "--gpus": ("SLURM_GPUS",),
 }
-"""Option -> variables that hold its number."""
+"""Variables that hold the number of each option."""
 
 
 def batch_options(text: str) -> Iterator[list[str]]:
-    """The words of each option in the #SBATCH lines of a script, which stand before its first command."""
+    """Yield the words of each option in the #SBATCH lines of a script, which precede its first command."""
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             return
@@ -38,7 +38,8 @@ def batch_options(text: str) -> Iterator[list[str]]:
 
 
 def slurm_variables(batch: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Variables of a job whose values the options of sbatch state. A range such as --nodes=2-4 states none."""
+    """Return the variables of a job whose values are given by options of sbatch. A range such as --nodes=2-4 gives
+    none."""
     numbers: dict[str, int] = {}
     for option in batch:
         found = re.fullmatch(r"(--[\w-]+|-[NncG])(?:[= ]?(.*))", " ".join(option))

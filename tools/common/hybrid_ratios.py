@@ -11,8 +11,9 @@ PATTERNS = (PATTERN, "--hybrid-override-pattern")
 
 
 def pattern_of(layers: int, attention: float, mlp: float) -> str:
-    """The letters of the layers: attention (*) evenly spaced between layers of Mamba (M), then MLP layers (-) in place
-    of these, evenly spaced up to the end. Raises ValueError if the shares are no shares of the layers."""
+    """Return the letters of the layers: attention (*) evenly spaced between Mamba layers (M), then MLP layers (-) that
+    replace some of these, evenly spaced up to the end. Raises ValueError if the shares are not fractions that add up to
+    at most 1."""
     if layers < 1 or min(attention, mlp) < 0 or attention + mlp > 1:
         raise ValueError(f"{ATTENTION} {attention:g} and {MLP} {mlp:g}: must be shares that add up to at most 1")
     attentions, mlps = round(layers * attention), round(layers * mlp)
@@ -26,7 +27,7 @@ def pattern_of(layers: int, attention: float, mlp: float) -> str:
 
 
 def _spaced(places: int, gap: float) -> list[bool]:
-    """Which places are chosen if `gap` others, a fraction too, come before each that is."""
+    """Return which positions are chosen if `gap` others, possibly a fraction, precede each chosen one."""
     found, left = [], gap
     for _ in range(places):
         found.append(left < 0.5)
@@ -35,8 +36,8 @@ def _spaced(places: int, gap: float) -> list[bool]:
 
 
 def computed_pattern(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
-    """The pattern flag that stands for the shares among the flags of a command; None if they have no shares, have a
-    pattern already, or do not state what it depends on."""
+    """Return the pattern flag that replaces the ratios in a command's flags. Returns None if there are no ratios, if
+    there is a pattern already, or if a flag that the pattern depends on is missing."""
     last = {name.replace("_", "-"): values for name, values in tokens}
     if last.keys().isdisjoint((ATTENTION, MLP)) or not last.keys().isdisjoint(PATTERNS):
         return None

@@ -1,8 +1,8 @@
 """Read the training command of a shell script without running the script.
 
-Assignments, arithmetic, `if`, `case`, `&&` and `||` are followed as far as the script itself decides them. Tests read a
-variable that is not set as bash does, unless the environment gives it. In words, variables that the script does not
-set, and what only a shell computes, stay as they are.
+Assignments, arithmetic, `if`, `case`, `&&` and `||` are evaluated as far as the script itself determines them. Tests
+read an unset variable as bash does, unless the environment may set it. In words, variables that the script does not
+set, and values that only a shell computes, stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .shell_words import commands, pieces, split
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
-"""Assignment in arithmetic, as of `let` and `((...))`."""
+"""Assignment in arithmetic, as in `let` and `((...))`."""
 
 STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
-"""A variable that arithmetic raises or lowers by one."""
+"""Increment or decrement of a variable in arithmetic."""
 
 ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PRINTERS = ("echo", "printf")
 ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
-"""Words that end a command which a variable holds."""
+"""Words that end a command held by a variable."""
 
 SETS_NONE = re.compile(r"conda|activate$|rc$|profile$")
-"""Scripts which prepare a shell, and set no variables that a launch script tests."""
+"""Names of scripts that prepare a shell and set no variables that a launch script tests."""
 
 PROGRAM = re.compile(r"[^\s,:]*(?:\.py|pretrain\w*)")
 INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
@@ -40,51 +40,51 @@ class Branch:
     """An `if`, `case`, loop or group that is being read."""
 
     live: float
-    """True if the commands of its present branch run."""
+    """`YES` if the commands of the current branch run."""
 
     taken: float = NO
-    """True if one of the earlier branches has run."""
+    """`YES` if one of the earlier branches has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
-    """Of a `case` whose pattern is being read."""
+    """Patterns of a `case` that are being read."""
 
     repeats: bool = False
-    """True if it is a loop."""
+    """True for a loop."""
 
     def enter(self, chosen: float) -> None:
-        """Begins a branch that runs if no other did and `chosen` holds."""
+        """Begin a branch that runs if no other branch has run and `chosen` holds."""
         self.live = min(YES - self.taken, chosen)
         self.taken = max(self.taken, chosen)
 
 
 @dataclass
 class LaunchScript:
-    """Begin a branch that runs if no other did and `chosen` is true. Raises ValueError if `text` is no shell script,
-    and ExpansionError if its variables stand for more than `MOST` characters."""
+    """Reader of a launch script, which follows its branches. Raises ValueError if `text` is not a shell script, and
+    ExpansionError if its variables expand to more than `MOST` characters."""
 
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
     started: dict[str, list[tuple[str, ...]]] = field(default_factory=lambda: {"pretrain": [], "other": [], "any": []})
-    """Words behind the program: of those that train, of other programs in Python, and of commands that are given
-    flags by variables."""
+    """Words after the program, by kind: training programs, other Python programs, and commands whose flags come from
+    variables."""
 
     unsure: list[str] = field(default_factory=list)
-    """Flags of branches whose condition is unknown."""
+    """Flags in branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """Variable -> values of which a test that is not known chooses one; the last is in the words."""
+    """Values of each variable among which an unknown test chooses; the last one is used in the words."""
 
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
     _tested: bool = False
-    """True if the last command was a test: of others the exit code is not known, and taken for success."""
+    """True if the last command was a test. The exit code of other commands is unknown and assumed to be success."""
 
     def __post_init__(self) -> None:
         self._run(self.text.replace("\r\n", "\n"))
 
     def flags(self) -> list[str]:
-        """The words after the training programs."""
+        """Return the words after the training programs."""
         found = next((found for found in self.started.values() if found), [])
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 
@@ -111,7 +111,7 @@ class LaunchScript:
             raise ValueError("a branch is not closed")
 
     def _chain(self, words: list[str], before: str, live: float) -> None:
-        """Runs a command; its result and that of the commands before it in a chain of && and || are one."""
+        """Run a command, and combine its result with those of the earlier commands in a chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
             if found and "--" in found[3]:  # flags that this run does not give
@@ -123,7 +123,8 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
-        """The rest of a command after the reserved words at its start, which open, change and close branches."""
+        """Process the reserved words at the start of a command, which open, change and close branches, and return the
+        rest."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
@@ -160,7 +161,7 @@ class LaunchScript:
         return bool(self._branches) and self._branches[-1].patterns is not None
 
     def _pattern(self, words: list[str], then: str) -> None:
-        """Reads patterns of a `case`, up to their parenthesis."""
+        """Read patterns of a `case`, up to their parenthesis."""
         branch = self._branches[-1]
         assert branch.patterns is not None
         if words[:1] == ["esac"]:
@@ -172,7 +173,7 @@ class LaunchScript:
             branch.patterns = None
 
     def _simple(self, words: list[str], live: float) -> float:
-        """Runs a simple command: assigns variables, and keeps the words of those that train."""
+        """Run a simple command: assign variables, and keep the words of training commands."""
         declared = words[0] in DECLARATIONS
         if declared:
             words = [word for word in words[1:] if ASSIGNMENT.fullmatch(word)]
@@ -221,7 +222,7 @@ class LaunchScript:
         assert found
         name, adds, raw = found.groups()
         if "$((" in raw and re.search(rf"\b{name}\b", raw) and any(branch.repeats for branch in self._branches):
-            self.variables.forget([name])  # a loop counts with it
+            self.variables.forget([name])  # the variable is a loop counter
         earlier = self.variables.values.get(name)
         value: str | list[str]
         if raw.startswith("("):
@@ -244,7 +245,7 @@ class LaunchScript:
 
 
 def _calculations(words: list[str]) -> list[str]:
-    """The assignments of `let` and `((...))` as those of a shell; other commands as they are."""
+    """Convert the assignments of `let` and `((...))` to those of a shell; return other commands unchanged."""
     inner = words[1:] if words[0] == "let" else [words[0][2:-2]] if words[0].startswith("((") else []
     texts = [text for each in inner for text in _between_commas(each.strip("'\""))]
     found = [CALCULATION.fullmatch(STEP.sub(_as_sum, text) if STEP.fullmatch(text) else text) for text in texts]
@@ -255,12 +256,12 @@ def _calculations(words: list[str]) -> list[str]:
 
 
 def _as_sum(step: re.Match[str]) -> str:
-    """`N++` and `--N` as the assignment that they are."""
+    """Convert `N++` and `--N` to assignments."""
     return f"{step[1] or step[4]} {(step[2] or step[3])[0]}= 1"
 
 
 def _between_commas(text: str) -> list[str]:
-    """The expressions of one text of arithmetic."""
+    """Split arithmetic text at its commas."""
     parts = [""]
     for piece in pieces(text):
         parts[-1:] = [parts[-1], ""] if piece == "," else [parts[-1] + piece]

@@ -1,8 +1,8 @@
-"""Print the flags of the argument parser of a Megatron-LM checkout, as JSON. Runs as a separate program.
+"""Print the flags of a Megatron-LM checkout's argument parser as JSON. Runs as a separate program.
 
     python tools/common/megatron_parser.py ~/Megatron-LM
 
-It runs the checkout's code, so that flags made from dataclasses are there too. A module that is not installed, such as
+It runs the checkout's code, so that it also includes flags made from dataclasses. A missing module, such as
 transformer_engine, is replaced by one whose every attribute is an empty class, because the parser needs only names.
 """
 
@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 class _Absent(type):
-    """The type of attributes of modules that are not installed: an attribute of one is another one."""
+    """Type of the attributes of missing modules: each attribute is again such a type."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -26,7 +26,7 @@ class _Absent(type):
 
 
 class StandIn(ModuleType):
-    """A module that is not installed."""
+    """Stand-in for a module that is not installed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -39,13 +39,13 @@ class StandIn(ModuleType):
 
 
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
-    """The checkout's parser. Raises ImportError if one of its own modules is missing."""
-    sys.path[0] = str(checkout)  # in place of this file's folder
+    """Return the checkout's parser. Raises ImportError if one of its own modules is missing."""
+    sys.path[0] = str(checkout)  # replaces this file's folder
     stand_ins: dict[str, StandIn] = {}
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             del sys.modules[name]
-        package = ModuleType("megatron")  # theirs has no __init__.py, and an installed package would go first
+        package = ModuleType("megatron")  # their package has no __init__.py, so an installed one would take precedence
         package.__path__ = [str(checkout / "megatron")]
         sys.modules.update({"megatron": package, **stand_ins})
         try:
@@ -60,7 +60,7 @@ def parser_of(checkout: Path) -> argparse.ArgumentParser:
 
 
 def described(action: argparse.Action) -> list[dict[str, object]]:
-    """A description of each spelling of a flag: the columns of flags_of_head.txt."""
+    """Describe each spelling of a flag by the columns of flags_of_head.txt."""
     count = 1 if action.nargs is None else action.nargs
     kind = getattr(action.type, "__name__", "str") if count != 0 else "switch"
     choices = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]

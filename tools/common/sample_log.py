@@ -1,4 +1,4 @@
-"""Read a --sample-log file: what a step was trained on."""
+"""Read a --sample-log file, which records the samples of each training step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WITHOUT_DOCUMENTS = (
     "the samples of this step are from no documents: --mock-data or another --dataset-type made them, so they cannot "
     "be decoded; --sample-log has only their origins and checksums"
 )
-"""What is said about samples of which the log names no documents and which are from no given data set."""
+"""Message about samples that are from no given data set and whose documents the log does not name."""
 
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:
-    """The record of a step. Raises ValueError if the file has none."""
+    """Return the record of a step. Raises ValueError if the file has none."""
     steps, number = list[int](), 0
     try:
         with open(log, encoding="utf-8") as stream:
@@ -42,9 +42,11 @@ def record_of_step(log: Path, step: int) -> dict[str, Any]:
 def lines_of_step(
     record: Mapping[str, Any], prefixes: Mapping[str, str], decode: Callable[[NDArray], str] | None
 ) -> Iterator[str]:
-    """Lines about each sample of a step: its parts, decoded, and whether their tokens equal those that were trained on.
+    """Yield lines about each sample of a step: its parts, decoded, and whether their tokens equal those of the training
+    step.
 
-    `prefixes` are those of the data sets by their names in the log. Raises ValueError for an unknown name."""
+    `prefixes` maps the names of data sets in the log to their prefixes. Raises ValueError for an unknown name.
+    """
     opened: dict[str, IndexedDataset] = {}
     yield f"step {record['iteration']}: samples {record['samples'][0]} to {record['samples'][1]}"
     rows = zip(
@@ -73,7 +75,7 @@ def lines_of_step(
 
 
 def _doubt(ids: list[NDArray], checksum: str) -> str:
-    """What to say where tokens are not those that the checksum of the log is of."""
+    """Return a message if the tokens do not match the checksum in the log."""
     if not ids:
         return ": the log does not say which documents it has"
     text = np.concatenate(ids).astype(np.int64)[:-1]

@@ -1,4 +1,4 @@
-"""Tokenization of a corpus by several machines: which documents each takes, and how their datasets are joined.
+"""Tokenization of a corpus by several machines: assign documents to shards, and join their datasets.
 
 Shard i of n takes consecutive documents, so that the concatenated datasets of all shards equal the dataset that one
 machine would have written. An uncompressed JSON lines file may be divided; any other file belongs to one shard.
@@ -30,14 +30,14 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Shard:
-        """Parse `1/8` to `8/8`. Raises ValueError."""
+        """Parse `1/8` to `8/8`. Raises ValueError for any other text."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"--shard {text}: must be NUMBER/COUNT with NUMBER from 1 to COUNT, such as 1/8")
         return cls(int(found[1]) - 1, int(found[2]))
 
     def prefix(self, prefix: str) -> str:
-        """Prefix of the shard's dataset."""
+        """Return the prefix of the shard's dataset."""
         return f"{prefix}.shard-{self.number + 1:05d}-of-{self.count:05d}"
 
     @property
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
         return self.owner(position, total) == self.number
 
     def owner(self, position: int, total: int) -> int:
-        """Number of the shard to which a byte of the corpus belongs."""
+        """Return the number of the shard to which a byte of the corpus belongs."""
         return min(position * self.count // max(1, total), self.count - 1)
 
 
@@ -59,7 +59,7 @@ def is_divided(file: TextFile) -> bool:
 
 
 def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, int]]:
-    """(file, bytes of the files before it) of each file of which a shard has a part."""
+    """Return (file, bytes of earlier files) for each file that a shard has a part of."""
     total, begin = sum(file.size for file in files), 0
     found = []
     for file in files:
@@ -71,7 +71,7 @@ def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, in
 
 
 def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: int, shard: Shard) -> Iterator[Chunk]:
-    """The chunks of a shard. In a divided file, the part before the shard's is read and dropped."""
+    """Yield the chunks of a shard. In a divided file, the text before the shard's part is read and dropped."""
     total = sum(file.size for file in files)
     for file, begin in of_shard(files, shard):
         position = 0
@@ -85,14 +85,14 @@ def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: in
 
 
 def corpus_digest(files: Iterable[TextFile], settings: object) -> str:
-    """Equal for shards of the same files, by name and size, and the same settings."""
+    """Return a digest that is equal for shards of the same files, by name and size, with the same settings."""
     listed = [(PurePath(file.path).name, file.size) for file in files]
     return blake2b(repr((listed, settings)).encode(), digest_size=16).hexdigest()
 
 
 def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
-    """Numbers, from 1, of the shards whose dataset is incomplete. Raises ValueError if one belongs to another
-    corpus."""
+    """Return the numbers, from 1, of the shards whose dataset is incomplete. Raises ValueError if one belongs to
+    another corpus."""
     missing = []
     for each in shard.all:
         found = read_sums(each.prefix(prefix))
@@ -107,8 +107,7 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
-    """Make the dataset of all shards, and delete the shards' datasets. Returns False if another machine has done so in
-    the meantime."""
+    """Join the datasets of all shards and delete them. Returns False if another machine has done so in the meantime."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

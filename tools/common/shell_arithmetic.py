@@ -1,4 +1,4 @@
-"""Evaluates integer arithmetic as bash does, without running a shell."""
+"""Evaluate integer arithmetic as bash does, without running a shell."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 TOKEN = re.compile(r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>!~&|^?:()])\s*")
 DEEPEST = 50
-"""Most levels of parentheses, and of variables that name variables."""
+"""Largest nesting depth of parentheses, and of variables that name variables."""
 
 
 class UnknownNameError(ValueError):
-    """A name in an expression has no known value."""
+    """Raised if a name in an expression has no known value."""
 
 
 def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -> int:
-    """The value of an expression; `value_of` gives the text of a variable, itself an expression, or None if it is not
-    known. Raises UnknownNameError, or ValueError if the text is no expression that can be computed."""
+    """Return the value of an expression. `value_of` returns the text of a variable, itself an expression, or None if it
+    is unknown. Raises UnknownNameError, or ValueError if the text is not a valid expression."""
     tokens, at = [], 0
     while at < len(text.rstrip()):
         found = TOKEN.match(text, at)
@@ -31,7 +31,7 @@ def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -
 
 
 def _divided(left: int, right: int) -> int:
-    """The quotient truncated towards zero."""
+    """Return the quotient truncated towards zero."""
     if not right:
         raise ValueError("division by 0")
     quotient = abs(left) // abs(right)
@@ -57,7 +57,7 @@ BINARY: list[dict[str, Callable[[int, int], int]]] = [
     {"*": operator.mul, "/": _divided, "%": lambda left, right: left - right * _divided(left, right)},
     {"**": _power},
 ]
-"""Operators of two operands, those that bind least first."""
+"""Binary operators, from the lowest precedence to the highest."""
 
 UNARY: dict[str, Callable[[int], int]] = {
     "-": operator.neg,
@@ -68,7 +68,7 @@ UNARY: dict[str, Callable[[int], int]] = {
 
 
 class _Expression:
-    """Reads the tokens of an expression by recursive descent."""
+    """Recursive-descent parser of an expression's tokens."""
 
     def __init__(self, tokens: list[str], value_of: Callable[[str], str | None], depth: int) -> None:
         self.tokens = tokens[::-1]
@@ -90,7 +90,7 @@ class _Expression:
         self.tokens.pop()
 
     def _choice(self) -> int:
-        """A conditional expression, or one without ? and :."""
+        """Evaluate a conditional expression, or one without ? and :."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels")
@@ -143,5 +143,5 @@ class _Expression:
 
 
 def _wrapped(value: int) -> int:
-    """A number in 64 bits with sign."""
+    """Wrap a number to a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

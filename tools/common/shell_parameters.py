@@ -1,4 +1,4 @@
-"""Parameters of a shell in braces, as `${A[@]:1}` and `${NAME%.json}`: parts of a variable, lengths, replaced text."""
+"""Shell parameters in braces, such as `${A[@]:1}` and `${NAME%.json}`: parts of a variable, lengths, replaced text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PARAMETER = re.compile(
     re.S,
 )
 DEFAULTS = ("-", "=", "+", "?")
-"""Ends of the signs by which a word stands for a variable that is not set."""
+"""Last characters of the operators whose word replaces an unset variable."""
 
 Value = str | list[str]
 Number = Callable[[str], int]
-"""Text -> what it comes to as arithmetic. Raises ValueError if that is not known."""
+"""Function that evaluates text as arithmetic. Raises ValueError if the value is unknown."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as it is written."""
+    """Parameter as written in a script."""
 
     name: str
     sign: str = ""
@@ -34,7 +34,7 @@ class Parameter:
 
     @classmethod
     def read(cls, piece: str) -> Parameter | None:
-        """The parameter that a piece of a word is; None for other pieces."""
+        """Parse a piece of a word; return None if it is not a parameter."""
         found = PARAMETER.fullmatch(piece)
         if found is None:
             return None
@@ -47,11 +47,11 @@ class Parameter:
 
     @property
     def plain(self) -> bool:
-        """True if it is a variable, or all of an array, without a change."""
+        """True if the parameter is a variable, or a whole array, without an operator."""
         return not self.sign and not self.length and self.index in (None, "@", "*")
 
     def part(self, value: Value, number: Number) -> Value:
-        """What an index chooses of a variable's value. Raises ValueError if the index is not known."""
+        """Return the part of a variable's value that an index chooses. Raises ValueError if the index is unknown."""
         if self.index in (None, "@", "*"):
             return value
         values = [value] if isinstance(value, str) else value
@@ -59,7 +59,8 @@ class Parameter:
         return values[at] if -len(values) <= at < len(values) else ""
 
     def changed(self, value: Value, word: str, number: Number) -> Value | None:
-        """The value with the change that the sign and its word ask for. None, or ValueError, if it is not known."""
+        """Return the value changed by the operator and its word. Returns None, or raises ValueError, if the result is
+        unknown."""
         texts = [value] if isinstance(value, str) else value
         if any(UNKNOWN.search(text) for text in [word, *([] if self.length and self.index else texts)]):
             return None
@@ -73,7 +74,7 @@ class Parameter:
 
 
 def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
-    """Part of a text or an array. A start below 0 counts from the end, and so does the end of a text."""
+    """Return a part of a string or an array. A negative start counts from the end, and so does the end of a string."""
     if start < -len(value):
         return value[:0]
     start += len(value) if start < 0 else 0
@@ -84,7 +85,8 @@ def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
 
 
 def _replaced(text: str, sign: str, word: str) -> str:
-    """A text without the beginning (#) or end (%) that a pattern matches, with other text, or in other letters."""
+    """Return a string without the beginning (#) or end (%) that a pattern matches, with replaced text, or in another
+    case."""
     if sign in ("^^", ",,", "^", ","):
         change = str.upper if sign[0] == "^" else str.lower
         return change(text) if len(sign) == 2 else change(text[:1]) + text[1:]

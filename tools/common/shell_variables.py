@@ -1,4 +1,4 @@
-"""Replaces the variables of a shell script by their values, and decides its tests, as far as both are known."""
+"""Replace the variables of a shell script with their values, and evaluate its tests, as far as both are known."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ FROM_ENVIRONMENT = re.compile(
     r"|(?:(?:LOCAL|NODE|GROUP)_?)?RANK|(?:LOCAL_)?WORLD_SIZE|NNODES|MASTER_(?:ADDR|PORT)|\w*(?:KEY|TOKEN)"
     r"|HOME|USER|LOGNAME|PWD|OLDPWD|PATH|PYTHONPATH|LD_LIBRARY_PATH|HOST|HOSTNAME|SHELL|TMPDIR|RANDOM|SECONDS|E?UID"
 )
-"""Variables that the login, the launcher or the scheduler gives to a script."""
+"""Variables that the login, the launcher or the scheduler sets for a script."""
 
 MOST = 500_000
-"""Most characters that the variables of a script may stand for in all: a variable can double itself in each line."""
+"""Largest total number of characters that a script's variables may expand to: a variable can double itself in each
+line."""
 
 NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
-"""Comparison of numbers in brackets -> in arithmetic."""
+"""Arithmetic operator of each numeric comparison in brackets."""
 
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""True if a test holds. Not is 1 - x, and is the least, or is the most."""
+"""Value of a test that holds. Not is 1 - x, `and` is the minimum, `or` the maximum."""
 
 
 class ExpansionError(Exception):
-    """The variables of a script stand for too much text."""
+    """Raised if the variables of a script expand to too much text."""
 
 
 @dataclass
 class ShellVariables:
-    """The variables of a script. Methods raise ExpansionError if they stand for more than `MOST` characters."""
+    """Variables of a script. Methods raise ExpansionError if they expand to more than `MOST` characters."""
 
     values: dict[str, str | list[str]] = field(default_factory=dict)
     read_as_unset: list[str] = field(default_factory=list)
-    """Variables that tests read and the script does not set."""
+    """Variables that tests read but that the script does not set."""
 
     _given: set[str] = field(default_factory=set)
-    """Variables of loops and of `read`."""
+    """Variables set by loops and by `read`."""
 
     sources: bool = False
     """True if another script may have set variables."""
 
     _expanded: int = 0
-    """Characters of values that variables have been replaced by."""
+    """Number of characters that variables have expanded to so far."""
 
     def test(self, words: list[str]) -> float:
-        """The result of a test, as far as its words are known."""
+        """Return the result of a test, as far as its words are known."""
         if words[0] == "!":
             return YES - self.test(words[1:]) if words[1:] and words[1][0] in "[(" else UNSURE
         if words[0].startswith("(("):
@@ -67,7 +68,7 @@ class ShellVariables:
         return max(min(self._clause(clause, words[0] == "[[") for clause in part) for part in parts)
 
     def _clause(self, words: list[str], doubled: bool) -> float:
-        """The result of one comparison, in double brackets or not."""
+        """Return the result of one comparison, in double brackets or not."""
         match words:
             case ["!", *rest]:
                 return YES - self._clause(rest, doubled)
@@ -84,31 +85,31 @@ class ShellVariables:
             case [text, sign, other]:
                 return compared(text, sign, other)
             case [sign, text] if sign in ("=", "==", "!=") or sign in NUMBERS:
-                return UNSURE if UNKNOWN.search(text) else NO  # bash reports an operand that is missing
+                return UNSURE if UNKNOWN.search(text) else NO  # bash reports a missing operand
         return UNSURE
 
     def _nonzero(self, expression: str) -> float:
-        """Return whether an expression of arithmetic is not 0."""
+        """Return `YES` if an arithmetic expression is not 0."""
         try:
             return float(bool(evaluate(self.tested_text(expression, quoted=True), self._tested_number)))
         except ValueError:
             return UNSURE
 
     def _tested_fields(self, word: str) -> list[str]:
-        """The fields of a word in single brackets, where a variable outside quotes may be no word."""
+        """Return the fields of a word in single brackets, where an unquoted empty variable yields no word."""
         found = NAME.fullmatch(word)
         absent = found and not self.values.get(name := found[1] or found[2]) and self._unset(name)
         return [] if absent else [self.tested_text(word)]
 
     def tested_text(self, word: str, quoted: bool = False) -> str:
-        """A word of a test, in which variables that are not set stand for nothing."""
+        """Return a word of a test, in which unset variables are replaced by nothing."""
         return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
 
     def _tested_number(self, name: str) -> str | None:
         return "0" if self._unset(name) else self._number(name)
 
     def _unset(self, name: str) -> bool:
-        """Return whether a variable that a test reads has no value."""
+        """Return True if a variable that a test reads has no value."""
         if name in self.values:
             return not self.values[name]
         if self._may_be_set(name):
@@ -118,18 +119,18 @@ class ShellVariables:
         return True
 
     def _may_be_set(self, name: str) -> bool:
-        """Return whether something else than an assignment of the script may set a variable."""
+        """Return True if something other than an assignment in the script may set a variable."""
         outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
         return outside or name in self._given or self.sources
 
     def forget(self, names: list[str]) -> None:
-        """Notes that variables have values which cannot be known."""
+        """Mark the values of variables as unknown."""
         self._given.update(names)
         for name in names:
             self.values.pop(name, None)
 
     def fields(self, word: str) -> list[str]:
-        """The fields that a word becomes: variables outside quotes, and whole arrays, become several."""
+        """Return the fields that a word expands to: unquoted variables, and whole arrays, expand to several."""
         fields = [""]
         quotes = False
         for piece in pieces(word):
@@ -146,7 +147,7 @@ class ShellVariables:
         return fields if quotes or fields != [""] else []
 
     def word(self, word: str, quoted: bool = False) -> str:
-        """A word without its quotes, and with the values of variables that are known."""
+        """Return a word without its quotes and with known variables replaced by their values."""
         found = []
         for piece in pieces(word, quoted):
             if piece[0] in "$`" and (value := self.value(piece)) is not None:
@@ -160,8 +161,8 @@ class ShellVariables:
         return "".join(found)
 
     def value(self, piece: str) -> str | list[str] | None:
-        """The value of a variable or its default, or what only a shell computes with the variables in it replaced; None
-        if it is not known."""
+        """Return the value of a variable or its default. For a command substitution, return its text with variables
+        replaced. Returns None if the value is unknown."""
         found = Parameter.read(piece)
         if found is None:
             return self._computed(piece) if piece.startswith(("$(", "`")) else None
@@ -181,7 +182,7 @@ class ShellVariables:
         return self._counted(name, known)
 
     def _part(self, parameter: Parameter, value: str | list[str]) -> str | list[str] | None:
-        """What a parameter makes of a known value; None if that is not known."""
+        """Apply a parameter to a known value; return None if the result is unknown."""
 
         def number(text: str) -> int:
             return evaluate(self.word(text, quoted=True), self._number)
@@ -199,7 +200,7 @@ class ShellVariables:
             return None
 
     def _computed(self, piece: str) -> str:
-        """The number that arithmetic comes to; of what only a shell computes, the text with variables replaced."""
+        """Return the number that arithmetic evaluates to; for other substitutions, the text with variables replaced."""
         if piece.startswith("$((") and piece.endswith("))"):
             text = self.word(piece[3:-2], quoted=True)
             try:
@@ -217,12 +218,12 @@ class ShellVariables:
         return piece[0] + inner + NAME.sub(self._named, piece[at:])
 
     def _number(self, name: str) -> str | None:
-        """The text of a variable in arithmetic, where an array stands for its first value."""
+        """Return the text of a variable in arithmetic, where an array stands for its first value."""
         value = self._counted(name, self.values.get(name))
         return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
 
     def _operand(self, found: re.Match[str]) -> str:
-        """A known variable in arithmetic that is not."""
+        """Return a known variable within arithmetic whose value is unknown."""
         text = self._number(found[0])
         return found[0] if text is None else text if text.startswith("$") or text.isdigit() else f"({text or 0})"
 
@@ -231,7 +232,7 @@ class ShellVariables:
         return value if isinstance(value, str) else found[0]
 
     def _counted(self, name: str, value: str | list[str] | None) -> str | list[str] | None:
-        """The value of a variable. Raises ExpansionError if all values so far are too long."""
+        """Return the value of a variable. Raises ExpansionError if all values so far are too long."""
         self._expanded += 1 + sum(1 + len(text) for text in listed(value or ""))
         if self._expanded > MOST:
             raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")
@@ -243,7 +244,7 @@ def listed(value: str | list[str]) -> list[str]:
 
 
 def _parted(words: list[str], *separators: str) -> Iterator[list[str]]:
-    """Words between those that separate."""
+    """Yield the words between separators."""
     part: list[str] = []
     for word in words:
         if word in separators:
@@ -265,5 +266,5 @@ def compared(text: str, sign: str, other: str) -> float:
         return UNSURE
     try:
         return float(evaluate(f"{int(text)} {NUMBERS[sign]} {int(other)}", lambda name: None))
-    except ValueError:  # bash reports what is no number
+    except ValueError:  # bash reports text that is not a number
         return NO

@@ -1,4 +1,4 @@
-"""Splits the text of a shell script into commands, words and parts of words."""
+"""Split the text of a shell script into commands, words and parts of words."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
 
 
 def span_end(text: str, start: int, quoted: bool = False) -> int:
-    """The end of what begins at `start`: a quotation, a substitution, parentheses, or one character. Within double
-    quotes (`quoted`) only substitutions are more than a character. Raises ValueError if its end is missing."""
+    """Return the end of the piece that begins at `start`: a quotation, a substitution, parentheses, or one character.
+    Within double quotes (`quoted`), only substitutions are longer than one character. Raises ValueError if the end is
+    missing."""
     if text[start] == "\\":
         return min(start + 2, len(text))
     if name := PLAIN_VARIABLE.match(text, start):
@@ -40,7 +41,7 @@ def span_end(text: str, start: int, quoted: bool = False) -> int:
 
 
 def pieces(text: str, quoted: bool = False) -> Iterator[str]:
-    """The quotations, substitutions and single characters of a text."""
+    """Yield the quotations, substitutions and single characters of a text."""
     at = 0
     while at < len(text):
         try:
@@ -52,7 +53,7 @@ def pieces(text: str, quoted: bool = False) -> Iterator[str]:
 
 
 def split(value: str) -> list[str]:
-    """The fields of a variable's value, without the quotes that are for `eval`."""
+    """Split a variable's value into fields, without the quotes that are for `eval`."""
     fields, inside = [""], False
     for piece in pieces(value):
         if piece.isspace():
@@ -64,8 +65,8 @@ def split(value: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
-    """The commands of a script, those of all branches: words as they stand in it, reserved words too, the operator
-    after them, and here-documents. Raises ValueError if it is no script."""
+    """Yield the commands in all branches of a script: the words as written, including reserved words, the operator
+    after them, and here-documents. Raises ValueError if the text is not a script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0
@@ -99,7 +100,7 @@ def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
 
 
 def word_end(text: str, at: int) -> int:
-    """The end of the word that begins at `at`. Parentheses belong to it behind =, < and >."""
+    """Return the end of the word that begins at `at`. Parentheses belong to the word after =, < and >."""
     while at < len(text):
         nested = text[at] == "(" and text[at - 1] in "=<>"
         if text[at] in " \t\n;&|()<>" and not nested and text[at : at + 2] not in ("<(", ">("):
@@ -109,7 +110,7 @@ def word_end(text: str, at: int) -> int:
 
 
 def quoted(word: str) -> str:
-    """A word as it can be pasted into a shell that knows the variables in it."""
+    """Quote a word so that it can be pasted into a shell that knows the variables in it."""
     if not UNKNOWN.search(word):
         return shlex.quote(word)
     escaped = (

@@ -1,4 +1,5 @@
-"""Sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, differing flags."""
+"""Sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, and flags that
+differ."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ AXES = {"tokens": "tokens", "hours": "hours of training", "FLOPs": "FLOPs of the
 
 
 def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
-    """(the runs, the best first; the criterion): the last validation loss if all runs have one, otherwise the last
-    training loss. Runs without a finite one come last."""
+    """Return (the runs, the best first; the criterion). The criterion is the last validation loss if all runs have one,
+    otherwise the last training loss. Runs without a finite loss come last."""
     key = "valid_loss" if all(run.values("valid_loss") for run in runs) else "lm_loss"
     kind = "validation" if key == "valid_loss" else "training"
     return sorted(runs, key=lambda run: _last(run, key)), f"last {kind} loss"
 
 
 def _last(run: RunFolder, key: str) -> float:
-    """The last finite value of a loss; infinite if there is none."""
+    """Return the last finite value of a loss, or infinity if there is none."""
     values = run.values(key)
     return values[-1][1] if values and math.isfinite(values[-1][1]) else math.inf
 
 
 def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
-    """A row for each run, in this order."""
+    """Return a table with one row per run, in this order."""
     rows = []
     for name, run in zip(names_of(runs), runs, strict=True):
         ends = {axis: points[-1][1] for axis in AXES if (points := list(spent(run, axis)))}
@@ -47,9 +48,9 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 
 
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
-    """(iteration, resources that the run has used until then) at its log lines. Tokens are those that the model has
-    been trained on; time and FLOPs are the run's own, without those of a run that it continues. Time is the sum of step
-    times, without pauses, evaluations and saves. Empty if records have no such value."""
+    """Yield (iteration, resources that the run has used until then) at its log lines. Tokens are those that the model
+    has been trained on. Time and FLOPs are the run's own, without those of a run that it continues; time is the sum of
+    step times, without pauses, evaluations and saves. Yields nothing if records have no such value."""
     before, total = _first_iteration(run), 0.0
     for record in run.records:
         tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))
@@ -70,7 +71,8 @@ def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
 
 
 def _first_iteration(run: RunFolder) -> float:
-    """Iterations before the run: those of its first start; else a distance of log lines before the first of them."""
+    """Return the iterations before the run: those at its first start or, if no start is recorded, one log interval
+    before its first log line."""
     starts = [event.get("iteration") for event in run.events if event.get("event") == "start"]
     if starts and (first := number(starts[0])) is not None:
         return first
@@ -79,7 +81,7 @@ def _first_iteration(run: RunFolder) -> float:
 
 
 def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | None:
-    """FLOP/s of all devices."""
+    """Return the FLOP/s of all devices."""
     of_device = number(record.get("tflops_per_device"))
     return None if of_device is None or run.world_size is None else of_device * 1e12 * run.world_size
 
@@ -92,7 +94,7 @@ def along(points: Points, positions: Points) -> list[tuple[float, float]]:
 
 
 def losses(runs: Sequence[RunFolder]) -> Markup:
-    """Training losses as lines and validation losses as dots, over each axis."""
+    """Draw training losses as lines and validation losses as dots, over each axis."""
     shown = []
     for axis, words in AXES.items():
         series = []

@@ -42,11 +42,11 @@ NAMES = {
     "FB": "FB: forward and backward in turns",
 }
 HUES = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#84a59d", "#f6bd60", "#a3b18a")
-"""Fills that are light enough for dark text."""
+"""Fill colours that are light enough for dark text."""
 
 SOFT = "#59636e"
 WIDE, NARROW = 11.0, 4.6
-"""Widths of pictures in inches: of a desktop's window, and of a phone's."""
+"""Widths of pictures in inches, for a desktop window and for a phone."""
 
 LOOK = {
     "svg.fonttype": "none",
@@ -58,33 +58,33 @@ LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-"""Text stays text, and a run's name with a $ is not a formula."""
+"""Settings that keep text as text; a run's name with a $ is not a formula."""
 
 IDS = re.compile(r'(\bid="|href="#|url\(#)')
 _numbers = count()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of this many inches. Raises ValueError if matplotlib is not installed."""
+    """Return a figure of this many inches. Raises ValueError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
-    warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some; viewers have others
+    warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some glyphs; viewers have others
     return Figure((width, height), layout="constrained")
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Writes a figure as what the file's suffix says (`refuse_picture`)."""
+    """Write a figure in the format of the file's suffix (`refuse_picture`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"wrote {path}")
 
 
 def inline(figure: Figure) -> str:
-    """A figure as an SVG element for a page, with unique ids."""
+    """Return a figure as an SVG element for a page, with unique ids."""
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -98,12 +98,12 @@ class Marks:
 
     restarts: Sequence[float] = ()
     phases: Sequence[tuple[float, str]] = ()
-    """(iterations before it, name) of each."""
+    """(iterations before it, name) of each phase."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve; with `dots`, single measurements."""
+    """One curve, or single measurements with `dots`."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -121,8 +121,8 @@ def curves(
     size: tuple[float, float] = (4.9, 2.5),
     along: str = "iteration",
 ) -> Figure | None:
-    """A chart over iterations, or over `along`; None if no series has a drawable value. With `zero` the axis begins at
-    0. `text` formats the values on the axis; bytes have ticks at powers of two."""
+    """Draw a chart over iterations, or over `along`; return None if no series has a drawable value. With `zero`, the
+    axis begins at 0. `text` formats the values on the axis; bytes have ticks at powers of two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -148,7 +148,8 @@ def curves(
 
 
 LARGEST = 1e60
-"""Values beyond it, and other than 0 below its inverse, are left out of charts: matplotlib's ticks overflow."""
+"""Largest drawn value. Charts omit larger values, and nonzero ones below its inverse, because matplotlib's ticks
+overflow."""
 
 
 def is_drawable(value: float) -> bool:
@@ -156,7 +157,7 @@ def is_drawable(value: float) -> bool:
 
 
 def draw_marks(axes: Axes, marks: Marks) -> None:
-    """Upright lines where a run was restarted, and where a phase begins, with its name."""
+    """Draw vertical lines where a run was restarted, and where a phase begins, with its name."""
     first, last = axes.get_xlim()
     for mark in marks.restarts:
         if first <= mark <= last:
@@ -169,12 +170,12 @@ def draw_marks(axes: Axes, marks: Marks) -> None:
 
 
 def wrapped(text: str, width: float) -> str:
-    """A title in as many lines as it needs in a figure of `width` inches."""
+    """Wrap a title into as many lines as it needs in a figure of `width` inches."""
     return "\n".join(textwrap.fill(line, max(20, int(13 * (width - 1.4)))) for line in text.splitlines())
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Format the values of an axis with a function; byte values are at round numbers of their unit."""
+    """Format the values of an axis with a function; byte values are placed at round numbers of their unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))
@@ -187,13 +188,13 @@ def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6)
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Rows from the top down."""
+    """Name the rows from the top down."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def idle_shares(axes: Axes, shares: Sequence[float]) -> None:
-    """Idle fraction of each row, on the right."""
+    """Write the idle fraction of each row on the right."""
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(len(shares)), [f"{share:.1%}" for share in shares])
     right.set_ylabel("idle")
@@ -208,7 +209,7 @@ def draw_actions(
     opacity: Callable[[Action], float] = lambda action: 1.0,
     points: float = 7,
 ) -> None:
-    """A bar for each action of a rank, with its micro-batch number if it fits: a unit of time is `scale` points
+    """Draw a bar for each action of a rank, with its micro-batch number if it fits. A unit of time is `scale` points
     wide."""
     times = [(timed.start - start, timed.stop - timed.start) for timed in line]
     fills = [(COLOURS[timed.action.kind.value], opacity(timed.action)) for timed in line]
@@ -221,7 +222,7 @@ def draw_actions(
 
 
 def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
-    """Colour of each name, below the figure."""
+    """Draw the colour of each name below the figure."""
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
@@ -230,7 +231,7 @@ def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
 
 
 def short_number(value: float) -> str:
-    """Three to four digits, with k, M, G or T for large ones."""
+    """Format a number with three to four digits, with k, M, G or T for large ones."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (size if size > 1e4 else 1e3):.4g}{unit}"
@@ -238,7 +239,7 @@ def short_number(value: float) -> str:
 
 
 def time_text(microseconds: float) -> str:
-    """A time in the unit that fits."""
+    """Format a time in the unit that fits."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= size:
             return f"{microseconds / size:.4g} {unit}"

@@ -18,7 +18,7 @@ SMALL = 64 << 20
 
 @contextmanager
 def local_run(root: PurePath) -> Iterator[Path]:
-    """Yields the folder of a run: `root` itself on the local disk, else a temporary copy without tensors. Raises
+    """Yield the folder of a run: `root` itself on the local disk, otherwise a temporary copy without tensors. Raises
     ValueError if the storage does not answer."""
     if isinstance(root, Path):
         yield root

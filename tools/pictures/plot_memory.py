@@ -3,8 +3,9 @@
     python pretrain_gpt.py --dry-run --json plan.json FLAGS
     python tools/pictures/plot_memory.py --plan plan.json --trace iterations-11-12.json.gz --output memory.svg
 
-The plan is by pipeline rank. A trace has what each of its ranks held: tensors by category, the rest at the highest
-point of the device, and on CPU the whole process, which is not comparable with a plan. Needs neither a GPU nor torch.
+The plan is by pipeline rank. A trace records the memory held by each of its ranks: tensors by category, other memory at
+the peak of the device, and on CPU the whole process, which is not comparable with a plan. Needs neither a GPU nor
+torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -38,7 +39,7 @@ CATEGORIES = {
     "activations and working": HUES[3],
     "host": HUES[5],
 }
-"""Category -> colour. The last is of host memory, beside the device's."""
+"""Colour of each category. The last one is host memory, shown next to the device's."""
 
 MOST_RANKS = 32
 
@@ -57,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--plan", type=Path, help="file of --dry-run --json")
     parser.add_argument("--trace", type=Path, help="file of --trace")
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the bars, as SVG, PNG or PDF")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="file for the bars: SVG, PNG or PDF")
     args = parser.parse_args(argv)
     if args.plan is None and args.trace is None:
-        parser.error("name a --plan, a --trace, or both")
+        parser.error("give --plan, --trace, or both")
     refuse_picture("--output", args.output)
     bars = []
     if args.plan is not None:
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_plan(path: Path) -> list[dict[str, int]]:
-    """The memory of each pipeline rank of a dry run. Raises ValueError if the file is not one's."""
+    """Return the memory of each pipeline rank in a dry run's plan. Raises ValueError if the file is not such a plan."""
     try:
         plan = parse_json(path.read_text(encoding="utf-8"))
         refused = "; ".join(problem["text"] for problem in plan.get("problems", ())) if "memory" not in plan else ""
@@ -90,7 +91,7 @@ def read_plan(path: Path) -> list[dict[str, int]]:
 
 
 def planned_bars(memory: Sequence[Mapping[str, int]]) -> list[Bar]:
-    """One for each pipeline rank."""
+    """Return one bar per pipeline rank."""
     return [
         Bar(f"pp {rank['pp_rank']}", True, {name: rank[name] for name in CATEGORIES if rank.get(name)})
         for rank in memory
@@ -98,7 +99,7 @@ def planned_bars(memory: Sequence[Mapping[str, int]]) -> list[Bar]:
 
 
 def measured_bars(ranks: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """One for each rank that has recorded its memory."""
+    """Return one bar for each rank that has recorded its memory."""
     bars = []
     for number, facts in enumerate(ranks):
         memory = facts.get("memory") or {}
@@ -112,24 +113,24 @@ def measured_bars(ranks: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def in_order(bars: Sequence[Bar]) -> list[Bar]:
-    """The plan of a pipeline rank before what its ranks held."""
+    """Sort the bars: the plan of a pipeline rank precedes the memory held by its ranks."""
     return sorted(bars, key=lambda bar: (int(bar.label.split(",")[0].split()[1]), not bar.planned))
 
 
 def told(bar: Bar) -> str:
-    """A bar in words."""
+    """Describe a bar in words."""
     parts = ", ".join(f"{name} {byte_text(size)}" for name, size in bar.sizes.items())
     return f"{'planned' if bar.planned else 'held'} {byte_text(on_device(bar))}: {parts}{bar.note}"
 
 
 def on_device(bar: Bar) -> int:
-    """Bytes of all categories but the host's."""
+    """Return the bytes of all categories except the host's."""
     return sum(size for name, size in bar.sizes.items() if name != "host")
 
 
 def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
-    """One horizontal bar each, by category, plan and measurement of a pipeline rank beside each other. A narrow picture
-    has the sizes below the names."""
+    """Draw one horizontal bar each, by category, with the plan and the measurement of a pipeline rank next to each
+    other. A narrow picture has the sizes below the names."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""
@@ -157,7 +158,7 @@ def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
 
 
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
-"""A text to the right of a point."""
+"""Settings for text to the right of a point."""
 
 
 if __name__ == "__main__":

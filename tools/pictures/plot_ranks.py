@@ -3,7 +3,7 @@
     python tools/pictures/plot_ranks.py --world-size 64 --gpus-per-node 8 --tp 8 --pp 4 --output ranks.svg
     python tools/pictures/plot_ranks.py --trace runs/a/trace/iterations-11-12.json.gz
 
-By flags, the ranks of a node follow each other, as torchrun and srun number them. From a trace, the hosts are those of
+With flags, the ranks of a node are consecutive, as torchrun and srun number them. With a trace, the hosts are those of
 the run. Needs neither a GPU nor torch.
 """
 
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 AXES = {"tp": "TP", "cp": "CP", "ep": "EP", "dp": "DP", "pp": "PP", "expt_dp": "expert DP"}
 MOST_NODES = 128
-"""Nodes that are drawn or listed."""
+"""Largest number of nodes that are drawn or listed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankMap:
 
     @property
     def axes(self) -> list[str]:
-        """Axes along which the model or the data are cut."""
+        """Axes along which the model or the data are sharded."""
         expert = self.dims.ep > 1
         return [axis for axis in AXES if self.dims.size(axis) > 1 and (axis != "expt_dp" or expert)]
 
@@ -62,7 +62,8 @@ class RankMap:
         return len({self.nodes[rank] for rank in group})
 
     def crossing(self, axis: str) -> tuple[int, int, int]:
-        """(groups along an axis, groups whose ranks are on several nodes, largest number of nodes of a group)."""
+        """Return (groups along an axis, groups whose ranks are on several nodes, largest number of nodes of a
+        group)."""
         spans = [self.nodes_of(group) for group in self.dims.groups(axis)]
         return len(spans), sum(span > 1 for span in spans), max(spans)
 
@@ -70,16 +71,16 @@ class RankMap:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--world-size", type=int, help="ranks")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default: 8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node (default: 8)")
     add_config_flags(parser, "layout", *LAYOUT)
-    parser.add_argument("--trace", type=Path, help="layout and hosts of a traced run instead")
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the map, as SVG, PNG or PDF")
+    parser.add_argument("--trace", type=Path, help="use the layout and hosts of a traced run instead")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="file for the map: SVG, PNG or PDF")
     args = parser.parse_args(argv)
     refuse_picture("--output", args.output)
     if args.trace is not None:
         found = map_of_trace(read_trace(args.trace))
     elif args.world_size is None or min(args.world_size, args.gpus_per_node) < 1:
-        parser.error("--world-size and --gpus-per-node must be at least 1, or name a --trace")
+        parser.error("--world-size and --gpus-per-node must be at least 1; or give a --trace")
     else:
         dims = ParallelDims.from_config(config_of(ModelParallelConfig, args), args.world_size)
         found = planned_map(dims, args.gpus_per_node)
@@ -90,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def planned_map(dims: ParallelDims, gpus_per_node: int) -> RankMap:
-    """Consecutive ranks on a node."""
+    """Return a map with consecutive ranks on each node."""
     return RankMap(dims, [f"node {rank // gpus_per_node}" for rank in range(dims.world_size)])
 
 
 def map_of_trace(trace: dict[str, Any]) -> RankMap:
-    """The layout and the hosts of a traced run."""
+    """Return the layout and the hosts of a traced run."""
     other = trace["otherData"]
     sizes = {axis: other["layout"][axis] for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
     ranks = [facts["host"] for facts in other["ranks"]]
@@ -103,7 +104,7 @@ def map_of_trace(trace: dict[str, Any]) -> RankMap:
 
 
 def lines(found: RankMap) -> Iterator[str]:
-    """The map as text: nodes and the coordinates of their ranks, then groups and what crosses nodes."""
+    """Yield the map as text: nodes and the coordinates of their ranks, then groups and how many of them cross nodes."""
     shown = [axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis in found.axes]
     nodes = found.ranks_of
     yield f"{_count(found)}: " + ", ".join(
@@ -121,7 +122,7 @@ def lines(found: RankMap) -> Iterator[str]:
 
 
 def crossing_line(found: RankMap, axis: str) -> str:
-    """Return True if the groups along an axis stay within nodes."""
+    """Return a line about the groups along an axis: how many of them cross nodes."""
     groups, crossing, most = found.crossing(axis)
     size = found.dims.size(axis)
     many = f"{groups} groups of {size}" if groups > 1 else f"1 group of {size}"
@@ -138,7 +139,7 @@ def _count(found: RankMap) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """`0-7`, `0-12 by 4`, or the numbers themselves."""
+    """Format numbers as `0-7`, `0-12 by 4`, or one by one."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])
@@ -150,12 +151,12 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 IN_ROW = 8
-"""Ranks of a node beside each other."""
+"""Number of ranks of a node in a row."""
 
 
 def rank_picture(found: RankMap, most_width: float = 15.0) -> Figure:
-    """A box for each node with a cell for each rank: coloured by pipeline rank, with its coordinates; a red frame where
-    tensor-parallel ranks are on several nodes. Coordinates are in cells. The picture is at most `most_width` inches
+    """Draw a box for each node with a cell for each rank, coloured by pipeline rank, with its coordinates. A red frame
+    marks tensor-parallel ranks on several nodes. Coordinates are in cells. The picture is at most `most_width` inches
     wide, or as wide as one node."""
     from matplotlib.patches import Rectangle
 

@@ -2,8 +2,8 @@
 
     python tools/pictures/plot_trace.py runs/a/trace/iterations-11-12.json.gz --output step.svg
 
-The plan is that of the trace: the run's action lists, simulated with the median times of the trace itself. Needs
-neither a GPU nor torch.
+The plan consists of the run's action lists, simulated with the median times of the trace itself. Needs neither a GPU
+nor torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file of a clone
+if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -49,10 +49,12 @@ MOST_RANKS = 64
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("trace", type=Path, help="file that --trace wrote")
-    parser.add_argument("--iteration", type=int, help="default: the last traced one")
-    parser.add_argument("--rank", type=int, default=0, help="a rank of the pipeline to draw; default: 0")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.svg", help="as SVG, PNG or PDF")
-    parser.add_argument("--phases", type=Path, metavar="FILE.svg", help="draw the phases of all ranks' step too")
+    parser.add_argument("--iteration", type=int, help="iteration (default: the last traced one)")
+    parser.add_argument("--rank", type=int, default=0, help="a rank of the pipeline to draw (default: 0)")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.svg", help="file for the picture: SVG, PNG or PDF"
+    )
+    parser.add_argument("--phases", type=Path, metavar="FILE.svg", help="also draw the phases of all ranks' steps")
     args = parser.parse_args(argv)
     refuse_picture("--output", args.output)
     refuse_picture("--phases", args.phases)
@@ -66,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> MeasuredStep:
-    """The pipeline of `rank` in an iteration, or the last one. Raises ValueError if it is not in the trace."""
+    """Return the pipeline of `rank` in an iteration, or in the last one. Raises ValueError if it is not in the
+    trace."""
     steps = [step for step in measured_steps(trace) if rank in step.ranks]
     if not steps:
         raise ValueError(f"--rank {rank}: the trace has no whole step of its pipeline")
@@ -77,7 +80,7 @@ def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> Measure
 
 
 def planned_step(trace: Trace, step: MeasuredStep) -> MeasuredStep | None:
-    """The plan of a step, if the trace has one."""
+    """Return the plan of a step, if the trace has one."""
     rows: dict[int, list[Timed]] = {rank: [] for rank in step.ranks}
     for event in trace["traceEvents"]:
         if event.get("cat") == PLANNED_TRACK and event["args"].get("planned_iteration") == step.iteration:
@@ -89,7 +92,7 @@ def planned_step(trace: Trace, step: MeasuredStep) -> MeasuredStep | None:
 
 
 def told(trace: Trace, step: MeasuredStep) -> str:
-    """Times and bubbles in words."""
+    """Describe times and bubbles in words."""
     lines = [f"measured: {time_text(step.makespan)}, bubble {step.bubble:.1%}"]
     plan = planned_step(trace, step)
     if plan is not None and plan.makespan:
@@ -100,7 +103,7 @@ def told(trace: Trace, step: MeasuredStep) -> str:
 
 
 def timeline_picture(trace: Trace, step: MeasuredStep, width: float = WIDE) -> Figure:
-    """The plan above the measurement, on one scale."""
+    """Draw the plan above the measurement, on one scale."""
     plan = planned_step(trace, step)
     panels = [("planned, with the median times of this trace", plan)] if plan is not None else []
     panels.append((f"measured, iteration {step.iteration}", step))
@@ -130,7 +133,7 @@ PHASES = {
 
 
 def phase_of(event: Event, iteration: int) -> str | None:
-    """Kind under which an event of a step is drawn."""
+    """Return the kind under which an event of a step is drawn."""
     category, args = event["cat"], event["args"]
     if category == "step":
         return PHASES.get(event["name"])
@@ -140,7 +143,7 @@ def phase_of(event: Event, iteration: int) -> str | None:
 
 
 def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
-    """Phases of each rank's step, from its data to its update, on the clock of all ranks."""
+    """Draw the phases of each rank's step, from its data to its update, on the common clock of all ranks."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
     for event in events:
@@ -149,7 +152,7 @@ def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
     parts: dict[int, list[tuple[str, float, float]]] = {rank: [("other", *step)] for rank, step in steps.items()}
     for event in events:
         rank, begin = event.get("pid"), event["ts"]
-        # Of the training thread, on GPUs as it launches.
+        # Events of the training thread; on GPUs, when it launches them.
         inside = event["tid"] == 0 and rank in steps and steps[rank][0] <= begin <= steps[rank][1]
         if inside and (kind := phase_of(event, iteration)):
             parts[rank].append((kind, begin, begin + event["dur"]))

@@ -1,6 +1,6 @@
-"""Sections of a run's report: each uses the run as far as it could be read, and reports what is missing.
+"""Sections of a run's report: each uses as much of the run as could be read, and reports what is missing.
 
-The page, page.html, needs no network: styles and pictures are inline, and every text of the run is escaped.
+The page, page.html, needs no network: styles and pictures are inline, and all text of the run is escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IN_SIGHT = 20
 
 
 def cell_look(value: Any) -> str:
-    """Class of a table's cell: a short text stays on one line, and only a long word may be broken."""
+    """Return the CSS class of a table cell: short text stays on one line, and only a long word may be broken."""
     words = str(value).split()
     return "short" if len(str(value)) <= 22 else "long" if max(map(len, words), default=0) > 24 else ""
 
@@ -43,21 +43,21 @@ def cell_look(value: Any) -> str:
 _pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 _pages.filters["look"] = cell_look
 html: Any = _pages.get_template("page.html").module
-"""The macros of page.html."""
+"""Macros of page.html."""
 
 
 def figures(pictures: Iterable[Figure | None]) -> Markup:
-    """Charts beside each other, as far as there is room."""
+    """Place charts next to each other as far as there is room."""
     return html.pictures([inline(picture) for picture in pictures if picture is not None], "pictures")
 
 
 def wide_figures(draw: Callable[[float], Figure]) -> Markup:
-    """What `draw` draws in a number of inches, for wide windows and for a phone's."""
+    """Return what `draw` draws in a given width in inches, for wide windows and for phones."""
     return html.pictures([inline(draw(WIDE))], "wide") + html.pictures([inline(draw(NARROW))], "narrow")
 
 
 def summary(run: RunFolder) -> Markup:
-    """The most important figures."""
+    """Return the most important figures."""
     facts = [("status", *status(run))]
     of = run.config.get("train-iters")
     reached = max((int(record["iteration"]) for record in run.records), default=None)
@@ -87,7 +87,7 @@ def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def status(run: RunFolder) -> tuple[str, str]:
-    """(status of the run, CSS class of its colour)"""
+    """Return (status of the run, CSS class of its colour)."""
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end")), None)
     name = str(last.get("name", "")) if last is not None and last["event"] == "end" else ""
     name = name or run.outcome.get("name", "")
@@ -104,25 +104,25 @@ COLOURS_OF_RUNS = [f"C{number}" for number in range(10)] * 10
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """The names of runs in legends; their paths if two have the same."""
+    """Return the names of runs for legends, or their paths if two have the same name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else labels_of(runs)
 
 
 def marks_of(run: RunFolder) -> Marks:
-    """Restarts and phases of a run."""
+    """Return the restarts and phases of a run."""
     again = [number(event.get("iteration")) for event in run.events if event.get("event") == "start"][1:]
     return Marks([at for at in again if at is not None], run.phases)
 
 
 def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
-    """The curve of a metric of each run that has it, in the run's colour."""
+    """Return the curve of a metric for each run that has it, in the run's colour."""
     named = zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False)
     return [Series(name, run.values(key), colour=colour) for run, colour, name in named]
 
 
 def loss(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
-    """Curves of loss, validation loss, gradient norm and learning rate; several runs share a chart."""
+    """Draw curves of loss, validation loss, gradient norm and learning rate; several runs share a chart."""
     runs, series = [run, *others], []
     for each, colour, name in zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False):
         series.append(Series(name if others else "training", each.values("lm_loss"), colour=colour))
@@ -150,12 +150,12 @@ def loss(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
 
 
 def _cell(value: Any) -> str:
-    """A value of a record, numbers to six digits."""
+    """Format a value of a record; numbers have six digits."""
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def throughput(run: RunFolder, others: Sequence[RunFolder] = ()) -> Markup:
-    """Tokens and FLOP/s, and the time of a step; those of several runs over each other."""
+    """Draw tokens/s, FLOP/s and the time of a step; several runs share a chart."""
     marks = marks_of(run)
     shown = [
         curves(title, unit, of_runs([run, *others], key), text, zero=True, marks=marks)
@@ -178,14 +178,14 @@ def throughput(run: RunFolder, others: Sequence[RunFolder] = ()) -> Markup:
 
 
 ON_CPU = (
-    "On CPU the peak is that of the whole process, with the code of torch and data; activations are not counted apart."
+    "On CPU, the peak is that of the whole process with torch's code and data; activations are not counted separately."
 )
 
 
 def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> Markup:
-    """The peak over the run, and bars by rank and category: as planned and as held when the run was traced."""
+    """Draw the peak over the run, and bars by rank and category: as planned, and as held when the run was traced."""
     peak = Series("peak", run.values("peak_memory_bytes"))
-    chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True)
+    chart = curves("peak memory so far", "of the rank with the most memory", [peak], byte_text, zero=True)
     bars, text = planned_bars(plan or []), Markup()
     if run.older_trace:
         why = f"The run was traced at another layout ({run.older_trace}): held memory is not drawn."
@@ -204,11 +204,11 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
 
 
 def layout(run: RunFolder, gpus_per_node: int) -> Markup:
-    """Placement of ranks, and the groups that cross nodes."""
+    """Draw the placement of ranks, and list the groups that cross nodes."""
     found, source = None, ""
     if run.trace is not None and not run.older_trace:
         try:
-            found, source = map_of_trace(run.trace), "Hosts as the trace has recorded them."
+            found, source = map_of_trace(run.trace), "The trace recorded the hosts."
         except (KeyError, TypeError, ValueError) as error:
             source = f"The trace has no layout: {error!r}."
     if found is None and (dims := run.dims()) is not None:
@@ -221,7 +221,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
 
 
 def timeline(run: RunFolder) -> Markup:
-    """The traced step, planned and measured."""
+    """Draw the traced step, planned and measured."""
     if run.trace is None and run.trace_path is not None:
         return html.paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
     if run.trace is None:
@@ -243,7 +243,7 @@ def timeline(run: RunFolder) -> Markup:
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
     clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
     where = f"{run.trace_path} opens in Perfetto, with all ranks and collectives."
-    older = f" The run was traced at a different layout than its last start: {run.older_trace}."
+    older = f" The run was traced under a different layout than its last start: {run.older_trace}."
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
         html.paragraph(f"{step_told(run.trace, step)}. {clock}{older if run.older_trace else ''}")
@@ -254,8 +254,8 @@ def timeline(run: RunFolder) -> Markup:
 
 
 def goodput(run: RunFolder) -> Markup:
-    """The wall time of all starts by what it was spent on, and goodput as logged."""
-    from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput needs no extension
+    """Show the wall time of all starts by use, and goodput as logged."""
+    from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput does not need the extension
 
     found = accounts.last_account(run.events)
     if found is None:
@@ -274,7 +274,7 @@ def goodput(run: RunFolder) -> Markup:
 
 
 def when(seconds: Any) -> str:
-    """A time in UTC."""
+    """Format a time in UTC."""
     value = number(seconds)
     if value is None or not 0 <= value < 4e9:
         return ""
@@ -282,7 +282,7 @@ def when(seconds: Any) -> str:
 
 
 def saves(run: RunFolder) -> Markup:
-    """Existing checkpoints, and every save with its duration."""
+    """List existing checkpoints, and every save with its duration."""
     kept = []
     for one in run.checkpoints[-MOST_ROWS:]:
         name = f"{one['iteration']:,}" + (" (latest)" if one["latest"] else "")
@@ -306,7 +306,7 @@ def saves(run: RunFolder) -> Markup:
 
 
 def faults(run: RunFolder) -> Markup:
-    """Starts and ends, skipped or non-finite steps, pauses, alarms, stacks."""
+    """List starts and ends, skipped or non-finite steps, pauses, alarms and stacks."""
     rows = starts_and_ends(run)
     text = html.table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
     starts, killed = (sum(row[1] == what for row in rows) for what in ("start", KILLED))
@@ -323,7 +323,7 @@ def faults(run: RunFolder) -> Markup:
         if any((number(record.get(f"{kind}_iterations")) or 0) > 0 for kind in ("skipped", "nan", "spike"))
     ]
     heads = ("until iteration", "skipped", "not finite", "spikes")
-    text += html.table("log intervals with steps out of line", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
+    text += html.table("log intervals with unusual steps", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
     title = "pauses: time between log lines that training does not explain"
     text += html.table(title, ("after iteration", "seconds"), pauses(run), (0, 1))
     told = [record["layer_alarms"] for record in run.records if isinstance(record.get("layer_alarms"), list)]
@@ -347,11 +347,11 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""Heading -> value of the event `recovery`."""
+"""Column heading for each value of the event `recovery`."""
 
 
 def recoveries(run: RunFolder) -> Markup:
-    """Failures, and the recovery from each."""
+    """List failures and the recovery from each."""
     found = [event for event in run.events if event.get("event") == "recovery"][-MOST_ROWS:]
     rows = [[when(event.get("time")), *(_cell(event.get(key, "")) for key in RECOVERY.values())] for event in found]
     return html.table("recoveries", ("time (UTC)", *RECOVERY), rows, (3, 4, 5))
@@ -366,16 +366,16 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""Heading -> value of the event `audit`."""
+"""Column heading for each value of the event `audit`."""
 
 
 def audits(run: RunFolder) -> Markup:
-    """How many steps were audited, and the ranks that disagreed."""
+    """Return the number of audited steps and the ranks that disagreed."""
     found = [event for event in run.events if event.get("event") == "audit"]
     counted = [count for _, count in run.values("audits")]
     if not found and not any(counted):
         return Markup("")
-    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts its own
+    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start has its own count
     steps, times = sum(ends), len(found)
     text = html.paragraph(f"{steps:,.0f} steps were audited; ranks disagreed in {times:,}.")
     rows = []
@@ -390,8 +390,8 @@ KILLED = "no end recorded"
 
 
 def starts_and_ends(run: RunFolder) -> list[list[Any]]:
-    """[time, event, its details]. A start after another one without an end indicates a run that was killed, or whose
-    machine stopped."""
+    """Return [time, event, its details] of starts and ends. A start that follows another one without an end indicates a
+    run that was killed, or whose machine stopped."""
     rows: list[list[Any]] = []
     for event in run.events:
         time = when(event.get("time"))
@@ -407,8 +407,8 @@ def starts_and_ends(run: RunFolder) -> list[list[Any]]:
 
 
 def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
-    """[iteration, seconds] of the longest times between two log lines beyond what their steps took: evaluations, saves,
-    restarts."""
+    """Return [iteration, seconds] of the longest times between two log lines beyond the time of their steps:
+    evaluations, saves, restarts."""
     timed = [(r["iteration"], number(r.get("time")), number(r.get("step_time"))) for r in run.records]
     known = [(at, time, step) for at, time, step in timed if time is not None and step is not None]
     found = []
@@ -420,7 +420,7 @@ def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
 
 
 def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
-    """All values, and where those of other runs differ."""
+    """List all values, and the values that differ between runs."""
     if not run.config:
         return html.paragraph(f"{CONFIG} is missing or cannot be read.")
     text = differences([run, *others]) if others else ""
@@ -429,7 +429,7 @@ def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
 
 
 def differences(runs: Sequence[RunFolder]) -> Markup:
-    """The values that are not equal in all runs."""
+    """List the values that are not equal in all runs."""
     keys = sorted({key for each in runs for key in each.config})
     values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
     differ = [row for row in values if len(set(row[1:])) > 1]

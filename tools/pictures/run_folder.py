@@ -29,7 +29,7 @@ LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_tp_pp_dp_mapping"),
 )
-"""The layout by the flags."""
+"""Flags of the layout."""
 
 AXES = ("tp", "cp", "dp", "pp", "ep")
 MOST_RANKS, MOST_ITERATIONS = 2**20, 2**53
@@ -38,18 +38,18 @@ Record = dict[str, Any]
 
 @dataclass
 class RunFolder:
-    """A run as far as it can be read. `notes` lists what could not be read."""
+    """A run, as far as it can be read. `notes` lists what could not be read."""
 
     path: Path
     records: list[Record] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    """Flags by name, without leading dashes; derived values too."""
+    """Flags by name, without leading dashes, including derived values."""
 
     events: list[Record] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Record] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
-    """File -> beginning of its text, for the ranks that have dumped their stacks."""
+    """Beginning of each stack dump, by file."""
 
     trace_path: Path | None = None
     trace: Trace | None = None
@@ -60,12 +60,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Name of the run's folder."""
         return named_folder(self.path).name
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the last start: as recorded, as the trace has them, or as the saved sizes say."""
+        """Number of ranks of the last start: as recorded, as in the trace, or as given by the saved sizes."""
         starts = [event.get("world_size") for event in self.events if event.get("event") == "start"]
         if starts and isinstance(starts[-1], int) and 0 < starts[-1] <= MOST_RANKS:
             return starts[-1]
@@ -79,7 +79,7 @@ class RunFolder:
         return tp * pp * cp * dp
 
     def dims(self) -> ParallelDims | None:
-        """The layout; None where the configuration does not say or does not fit."""
+        """Return the layout, or None if the configuration does not give it or does not fit."""
         named = {field: self.config.get(field.replace("_", "-")) for field in LAYOUT}
         sizes = {field: size for field, size in named.items() if isinstance(size, int) and size > 0}
         if self.world_size is None or not self.config:
@@ -91,7 +91,7 @@ class RunFolder:
 
     @property
     def older_trace(self) -> str:
-        """The layout of the trace in words, if it is not that of the last start: the run was resumed elsewhere."""
+        """Layout of the trace in words, if it differs from the last start's because the run was resumed elsewhere."""
         dims = self.dims()
         if self.trace is None or dims is None:
             return ""
@@ -101,19 +101,20 @@ class RunFolder:
         return ", ".join(f"{axis.upper()} {traced[axis]}" for axis in AXES if traced[axis] > 1) or "one rank"
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """(iteration, value) of the records with a number of this name."""
+        """Return (iteration, value) of the records with a number of this name."""
         found = [(float(record["iteration"]), number(record.get(key))) for record in self.records]
         return [(iteration, value) for iteration, value in found if value is not None]
 
 
 def named_folder(path: Path) -> Path:
-    """The folder that a run is called after: that of its checkpoints, or the parent of one called `checkpoints`."""
+    """Return the folder that names a run: the folder of its checkpoints, or the parent of a folder called
+    `checkpoints`."""
     path = path.resolve()
     return path.parent if path.name in ("checkpoints", "save") and path.parent.name else path
 
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
-    """A name for each run: its folder, without what all of them begin with."""
+    """Return a name for each run: its folder, without the prefix common to all of them."""
     folders = [named_folder(run.path) for run in runs]
     if len(set(folders)) < len({run.path.resolve() for run in runs}):
         folders = [run.path.resolve() for run in runs]
@@ -123,7 +124,7 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def number(value: Any) -> float | None:
-    """Number in a record, even if it is stored as "NaN"; None for everything else."""
+    """Return a number of a record, even if it is stored as "NaN", and None for everything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -133,7 +134,7 @@ def number(value: Any) -> float | None:
 
 
 def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
-    """Reads the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if a run has left
+    """Read the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if a run has left
     nothing there."""
     if path.is_file():
         path, metrics = path.parent, metrics or path
@@ -150,7 +151,7 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
 
 
 def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
-    """Where the phases begin that the newest readable checkpoint has recorded."""
+    """Yield the beginnings of the phases that the newest readable checkpoint has recorded."""
     saved = path_kind.saved_folders(run.path) if run.path.is_dir() else {}
     for _, folder in sorted(saved.items(), reverse=True):
         try:
@@ -170,7 +171,7 @@ def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
 def read_run(
     path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
 ) -> RunFolder:
-    """Reads all that a run has left. Raises ValueError as `read_metrics`."""
+    """Read everything that a run has left. Raises ValueError like `read_metrics`."""
     run = read_metrics(path, metrics)
     path = run.path
     _read_config(run)
@@ -188,7 +189,7 @@ def read_run(
 
 
 def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
-    """Objects of a file, one per line; a line that is not an object is skipped and noted."""
+    """Yield the objects of a file, one per line; a line that is not an object is skipped and noted."""
     if not path.is_file():
         if required:
             run.notes.append(f"{path.name}: is missing, so the run's metrics are unknown")
@@ -212,7 +213,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
-    """One record for each iteration, with everything that training, validation and tasks have logged for it. If a
+    """Build one record per iteration, with everything that training, validation and tasks have logged for it. If a
     resumed run has logged an iteration twice, the later record counts."""
     by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
@@ -247,7 +248,7 @@ def _read_checkpoints(run: RunFolder) -> None:
     except ValueError:
         latest = None
     for iteration, folder in sorted(path_kind.saved_folders(run.path).items()):
-        try:  # as far as sizes show; checksums are `tools/inspect_checkpoint.py`'s to verify
+        try:  # by their sizes only; `tools/inspect_checkpoint.py` verifies checksums
             wrong = misfits(folder, read_manifest(folder))
         except ValueError as error:
             wrong = [str(error)]
@@ -270,7 +271,7 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
     if not found:
         return
     from megatron.extensions.observe.diagnosis.trace.trace_file import (
-        read_trace,  # a run without a trace needs no extension
+        read_trace,  # a run without a trace does not need the extension
     )
 
     run.trace_path = found[-1]
@@ -281,7 +282,7 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
 
 
 def _traces(run: RunFolder) -> list[Path]:
-    """Those in the folder of the run, and in its --tensorboard-dir, wherever the folder has been moved to."""
+    """Return the traces in the run's folder and in its --tensorboard-dir, wherever the folder has been moved."""
     folders = [run.path]
     if isinstance(board := run.config.get("tensorboard-dir"), str):
         own = Path(board)
