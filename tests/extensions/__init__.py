@@ -1,4 +1,4 @@
-"""Tests of the built-in extensions, each in the folder of its name."""
+"""Tests of the built-in extensions, each in the folder with its name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.extensions import BUILT_IN
 
 
 def installed(extension: str | None) -> bool:
-    """Whether there is this built-in extension; None: whether nothing is missing."""
+    """Return True if this built-in extension is installed, or if none is named."""
     return extension is None or any(built_in.name == extension for built_in in BUILT_IN)
 
 
 def needs(extension: str, *values: Any) -> Any:
-    """A test's parameters that run where a built-in extension is installed."""
+    """Return test parameters that run only if a built-in extension is installed."""
     return pytest.param(*values, marks=pytest.mark.skipif(not installed(extension), reason=f"{extension} is deleted"))

@@ -1,4 +1,4 @@
-"""What tests of linear attentions share: packed documents, a scalar of all results, chunks and FLOPs."""
+"""Shared parts of the tests of linear attentions: packed documents, a scalar of all results, chunks and FLOPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def documents(length: int) -> Tensor:
-    """[s, 2]: documents of all kinds, one that begins with the sample, one of one token, some over several chunks."""
+    """Return [s, 2]: documents of all kinds, including one that begins with the sample, one of one token, and some over
+    several chunks."""
     starts = torch.zeros(length, 2, dtype=torch.int64)
     for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40), (5, 31, 32))):
         starts[[place for place in places if place < length], sample] = 1
@@ -32,8 +33,8 @@ def weighted(results: tuple[Tensor, ...]) -> Tensor:
 def delta_operands(
     key_heads: int, decays: tuple[int, ...], length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
 ) -> list[Tensor]:
-    """q, k, v, g, beta of the delta rule for 2 samples, and a state to begin with. `decays`: heads, and channels of a
-    key where each has a decay."""
+    """Return q, k, v, g, beta of the delta rule for 2 samples, and an initial state. `decays` is the heads and, if each
+    channel has a decay, the channels of a key."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -50,7 +51,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, packed: bool) -> None:
-    """Asserts that a rule by chunks is the recurrence, with its gradients."""
+    """Assert that a chunked rule equals the recurrence, including its gradients."""
     *tokens, state = operands
     number = documents(len(tokens[0])) if packed else None
     expected = steps(*tokens, number, state)
@@ -61,7 +62,7 @@ def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, 
 
 
 def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> None:
-    """Asserts that a chunk over which the state decays by more than the largest number is no overflow."""
+    """Assert that a chunk does not overflow in which the state decays by more than the largest number."""
     *tokens, state = operands
     found, expected = (rule(*tokens, None, state) for rule in (chunks, steps))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -69,7 +70,7 @@ def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> Non
 
 
 def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
-    """FLOPs of products in a layer that is a mixer, and nothing of attention, in a model whose MLP is gated."""
+    """Return the FLOPs of a mixer layer's products, without attention, in a model with a gated MLP."""
     one = with_fields(config, {"num_layers": 1, "hybrid_layer_pattern": letter, **more})
     mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
     assert model_flops(one).attention == 0

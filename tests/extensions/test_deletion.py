@@ -1,7 +1,8 @@
-"""Each built-in extension can be deleted: its flags are gone and name it when given, and a run has the same bits.
+"""Each built-in extension can be deleted: its flags are gone, errors name the extension if they are given, and a run
+has the same bits.
 
-Deletions are tried together, in few sets: for each two extensions of which the first does not need the second, a set
-has the second without the first, so that an import or a registration that `needs` does not state fails. --whole tries
+Several deletions are tried together. For each two extensions of which the first does not need the second, one set
+deletes the second without the first, so an import or a registration that `needs` does not state fails. --whole tries
 each deletion alone.
 """
 
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
-# Run in the copy: writes the flags that --help all shows, what becomes of the flags given, and the losses of 3 steps.
+# Runs in the copy: writes the flags that --help all shows, the errors for the given flags, and the losses of 3 steps.
 TRIAL = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -72,7 +73,7 @@ SERVER.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 def tried(folder: Path, given: list[str]) -> dict[str, Any]:
-    """In a process of its own, which has imported torch already, and nothing of this library."""
+    """Run the trial in a separate process that has already imported torch but nothing of this library."""
     with TemporaryDirectory() as name, ProcessPoolExecutor(1, SERVER) as process:
         answer = Path(name) / "answer"
         told = {"folder": str(folder), "run": RUN.split(), "given": given, "answer": str(answer)}
@@ -87,7 +88,7 @@ def whole() -> dict[str, Any]:
 
 
 def with_users(names: Iterable[str]) -> frozenset[str]:
-    """These extensions, and all that need them."""
+    """Return these extensions and all that need them."""
     gone = frozenset(names)
     while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
         gone |= more
@@ -98,11 +99,12 @@ NAMES = [extension.name for extension in extensions.BUILT_IN]
 
 
 def deleted_together() -> Iterator[frozenset[str]]:
-    """Sets to delete, the one that tries most new pairs first."""
+    """Yield the sets to delete, the one that tries most new pairs first."""
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]
-    untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}  # that have not run without the key
+    # extensions that have not run without the key
+    untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}
     while any(untried.values()):
         best = max(sets, key=lambda gone: sum(len(untried[name] - gone) for name in gone))
         yield best
@@ -113,8 +115,9 @@ TOGETHER = list(deleted_together())
 
 
 def without(gone: frozenset[str], folder: Path) -> None:
-    """Copies the library without these extensions."""
-    shutil.copytree(ROOT / "megatron", folder / "megatron")  # compiled modules too, which times of change keep valid
+    """Copy the library without these extensions."""
+    # including compiled modules, which stay valid because modification times are kept
+    shutil.copytree(ROOT / "megatron", folder / "megatron")
     source = folder / "megatron" / "extensions" / "__init__.py"
     text = source.read_text()
     for place in [each.place for each in extensions.BUILT_IN if each.name in gone]:
@@ -125,7 +128,7 @@ def without(gone: frozenset[str], folder: Path) -> None:
 
 
 def listed(text: str) -> set[str]:
-    """The flags that a help lists, apart from those that it mentions in the texts of others."""
+    """Return the flags that a help lists, without those that it only mentions in other flags' texts."""
     usages = [line[2:].split("  ")[0] for line in text.splitlines() if line.startswith("  --")]
     return {flag for usage in usages for flag in re.findall(r"--[\w-]+", usage)}
 
@@ -138,7 +141,7 @@ def test_each_extension_runs_without_each_that_it_does_not_need() -> None:
 
 @pytest.mark.grid("which", range(len(TOGETHER)), NAMES)
 def test_the_rest_runs_without_it(which: int | str, tmp_path: Path) -> None:
-    """Asks for flags of each extension once."""
+    """Flags of each extension are requested once."""
     gone = with_users([which]) if isinstance(which, str) else TOGETHER[which]
     asked = gone if isinstance(which, str) else gone.difference(*TOGETHER[:which])
     without(gone, tmp_path)

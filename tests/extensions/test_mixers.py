@@ -1,5 +1,5 @@
-"""Tiny models with mixers in place of attention: recomputation, packed documents, and 16 bits. test_kv_cache compares
-what generation keeps of them."""
+"""Tiny models with mixers instead of attention: recomputation, packed documents, and 16 bits. test_kv_cache tests their
+caches in generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RECURRENT = (
     *("mamba", "attention-and-mamba", "mamba1", "rg-lru"),
 )
 MIXERS = [style for style in (*RECURRENT, "compressed") if style in STYLES]
-"""Those whose extension is installed."""
+"""Mixers whose extension is installed."""
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("style", [style for style in RECURRENT if style in STYLES])
 def test_recomputation_and_packed_documents(style: str, packed: bool) -> None:
-    """Logits of packed documents are those of each document alone; loss and gradients are the same where activations
-    are kept."""
+    """The logits of packed documents equal those of each document alone; loss and gradients equal those with saved
+    activations."""
     batch = random_batch(STYLES[style], **(packed_documents(STYLES[style]) if packed else {}))
     gradients = []
     for training in (True, False):

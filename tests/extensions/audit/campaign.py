@@ -1,10 +1,11 @@
-"""Audits of many steps: sound ones, of which none may alarm, and steps in which a random bit flips on a random rank.
+"""Audits of many steps: correct ones, in which no audit may raise an alarm, and steps in which a random bit flips on a
+random rank.
 
     python -m tests.extensions.audit.campaign --steps 1000              sound steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
     python -m tests.extensions.audit.campaign --cost 10                 CPU time of steps with and without audits
 
-A flip counts as found if the audit of its step names the rank. Flips that change nothing that is recorded, as of bits
+A flip counts as found if the audit of its step names the rank. Flips that change no recorded value, for example of bits
 that a later rounding drops, cannot be found.
 """
 
@@ -30,7 +31,8 @@ KINDS = ("bucket", "reduced", "message", "product")
 
 
 def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: bool) -> list[Flip]:
-    """Random faults, one in each audited step. Bits of the upper half: others may be within rounding."""
+    """Return random faults, one in each audited step. They flip bits of the upper half: other bits may be within
+    rounding."""
     kinds = KINDS if messages else tuple(kind for kind in KINDS if kind != "message")
     found = []
     for number in range(count):
@@ -40,7 +42,7 @@ def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: 
 
 
 def print_cost(steps: int) -> None:
-    """Prints the CPU time of audited steps over that of others, of a wider model on two replicas."""
+    """Print the ratio of the CPU time of audited steps to that of other steps, for a wider model on two replicas."""
     wide = f"--hidden-size 256 --num-layers 4 --seq-length 128 --train-iters {steps + 2}"
     without, every = (audited(f"{wide} --audit-interval {interval}", 2).seconds for interval in (1000, 1))
     print(

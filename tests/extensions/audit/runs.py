@@ -1,4 +1,4 @@
-"""Audited runs of local worlds, in which bits flip."""
+"""Audited runs of local worlds in which bits flip."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.tiny import TINY
 AUDITED = f"{TINY} --audit-interval 2 --hidden-dropout 0.1 --log-interval 1"
 
 LONGEST = 7200.0
-"""Seconds that a campaign of many steps may take."""
+"""Time limit in seconds for a campaign of many steps."""
 
 
 @dataclass(frozen=True)
 class Flip:
-    """A bit that flips on a rank: of a weight, a bucket of gradients, a message, or the output of a product."""
+    """Bit that flips on a rank: of a weight, a gradient bucket, a message, or the output of a GEMM."""
 
     kind: str
     rank: int
@@ -44,12 +44,12 @@ class Flip:
 
 @dataclass(frozen=True)
 class Audited:
-    """What the audits of a run have told."""
+    """Results of an audited run."""
 
     findings: list[tuple[int, Finding]]
     audits: int
     ended: str
-    """The error that ended it; empty if none did."""
+    """Error that ended the run; empty if none did."""
 
     losses: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
@@ -59,7 +59,7 @@ class Audited:
 
 
 def flip(x: Tensor, bit: int, place: int = 0) -> None:
-    """Flips a bit of an element."""
+    """Flip a bit of an element."""
     size = x.element_size()
     with torch.no_grad():
         flat = x.detach().view(-1)
@@ -69,7 +69,7 @@ def flip(x: Tensor, bit: int, place: int = 0) -> None:
 
 
 def audited(flags: str, world_size: int, flips: Sequence[Flip] = (), exact: bool = True) -> Audited:
-    """Trains, with faults, and returns what all ranks have been told. `exact` is --deterministic-mode."""
+    """Train with faults, and return what all ranks have been told. `exact` is --deterministic-mode."""
     words = f"{AUDITED} {'--deterministic-mode' if exact else ''} {flags}".split()
     config = resolve_legal(parse_args(words), world_size)
     found = run_world(world_size, _train, config, tuple(flips), timeout=LONGEST)
@@ -111,7 +111,7 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
-    """Makes a bit flip in the audited computation of some steps, after the one that it is compared with."""
+    """Flip a bit in the audited computation of some steps, after the computation that it is compared with."""
     (task,) = [task for task in run.tasks if task.name == "audit"]
     begin = task.run
     state = {"left": 0}
@@ -157,7 +157,7 @@ def _reduced(fault: Flip, hit: Callable[[], bool]) -> None:
 
 
 def _message(fault: Flip, hit: Callable[[], bool]) -> None:
-    """Messages of tensor parallelism, of four dims, and of pipelines, of three."""
+    """Flip a bit in a message: tensor-parallel ones have four dims, pipeline ones three."""
     wait, coming = dist.Work.wait, dict[int, tuple[object, Tensor]]()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:

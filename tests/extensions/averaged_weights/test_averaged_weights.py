@@ -1,4 +1,5 @@
-"""Moving averages of the weights: literal ones at every layout, exact at resume, and evaluated on demand."""
+"""Moving averages of the weights: equal to the definition under every layout, exact after a resume, and evaluated on
+request."""
 
 from __future__ import annotations
 
@@ -67,16 +68,16 @@ MORE_LAYOUTS = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2-interleaved": (2, "--num-layers 4 --pp 2 --num-layers-per-virtual-pipeline-stage 1"),
 }
-"""Beside those of `LAYOUTS`."""
+"""Layouts in addition to `LAYOUTS`."""
 
 FP32 = [(layout, "--fp32") for layout in LAYOUTS | MORE_LAYOUTS]
 BF16 = [(layout, "--bf16") for layout in LAYOUTS]
-"""Averages are of main parameters: with the optimizer's shards (zero1), and with shards of weights (zero3), in part."""
+"""Cases with averages of main parameters, some with optimizer shards (zero1) and weight shards (zero3)."""
 
 
 @pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
 def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
-    """In fp64, of the main parameters that the checkpoints of the same run hold after each step."""
+    """The averages equal those computed in fp64 from the main parameters in the checkpoints after each step."""
     ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]
     run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
     weights = [main_params(checkpoint(run, step)) for step in range(1, STEPS + 1)]
@@ -109,7 +110,7 @@ def test_averages_resume_exactly_and_at_another_layout(before: str, after: str, 
 
 
 def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
-    """Literal ones within the rounding of bf16, and to the bit after a resume between two updates."""
+    """The averages equal the definition within bf16 rounding, and bit for bit after a resume between two updates."""
     flags = f"--fp32 {AVERAGES} --ema-dtype bf16 --ema-on-host --ema-interval 2 {LAYOUTS['zero1'][1]}"
     whole = trained(tmp_path / "whole", 2, flags)
     trained(tmp_path / "on", 2, f"{flags} --load {whole / 'iter_0000003'}")
@@ -125,8 +126,8 @@ def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
 
 
 def test_small_changes_of_an_average_in_bf16_count() -> None:
-    """1,000 updates with a decay of 0.999 move an average of 1 by 1 - 1/e of the way to 1.1, and not at all if it were
-    rounded to nearest."""
+    """With a decay of 0.999, 1,000 updates move an average of 1 by 1 - 1/e of the way to 1.1. Rounding to nearest would
+    not move it at all."""
     averages, weights = [torch.ones(4096, dtype=torch.bfloat16)], [torch.full((4096,), 1.1) + 1e-3 * torch.randn(4096)]
     for step in range(1000):
         _move_(averages, weights, 1 - 0.999, step)
@@ -140,7 +141,8 @@ def test_training_is_to_the_bit_that_without_averages(tmp_path: Path) -> None:
 
 
 def losses(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Validation losses of the averaged and of the trained weights. The states take as many bytes as planned."""
+    """Return the validation losses of the averaged and of the trained weights, and check that the states take as many
+    bytes as planned."""
     with local_run(config, rank, world_size) as run:
         (average,) = [callback for callback in run.callbacks if isinstance(callback, MovingAverages)]
         callbacks, records = run.callbacks, list[dict[str, float]]()
@@ -224,7 +226,7 @@ def test_names_and_rules() -> None:
 
 
 def test_a_plan_names_the_averages_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """fp32: 4 bytes for each trained element, of one average on one process."""
+    """One fp32 average on one process takes 4 bytes per trained element."""
     with pytest.raises(SystemExit):
         pretrain_gpt.main(f"{RUN} --bf16 --ema-decay 0.9 --dry-run --world-size 1".split())
     out = capsys.readouterr().out

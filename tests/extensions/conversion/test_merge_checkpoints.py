@@ -1,4 +1,4 @@
-"""tools/merge_checkpoints.py: means of all formats, what a merge records, and what it refuses."""
+"""tools/merge_checkpoints.py: means of all formats, the records of a merge, and refused merges."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints 1 to 8 of a run in fp32: a warm-up of one step, and a decay of the last."""
+    """Return checkpoints 1 to 8 of a run in fp32, with a warm-up of one step and a decay in the last one."""
     folder = tmp_path_factory.mktemp("runs")
     run_forked(1, [*MODEL, *RUN, "--save", str(folder / "fp32")], folder / "screen")
     return folder / "fp32"
@@ -59,7 +59,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(run: Path) -> dict[str, list[Path]]:
-    """Checkpoints 4, 5 and 6 in each format, the converted ones without an iteration."""
+    """Return checkpoints 4, 5 and 6 in each format; the converted ones have no iteration."""
     found = {"dcp": [at(run, iteration) for iteration in (4, 5, 6)]}
     for name in ("hf", "megatron"):
         found[name] = [run.parent / name / str(iteration) for iteration in (4, 5, 6)]
@@ -78,7 +78,7 @@ def merge(*words: object) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Runs a command that must fail, and leave nothing; returns its message without the notes before it."""
+    """Run a command that must fail and leave nothing. Returns its message without the notes before it."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: merge_checkpoints.main([str(word) for word in words]))
     assert error.value.code == 2
@@ -86,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    """The parameters of a model in any format, under our names, without rows that pad the vocabulary."""
+    """Return the parameters of a model in any format, under our names, without vocabulary padding."""
     source: Source = recognize(folder).open(folder, Options(weights_only=True))
     tokens = source.config.model.vocab_size
     assert tokens is not None and tokens < source.config.model.padded_vocab_size
@@ -100,7 +100,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]) -> None:
-    """Compares with a literal mean in fp64: the error is that of summing, and once rounding, in fp32."""
+    """Compare with a mean computed in fp64: the allowed error is that of summing, and of one rounding, in fp32."""
     assert found.keys() == models[0].keys()
     for name, tensor in found.items():
         terms = torch.stack([weight * model[name].double() for weight, model in zip(weights, models, strict=True)])
@@ -119,7 +119,7 @@ def test_the_last_k_are_a_literal_mean(run: Path, tmp_path: Path, capsys: pytest
 
 
 def test_the_last_stable_k_leave_the_decay_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate of update 7 is still the peak: the decay of the schedule begins with the rate after it."""
+    """Update 7 still uses the peak rate: the decay of the schedule begins with the next rate."""
     merge("--input", run, "--last", 6, "--stable", "--output", tmp_path / "out", "--workers", 2)
     assert_mean(parameters(tmp_path / "out"), [parameters(at(run, each)) for each in range(2, 8)], [1 / 6] * 6)
     assert "note:" not in capsys.readouterr().err
@@ -283,7 +283,7 @@ def with_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> 
 def test_another_model_is_refused(
     run: Path, converted: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One with other shapes, and one with equal shapes that computes something else."""
+    """One model has other shapes; one has equal shapes but computes something else."""
     other = [*MODEL, *RUN, "--save", str(tmp_path / "wide"), "--hidden-size", "48", "--train-iters", "4"]
     run_forked(1, other, tmp_path / "screen")
     said = refused(capsys, "--input", at(run, 4), at(tmp_path / "wide", 4), "--output", tmp_path / "out")
@@ -351,7 +351,7 @@ def test_a_record_has_no_credentials() -> None:
 
 
 def test_biases_of_experts_are_merged_too(tmp_path: Path) -> None:
-    """They are states beside the parameters, here of a run and of Megatron-LM's format."""
+    """Expert biases are states next to the parameters, here of a run and in Megatron-LM's format."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     flags = [*MODEL, *RUN, *experts.split(), "--train-iters", "3", "--save", str(tmp_path / "run")]
     run_forked(1, flags, tmp_path / "screen")

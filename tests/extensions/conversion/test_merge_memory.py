@@ -1,4 +1,4 @@
-"""What a merge holds in memory: some tensors, however many checkpoints are merged and however large the model is."""
+"""Memory of a merge: a few tensors, however many checkpoints are merged and however large the model is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tools import convert_checkpoint, merge_checkpoints
 
 LAYERS, HIDDEN, FFN, VOCAB = 12, 512, 1536, 256
 LARGEST = 2 * HIDDEN * FFN * 4
-"""Bytes of the fused gate and up projections of a layer, in fp32."""
+"""Bytes of a layer's fused gate and up projections in fp32."""
 
 MODEL = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN) * 4
 FORMATS = ("dcp", "hf", "megatron")
 
 
 def save_llama(folder: Path, seed: int) -> None:
-    """A Llama as a Hugging Face folder."""
+    """Save a Llama as a Hugging Face folder."""
     folder.mkdir()
     noise = torch.Generator().manual_seed(seed)
     shapes = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
@@ -43,7 +43,7 @@ def save_llama(folder: Path, seed: int) -> None:
 
 
 def peak(rank: int, world_size: int, inputs: list[Path], output: Path, to: str) -> int:
-    """The most bytes that a merge takes beside what the process had."""
+    """Return the peak bytes of a merge in addition to those that the process had."""
     give_back_pages()
     CLEAR.write_text("5")
     before = resident("VmRSS")

@@ -1,4 +1,4 @@
-"""Weights of merges: the emulation of a decay beside a literal simulation of SGD, and what is refused."""
+"""Weights of merges: the emulated decay compared with a simulation of SGD, and refused merges."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron.extensions.interop.conversion.merge_weights import (
 )
 
 LR, BATCH, BRANCH = 0.25, 8, 5
-"""Constant learning rate, samples of a step, and the iteration at which the decay begins."""
+"""Constant learning rate, samples per step, and the iteration at which the decay begins."""
 
 Gradient = Callable[[int, Tensor], Tensor]
-"""(iteration, weights) -> gradient of this step."""
+"""Function from (iteration, weights) to the gradient of this step."""
 
 
 def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Tensor]:
-    """The weights after each step, and before the first."""
+    """Return the weights before the first step and after each step."""
     found = [torch.linspace(-1, 1, 6, dtype=torch.float64)]
     for iteration in range(steps):
         found.append(found[-1] - rate(iteration) * gradient(iteration, found[-1]))
@@ -36,7 +36,7 @@ def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Te
 
 
 def decayed(decay: Decay, end: int) -> Callable[[int], float]:
-    """Learning rates of the run that decays from BRANCH to `end`, by its flags."""
+    """Return the learning rates of the run that decays from BRANCH to `end`, computed from its flags."""
     config = OptimizerConfig(
         lr=LR,
         min_lr=decay.floor * LR,
@@ -65,7 +65,7 @@ DECAYS = [Decay(style, floor) for style in STYLES for floor in (0.0, 0.2)]
 
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 def test_emulation_is_exact_for_a_linear_loss_and_a_checkpoint_each_step(decay: Decay) -> None:
-    """A linear loss has gradients that do not depend on the weights, here another one each step."""
+    """The gradients of a linear loss do not depend on the weights; here they differ in each step."""
     end = BRANCH + 9
 
     def gradient(iteration: int, weights: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_of_second_order(style: str) -> None:
-    """Theory: the decayed run differs by gradients at other weights, which the emulation leaves out, so that the error
-    falls with the square of the learning rate."""
+    """In theory, the decayed run differs by gradients at other weights, which the emulation ignores, so the error is
+    quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)
     for scale in (0.02, 0.01):
@@ -105,7 +105,7 @@ def test_the_error_for_a_quadratic_loss_is_of_second_order(style: str) -> None:
 
 
 def test_linear_decay_over_many_steps_weights_checkpoints_equally() -> None:
-    """The mean of checkpoints and a linear decay to zero are the same (arXiv 2507.17634)."""
+    """The mean of the checkpoints equals a linear decay to zero (arXiv 2507.17634)."""
     found = decay_weights(Decay("linear"), [0, 1000, 2000, 3000], [0, 1000, 2000, 3000])
     assert found == pytest.approx([1 / 6, 1 / 3, 1 / 3, 1 / 6], abs=1e-3)
     assert [after - before for before, after in pairwise(found[1:3])] == pytest.approx([0], abs=1e-12)

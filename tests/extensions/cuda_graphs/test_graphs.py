@@ -1,5 +1,5 @@
-"""Recorded micro-batches, with a recorder that plays CUDA's part on CPU: what a recording was made of runs again at
-each replay, on the memory that it was made on. `tests/gpu/test_training.py` records on a GPU."""
+"""Recorded micro-batches, with a recorder that stands in for CUDA graphs on CPU: each replay runs the recorded
+functions again on the same memory. `tests/gpu/test_training.py` records on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class FakeRecorder:
-    """Recording computes nothing; what it returned is written by each replay."""
+    """Recorder that computes nothing while it records; each replay writes the recorded outputs."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -55,7 +55,7 @@ class FakeRecorder:
 
 
 def use_graphs(run: TrainingRun, recorder: FakeRecorder) -> None:
-    """Puts the pipeline of recordings in the place of the run's own."""
+    """Replace the run's pipeline with one that records."""
     before = run.pipeline
     run.pipeline = GraphedPipeline(run.config, run.runtime, before.stages, before.passes, recorder)
     run.pipeline.executor.timed = run.timers
@@ -63,7 +63,7 @@ def use_graphs(run: TrainingRun, recorder: FakeRecorder) -> None:
 
 
 def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
-    """Loss sums of five steps and the weights after them, and how often was recorded and replayed."""
+    """Return the loss sums of five steps, the weights after them, and the numbers of recordings and replays."""
     with running([*MODEL.split(), "--cpu", *flags.split()], rank, world_size) as run:
         recorder = FakeRecorder()
         if graphs:
@@ -89,7 +89,7 @@ def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> 
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
-        recordings = 2 if "fp8" in flags else 1  # of which one casts weights
+        recordings = 2 if "fp8" in flags else 1  # one of them casts weights
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps are behind the warm-up"
 
 

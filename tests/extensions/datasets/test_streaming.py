@@ -1,4 +1,4 @@
-"""Streams of data: samples by number, whatever order they are asked for in."""
+"""Data streams: samples by number, in whatever order they are requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = SampleFormat(seq_length=3, vocab_size=1000)
 
 
 class Numbers:
-    """Sample n is n, n, n, n. Counts how often it was begun."""
+    """Dataset whose sample n is n, n, n, n; counts how often iteration began."""
 
     def __init__(self, end: int = 10**9) -> None:
         self.end, self.begun = end, list[int]()

@@ -17,7 +17,8 @@ from megatron.extensions.observe.diagnosis.layer_stats.alarms import (
 
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:
-    """150 records of 8 layers of different size, which all grow; noise of records and of layers."""
+    """Return 150 records of 8 layers of different sizes, which all grow, with noise between records and between
+    layers."""
     sizes = [(layer, dice.uniform(0.1, 10)) for layer in range(8)]
     return [{n: size * (1 + trend) ** t * math.exp(dice.gauss(0, noise)) for n, size in sizes} for t in range(150)]
 

@@ -1,4 +1,4 @@
-"""Statistics of layers (--log-layer-stats): what they count in one process, and the same numbers at every layout."""
+"""Layer statistics (--log-layer-stats): counts in one process, and equal numbers under every layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNFUSED = MODEL + "--attention-backend unfused --optimizer sgd "
 
 
 def recorded(rank: int, world_size: int, flags: str, steps: int = 2) -> list[dict[str, Any]]:
-    """The records of so many steps."""
+    """Return the records of `steps` steps."""
     with running(flags.split(), rank, world_size) as run:
         for _ in range(steps):
             train_step(run)
@@ -39,7 +39,8 @@ def statistics_of(run: TrainingRun) -> LayerStatistics:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Numbers of layers and parameters by name; parts of tensor-parallel ranks are not those of one process."""
+    """Return the numbers of layers and parameters by name, without those of tensor-parallel ranks, which one process
+    does not have."""
     layers = record["layers"]
     found = {}
     for name, values in layers.items():
@@ -60,7 +61,7 @@ LAYOUTS = {
     EXPERTS: {OF_EXPERTS: 4, "--pp 2 --micro-batch-size 2": 2},
     UNFUSED: {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2},
 }
-"""Model -> layouts and their ranks."""
+"""Layouts and their ranks for each model."""
 
 
 @pytest.mark.parametrize(("flags", "layouts"), LAYOUTS.items(), ids=["dense", "experts", "unfused"])
@@ -87,7 +88,7 @@ def test_the_run_is_that_without_statistics() -> None:
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float], set[str]]:
-    """(the record of a step, the same counted plainly, statistics of layers)."""
+    """Return (the record of a step, the same values counted directly, the names of the layer statistics)."""
     plain: dict[str, float] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
     choices: dict[int, list[torch.Tensor]] = {}
@@ -127,7 +128,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 
 def test_counted_values() -> None:
-    """In one process, against what hooks and parameters show; gradients are those before clipping."""
+    """In one process, the values equal those from hooks and parameters; gradients are taken before clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}
     for flags, more in (

@@ -1,4 +1,4 @@
-"""Steps that are not finite: found, saved and replayed, at a layout and in one process."""
+"""Non-finite steps: found, saved and replayed, under a layout and in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, s
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
-    """(message of the step that ends the run, whether weights and moments are those from before it)"""
+    """Return (message of the step that ends the run, whether weights and moments are those from before the step)."""
     with local_run(config, rank, world_size) as run:
         plant(kind, run)
         if kind != "weight gradient":
@@ -39,7 +39,7 @@ def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str,
         before = tensors(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
-            train_step(run)  # notices before it uses its own gradients
+            train_step(run)  # raises before it uses its own gradients
         return str(error.value), same(before, tensors(run))
 
 
@@ -65,14 +65,14 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
     assert again is not None and again.same_as(found)
     assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
     assert replay(folder) is None, "without what was planted everything is finite"
-    # The folder is a checkpoint too, from right before the step.
+    # The folder is also a checkpoint, from right before the step.
     on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
     ((_, progress),) = run_world(1, skip, on, None, 2)
     assert progress == (8 * (iteration + 1), 1, 0)
 
 
 def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], Any]) -> tuple[str, Any]:
-    """What ends a run whose first step is not finite, and what `plant` returned."""
+    """Return the message that ends a run with a non-finite first step, and the result of `plant`."""
     with local_run(config, rank, world_size) as run:
         planted = plant(run)
         train_step(run)
@@ -82,7 +82,7 @@ def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[T
 
 
 def poison(run: TrainingRun) -> int:
-    """Makes a row of the embedding NaN; returns the first sample that reads it."""
+    """Make a row of the embedding NaN; return the first sample that reads it."""
     table = run.stages[0].embedding.word_embeddings.weight
     readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
     token, sample = max(readers.items(), key=lambda item: item[1])
@@ -93,7 +93,7 @@ def poison(run: TrainingRun) -> int:
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
-    # An untied output layer, or every logit would be NaN at once.
+    # The output layer is untied: otherwise, every logit would be NaN at once.
     ((message, sample),) = run_world(1, message_of, config_of("--untie-embeddings-and-output-weights"), poison)
     assert sample > 0
     assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message

@@ -1,4 +1,4 @@
-"""Drawings of traces, rank maps and memory: the numbers in them, and SVG that a parser accepts."""
+"""Drawings of traces, rank maps and memory: their numbers, and SVG that a parser accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts_of(path: Path) -> list[str]:
-    """The texts of an SVG file, which a parser accepts."""
+    """Return the texts of an SVG file, which a parser must accept."""
     return [text.text or "" for text in ET.parse(path).iter(f"{SVG}text")]
 
 

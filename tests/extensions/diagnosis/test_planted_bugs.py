@@ -1,5 +1,5 @@
-"""Bugs that a loss hardly shows, planted in small training runs: --log-layer-stats names them, and says nothing of runs
-without one."""
+"""Bugs that hardly change the loss, planted in small training runs: --log-layer-stats names them, and raises no alarm
+in runs without one."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Plant = Callable[[TrainingRun, int], object]
 class Bug:
     ranks: int
     plant: Plant
-    """Called before the first step with the iteration from which on the bug acts."""
+    """Function called before the first step with the iteration from which the bug takes effect."""
 
     names: str
-    """What an alarm must contain."""
+    """Text that an alarm must contain."""
 
 
 class EachStep(Callback):
-    """Calls a function after each step from the one before iteration `first` on."""
+    """Callback that calls a function after each step, beginning one step before iteration `first`."""
 
     def __init__(self, run: TrainingRun, first: int, function: Callable[[], object]) -> None:
         super().__init__(run.config)
@@ -60,13 +60,13 @@ def _layer(run: TrainingRun) -> Any:
 
 
 def growing_weight(run: TrainingRun, first: int) -> None:
-    """The gain of the norm before the MLP grows by `RATE` a step."""
+    """Make the gain of the norm before the MLP grow by `RATE` per step."""
     weight = _layer(run).pre_mlp_layernorm.weight
     EachStep(run, first, lambda: weight.mul_(RATE))
 
 
 def scaled_embeddings(run: TrainingRun, first: int) -> None:
-    """Tensor-parallel rank 1 multiplies its rows of the embedding by `SCALE`, once."""
+    """Make tensor-parallel rank 1 multiply its rows of the embedding by `SCALE` once."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
     weight, factors = embedding.word_embeddings.weight, iter([SCALE] if run.runtime.state.tp.rank == 1 else [])
@@ -74,7 +74,8 @@ def scaled_embeddings(run: TrainingRun, first: int) -> None:
 
 
 def scaled_lookup(run: TrainingRun, first: int) -> None:
-    """What tensor-parallel rank 1 looks up is multiplied by `SCALE`, and so is its gradient; weights are not."""
+    """Multiply the embeddings that tensor-parallel rank 1 looks up, and their gradients, by `SCALE`, but not the
+    weights."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
     table, tp = embedding.word_embeddings, run.runtime.state.tp
@@ -86,12 +87,12 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # Before the hook of the statistics, as if the table did it.
+    # The hook precedes that of the statistics, as if the table itself multiplied.
     table.register_forward_hook(scaled, prepend=True)
 
 
 def shared_seed(run: TrainingRun, first: int) -> None:
-    """All tensor-parallel ranks begin with the same values in their parts of the matrices, as drawn from one seed."""
+    """Give all tensor-parallel ranks the same initial values in their shards, as if drawn from one seed."""
     with torch.no_grad():
         for stage in run.stages.values():
             for parameter, meta in stage.named_metas().values():
@@ -108,7 +109,7 @@ BUGS = {
 
 
 def records(path: Path, ranks: int, flags: str, plant: Plant, first: int) -> list[dict[str, Any]]:
-    """Trains, and returns the records that are written to `path`."""
+    """Train, and return the records written to `path`."""
     layout = f"--tp {ranks} --sequence-parallel" if ranks > 1 else ""
     argv = f"{flags} {layout} --metrics-file {path}".split()
     run_world(ranks, train_to_the_end, argv, partial(plant, first=first))
@@ -120,7 +121,7 @@ def nothing(run: TrainingRun, first: int) -> None:
 
 
 def alarms(found: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """(iteration, line) of each alarm."""
+    """Return (iteration, line) of each alarm."""
     return [(record["iteration"], line) for record in found for line in record.get("layer_alarms", ())]
 
 

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler: of the steps and ranks that were asked for."""
+"""Traces of torch's profiler, of the requested steps and ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def profiled(rank: int, size: int, flags: str, folder: str) -> None:
 
 
 def events_of(trace: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(optimizer steps in a trace, its events)"""
+    """Return (optimizer steps in a trace, its events)."""
     events = json.loads(trace.read_text())["traceEvents"]
     return sum(event.get("name", "").startswith("Optimizer.step") for event in events), events
 
@@ -39,7 +39,7 @@ def test_steps_and_ranks_of_a_profile(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
-    """With shapes and stacks, and the actions of the pipeline beside what torch does."""
+    """The trace includes shapes and stacks, and pipeline actions next to torch's operations."""
     more = "--profile-step-end 30 --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
     run_world(1, profiled, RUN + more, str(tmp_path))
     updates, events = events_of(tmp_path / "profile" / "rank-0.json")
@@ -50,7 +50,7 @@ def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
 
 
 def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, of which the calls are noted here."""
+    """The test records the calls that are made on a GPU."""
     calls: list[str] = []
 
     class Ranges(AbstractContextManager):

@@ -1,4 +1,4 @@
-"""A run that diverges, and its last step replayed by the tool."""
+"""A diverging run whose last step the tool replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--check-replicas: silent on a healthy run, and exact about what differs on a broken one."""
+"""--check-replicas: silent on a healthy run, and precise about differences on a broken one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _change_moment(run: TrainingRun, rank: int) -> None:
 
 
 def test_optimizer_state_is_compared_without_sharding() -> None:
-    """Some of it in host memory, as the first moment, which drifts."""
+    """Part of the state is in host memory, including the first moment, which is made to differ."""
     offload = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.3"]
     argv = [*FLAGS.split(), "--no-use-distributed-optimizer", *offload]
     for message in run_world(2, _check, argv, _change_moment):

@@ -1,4 +1,4 @@
-"""The report of a run: what is in it, of any run, and that a browser shows it."""
+"""Report of a run: its contents for any run, and that a browser can show it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ lr: 0.001
 TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-size: 1").replace(
     "pipeline-model-parallel-size: 2", "pipeline-model-parallel-size: 4"
 )
-"""The layout of `simulated_trace`."""
+"""Layout of `simulated_trace`."""
 
 
 def page_of(folder: Path, *flags: str) -> tuple[str, str]:
-    """(the words, the source) of a report: well-formed, with all sections, and nothing that is fetched or run."""
+    """Return (the text, the source) of a report after checking that it is well-formed, has all sections, and fetches
+    and runs nothing."""
     assert main([str(folder), "--no-plan", *flags]) == 0
     source = (folder / "report.html").read_text(encoding="utf-8")
     elements = list(ElementTree.fromstring(source).iter())
@@ -66,7 +67,7 @@ def write_metrics(folder: Path, count: int, **more: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that crashed once, with a trace, a checkpoint, and hostile text wherever text comes from a run."""
+    """Create a run that crashed once, with a trace, a checkpoint, and hostile text wherever text comes from a run."""
     folder = tmp_path / "a <b>run"
     write_metrics(folder, 40, layer_alarms=[ATTACK], audits=3)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -134,7 +135,8 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_time_and_flops_of_a_branch_are_its_own() -> None:
-    """Two log lines after iteration 100 of another run, each of 10 steps of half a second; also without events."""
+    """Another run's two log lines come after iteration 100, each after 10 steps of half a second. This also works
+    without events."""
     lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
     for events in ([{"event": "start", "iteration": 100}], []):
         branch = RunFolder(Path("branch"), lines, events=events)
@@ -142,7 +144,8 @@ def test_time_and_flops_of_a_branch_are_its_own() -> None:
 
 
 def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses over tokens, time and FLOPs, which runs of half the steps have spent at half the iterations."""
+    """Losses are drawn over tokens, time and FLOPs; runs with half the steps have used these amounts at half the
+    iterations."""
     for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
         write_metrics(tmp_path / name, count, tflops_per_device=0.25)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -177,7 +180,7 @@ def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest
 
 
 def test_curves_of_several_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
-    """Loss, gradient norm, learning rate and throughput, each run in a colour of its own, its validation too."""
+    """Loss, gradient norm, learning rate and throughput, including validation, have one colour per run."""
     for name in ("b", "c"):
         write_metrics(tmp_path / name, 10)
         with (tmp_path / name / "metrics.jsonl").open("a") as file:
@@ -214,7 +217,7 @@ def test_phases_are_marked_in_every_chart(run: Path) -> None:
 
 
 def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
-    """A browser shows one of both; tables break no short text."""
+    """A browser shows one of the two pictures; tables do not break short text."""
     source = page_of(run)[1]
     widths = {
         look: re.findall(rf'<div class="{look}"><figure><svg[^>]* width="([\d.]+)pt', source)
@@ -227,8 +230,8 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
 
 
 def test_a_run_that_went_on_at_another_layout(run: Path) -> None:
-    """What is said of ranks is of the last start; what was traced before is told apart. A start behind a start tells of
-    a kill."""
+    """Statements about ranks concern the last start, and an older trace is marked as such. A start that follows another
+    start indicates a kill."""
     record_event(run, "start", iteration=30, world_size=8)
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)
@@ -291,7 +294,7 @@ def test_the_page_of_a_long_run_stays_small_and_keeps_spikes(tmp_path: Path) -> 
     until_title = text[: text.index("gradient norm (before clipping)")]
     *_, curve = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #1f77b4', until_title)
     heights = sorted(float(y) for y in re.findall(r"[ML] \S+ (\S+)", curve))
-    assert 0 < heights[0] < heights[-1] / 2  # from the top; the axis begins at 0
+    assert 0 < heights[0] < heights[-1] / 2  # heights count from the top, and the axis begins at 0
 
 
 def test_the_layout_without_a_trace(tmp_path: Path) -> None:

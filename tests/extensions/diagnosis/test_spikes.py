@@ -1,4 +1,4 @@
-"""Which steps are spikes."""
+"""Rules that decide which steps are spikes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scalar(value: float) -> torch.Tensor:
 
 
 def feed(judge: StepJudge, loss: float, norm: float = 1.0, overflow: bool = False) -> tuple[bool, bool]:
-    """(skipped, spike) of a step of four tokens."""
+    """Return (skipped, spike) of a step of four tokens."""
     sums = torch.tensor([4 * loss, 4.0], dtype=torch.float64)
     skip, spike = judge(scalar(norm), scalar(float(overflow)), sums)
     return bool(skip), bool(spike)

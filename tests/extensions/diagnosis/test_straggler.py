@@ -1,4 +1,4 @@
-"""A slow rank is named, though all ranks take the same time because they wait for it."""
+"""A slow rank is named, although all ranks take the same time because they wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
 DELAY = 0.5
-"""Seconds a micro-batch: much more than a busy machine takes from a process."""
+"""Delay in seconds per micro-batch: much longer than a busy machine delays a process."""
 
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:

@@ -1,4 +1,4 @@
-"""Traces of all ranks: what is in them, on which clock, and that untraced steps are left alone."""
+"""Traces of all ranks: their contents and clock, and that untraced steps are unaffected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 
 
 def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, list[str]]:
-    """A run to its end, and what it said."""
+    """Run to the end, and return the run and its output."""
     files = f"--metrics-file {folder}/metrics --tensorboard-dir {folder}"
     config = resolve_legal(parse_args(f"{flags} {files}".split()), size)
     said: list[str] = []
@@ -43,7 +43,7 @@ def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, 
 
 
 def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
-    """(the last loss, whether torch.distributed and the executor are as they were)"""
+    """Return (the last loss, whether torch.distributed and the executor are unchanged)."""
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     run, _ = run_of(rank, size, flags, folder)
     as_before = not run.pipeline.executor.watchers and not run.timers.watchers
@@ -52,7 +52,7 @@ def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
 
 
 def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
-    """What a run says of its trace."""
+    """Return a run's messages about its trace."""
     return [line for line in run_of(rank, size, flags, folder)[1] if "trace" in line]
 
 
@@ -113,7 +113,7 @@ SHIFT, RATE = 5_000_000_000, 1.001
 
 
 def clocks_apart(rank: int, size: int) -> dict[str, Any]:
-    """Two hosts of two ranks, the second with a clock that is ahead and runs fast."""
+    """Trace two hosts of two ranks; the second host's clock is ahead and runs fast."""
 
     def clock() -> int:
         now = time.perf_counter_ns()
@@ -152,7 +152,7 @@ def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tm
 
 
 class FakeEvent:
-    """An event of a stream that is at work on nothing: it passes when it is recorded."""
+    """Event of an idle stream: it completes when it is recorded."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -168,7 +168,7 @@ class FakeEvent:
 
 
 def test_spans_of_a_device_are_read_from_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, of which the events are those of the host here."""
+    """The test replaces the GPU's events with events of the host."""
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

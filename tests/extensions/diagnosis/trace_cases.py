@@ -1,4 +1,4 @@
-"""Traces of runs that never were: the slices of simulated pipelines, as ranks would have recorded them."""
+"""Traces of imaginary runs: the slices of simulated pipelines, as ranks would have recorded them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MS = 1_000_000
 def simulated_trace(
     schedule: str = "zb-h1", pp: int = 4, microbatches: int = 8, hosts: Sequence[str] = ("one",), slow: float = 1.0
 ) -> Trace:
-    """A pipeline whose actions take 1 ms, a step of it with data and optimizer; those of micro-batch 2 take `slow`."""
+    """Return the trace of a pipeline whose actions take 1 ms, including data and optimizer; the actions of micro-batch
+    2 take `slow`."""
 
     def lists_of(m: int) -> Lists:
         return pipeline_lists(schedule, pp, m)
@@ -56,7 +57,7 @@ def simulated_trace(
 
 
 def problems(trace: Trace) -> list[str]:
-    """What violates the format: fields, numbers, slices of a track that overlap without one lying in the other, ends
+    """Return violations of the format: fields, numbers, slices of a track that overlap without being nested, ends
     without a beginning, and arrows that begin or end at no slice or point back in time."""
     events: list[Event] = trace["traceEvents"]
     if wrong := [each for number, event in enumerate(events) if (each := malformed(number, event))]:
@@ -70,7 +71,7 @@ def problems(trace: Trace) -> list[str]:
             pairs[event["ph"] in "be", event["cat"], str(event["id"])].append(event)
     found = [f"slices of rank {rank}, track {track} overlap" for (rank, track), each in tracks.items() if cross(each)]
     for (_, *key), ends in pairs.items():
-        ends.sort(key=lambda event: event["ts"])  # of equal times in the order they were written
+        ends.sort(key=lambda event: event["ts"])  # events at equal times keep the order in which they were written
         if [event["ph"] for event in ends] not in (["b", "e"], ["s", "f"]):
             found.append(f"{key}: no end behind a beginning")
         for event in ends:
@@ -81,7 +82,7 @@ def problems(trace: Trace) -> list[str]:
 
 
 def cross(slices: Sequence[tuple[float, float]]) -> bool:
-    """Whether two slices overlap of which none lies in the other."""
+    """Return True if two slices overlap without being nested."""
     open_until: list[float] = []
     for start, stop in sorted(slices, key=lambda span: (span[0], -span[1])):
         while open_until and open_until[-1] <= start + TOLERANCE:
@@ -93,4 +94,4 @@ def cross(slices: Sequence[tuple[float, float]]) -> bool:
 
 
 TOLERANCE = 2e-3
-"""Microseconds: sums of rounded numbers."""
+"""Tolerance in microseconds, for sums of rounded numbers."""

@@ -1,5 +1,5 @@
-"""Differential attention: widths of heads, and layouts against one process. The tests of Hugging Face families compare
-logits and gradients with those of transformers."""
+"""Differential attention: head widths, and layouts compared with one process. The tests of Hugging Face families
+compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def test_layouts_compute_the_same() -> None:
 
 
 def test_values_match_both_heads() -> None:
-    """Plans and kernels learn the width of what a head attends to."""
+    """Plans and kernels use the width of the values that a head attends to."""
     widths = model_of("differential").head_widths
     assert (widths.key, widths.value) == (4, 8)

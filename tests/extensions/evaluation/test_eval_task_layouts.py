@@ -1,4 +1,4 @@
-"""Tasks that are evaluated on the training model: layouts score as one process does, and training is as without."""
+"""Tasks evaluated on the training model: layouts give the scores of one process, and training is unaffected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPERTS = LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
 def evaluated(
     rank: int, world_size: int, flags: str, evaluate: bool = True
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[float]]:
-    """Trains two steps, with the tasks between them: (scores, documents, losses of the steps)."""
+    """Train two steps with the tasks between them, and return (scores, documents, losses of the steps)."""
     config = resolve_legal(parse_args(flags.split()), world_size)
     losses = []
     scores, samples = dict[str, float](), list[dict[str, Any]]()
@@ -53,13 +53,13 @@ def evaluated(
 
 
 def numbers(document: dict[str, Any]) -> tuple[list[float], list[Any]]:
-    """(log-likelihoods, greedy flags and texts) of a document."""
+    """Return (log-likelihoods, greedy flags and texts) of a document."""
     flat = [each for (answer,) in document["resps"] for each in (answer if isinstance(answer, tuple) else (answer,))]
     return [each for each in flat if isinstance(each, float)], [each for each in flat if not isinstance(each, float)]
 
 
 def assert_same_results(found: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float = 1e-9) -> None:
-    """Equal generated texts and decisions, and numbers equal to rounding."""
+    """Assert that generated texts and decisions are equal, and numbers equal up to rounding."""
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert len(found[1]) == len(expected[1]) > 0
     for one, other in zip(found[1], expected[1], strict=True):

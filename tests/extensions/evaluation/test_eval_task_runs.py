@@ -1,4 +1,4 @@
-"""`--eval-tasks` as a user types it: the six tasks of tests/fixtures in the loop and on a finished checkpoint."""
+"""`--eval-tasks` as a user types it: the six tasks of tests/fixtures during training and on a finished checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EVALUATION = " ".join(RUN).replace("--lr 1e-2", "").replace("--mock-data --train
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """The newest record of tasks, but for times."""
+    """Return the newest record of tasks, without times."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if "eval_tasks_seconds" in record]
     return {key: value for key, value in found[-1].items() if key not in ("time", "eval_tasks_seconds")}
 
 
 def nearly(resps: Any, relative: float) -> Any:
-    """Answers, log-likelihoods among them, that compare equal to rounding."""
+    """Wrap answers, including log-likelihoods, so that they compare equal up to rounding."""
     if isinstance(resps, list | tuple):
         return type(resps)(nearly(each, relative) for each in resps)
     return pytest.approx(resps, rel=relative) if isinstance(resps, float) else resps
@@ -67,7 +67,8 @@ def test_a_bad_task_file_ends_the_run_before_it_begins(tmp_path: Path) -> None:
 
 
 def test_the_harness_finds_the_same_with_the_exported_model(tmp_path: Path) -> None:
-    """Its own model of transformers, on the Hugging Face form of a checkpoint; and "megatron" on the checkpoint."""
+    """The harness runs its own transformers model on the exported checkpoint, and "megatron" on the checkpoint
+    itself."""
     from lm_eval.models.huggingface import HFLM
 
     from megatron.lm_eval_model.model import CheckpointLM

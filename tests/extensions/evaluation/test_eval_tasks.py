@@ -1,4 +1,4 @@
-"""Tasks of the harness: their requests and batches, what is wrong with them, and their scores."""
+"""Tasks of the harness: their requests and batches, errors in them, and their scores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GOOD: dict[str, Any] = {
 
 
 def written(folder: Path, name: str = "good", **changes: Any) -> Path:
-    """A task file of `GOOD` with changes. JSON is YAML too."""
+    """Write a task file of `GOOD` with changes. JSON is valid YAML."""
     data = folder / "good.jsonl"
     data.write_text("".join(json.dumps({"q": f"question {n}", "a": "yes" if n % 2 else "no"}) + "\n" for n in range(6)))
     path = folder / f"{name}.yaml"
@@ -176,7 +176,7 @@ def test_generated_texts_end() -> None:
 
 
 def test_a_suite_scores_what_a_model_says() -> None:
-    """A model that likes the letter e: each row's score is the number of them among its scored tokens."""
+    """The model prefers the letter e: each row's score is the number of e's among its scored tokens."""
     loaded = suite(TASKS)
 
     def score(rows: Sequence[Row]) -> list[Score]:

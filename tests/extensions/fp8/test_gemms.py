@@ -1,4 +1,5 @@
-"""Casts to fp8 against the formats' exact error bounds, and every product against that of the dequantised operands."""
+"""Casts to fp8 compared with the exact error bounds of the formats, and every GEMM with that of the dequantized
+operands."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ from megatron.training.metrics.summary import peak_tflops
 CPU = torch.device("cpu")
 MANTISSA = {E4M3: 3, E5M2: 2}
 SPACING = {E4M3: 2.0**-9, E5M2: 2.0**-16}
-"""Between the smallest numbers of a format."""
+"""Distance between the smallest numbers of a format."""
 FORMATS = [E4M3, E5M2]
 
 
 def spread(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values of many magnitudes."""
+    """Return values of many magnitudes."""
     return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
 
 
@@ -54,7 +55,7 @@ def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """The cast, and the amax that is noted."""
+    """Return the cast and the recorded amax."""
     noted = torch.zeros(())
     pair = cast_transpose_noting_amax(x, CastOrder(multiplier, noted, ROWS, dtype), False)
     assert pair.rows is not None and pair.row_scale is not None
@@ -77,7 +78,7 @@ def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def in_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """What x [n, k] is cast to, block by block of `rows` x 128, each multiplied by a power of two. fp64."""
+    """Return the cast of x [n, k] in fp64, by blocks of `rows` x 128, each multiplied by a power of two."""
     found = torch.empty(x.shape, dtype=torch.float64)
     for out_rows, x_rows in zip(found.split(rows), x.float().split(rows), strict=True):
         for out, block in zip(out_rows.split(128, dim=1), x_rows.split(128, dim=1), strict=True):
@@ -93,17 +94,18 @@ def fp64(scaled: Scaled) -> Tensor:
 
 
 class Exact:
-    """a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and how far a sum in fp32 may be from it, in any order."""
+    """The product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of its sum in fp32, in
+    any order."""
 
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
         self.values = a @ b.t() + added
-        # One rounding a term, and four for the scales, their product and the bias: each of at most 2^-24 of the sum of
-        # the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+        # One rounding per term, and four for the scales, their product and the bias: each is at most 2^-24 of the sum
+        # of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
         self.room = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t() + added.abs())
 
     def is_near(self, found: Tensor) -> bool:
-        """Whether `found` is the product, summed in fp32 and rounded once to its own dtype."""
+        """Return True if `found` is the product, summed in fp32 and rounded once to its own dtype."""
         rounding = 2.0**-8 * (self.values.abs() + self.room) if found.dtype == torch.bfloat16 else 0.0
         return bool(((found.double() - self.values).abs() <= self.room + rounding).all())
 
@@ -161,7 +163,7 @@ def test_non_finite_values_reach_the_product(bad: float, dtype: torch.dtype) -> 
 def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype) -> None:
     x, w, bias = spread(48, 64), spread(32, 64), spread(32)
     for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
-        added = bias if out == torch.bfloat16 else None  # CUDA's kernel adds it to 16-bit results only
+        added = bias if out == torch.bfloat16 else None  # CUDA's kernel supports a bias only with 16-bit results
         exact = Exact(fp64(a), fp64(b), added)
         for y in (fp8.scaled_mm(a, b, out, added), fp8.dequantized_mm(a, b, out, added)):
             assert y.dtype == out
@@ -169,7 +171,8 @@ def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype
 
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own kernel, which not every CPU has, is never asked, though what it is asked on GPUs gives the same."""
+    """torch's own kernel, which not every CPU supports, is never called, although the call used on GPUs gives the same
+    result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 
@@ -190,7 +193,7 @@ def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass
 class Layer:
-    """A linear layer with a gradient buffer, and its operands."""
+    """Linear layer with a gradient buffer, and its operands."""
 
     recipe: str
     hybrid: bool = True
@@ -199,13 +202,14 @@ class Layer:
         config = Fp8Flags(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
         self.context = Fp8Format(config, range(1), WeightCasts())
         self.gemms = self.context.linear("linear", Axis(), Cuts(), CPU, False)
-        s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)  # whole tiles and parts
-        self.weight = nn.Parameter(spread(4, out, features))  # two output dims, as query-key-value has more
+        s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)  # whole and partial tiles
+        # two output dims, because query-key-value layers have several
+        self.weight = nn.Parameter(spread(4, out, features))
         self.weight.main_grad = torch.zeros(4, out, features)  # type: ignore[attr-defined]
         self.x, self.dy = spread(s, 2, features).requires_grad_(), spread(s, 2, 4 * out)
 
     def backward(self) -> tuple[Tensor, Tensor]:
-        """(y, dX); dW goes to main_grad."""
+        """Return (y, dX); dW is added to main_grad."""
         self.x.grad = None
         y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), WeightGradQueue(), self.gemms)
         y.backward(self.dy)
@@ -213,7 +217,7 @@ class Layer:
         return y.detach(), self.x.grad
 
     def exact(self) -> dict[str, Exact]:
-        """The products of what the operands are cast to."""
+        """Return the exact products of the cast operands."""
         x, w, dy = self.x.detach().flatten(0, 1), self.weight.detach().flatten(0, 1), self.dy.flatten(0, 1)
         grad = E5M2 if self.hybrid else E4M3
         if self.recipe == "rowwise":
@@ -285,7 +289,7 @@ def test_inputs_are_gathered_in_one_byte_but_by_rows(recipe: str, size: int) -> 
 
 def test_an_outlier_costs_precision_in_its_tile_only() -> None:
     x = torch.randn(128, 384).bfloat16()
-    x[5, 140] = 2.0**18  # small values of its tile become 0
+    x[5, 140] = 2.0**18  # small values in its tile become 0
     error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
     assert (error[5, 128:256] == 1).sum() > 64
     error[5, 128:256] = 0

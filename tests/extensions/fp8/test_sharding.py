@@ -1,6 +1,6 @@
-"""ZeRO-2 and ZeRO-3 beside fp8 layers, states in few bits and fused residual streams: the same bits as ZeRO-1.
+"""ZeRO-2 and ZeRO-3 with fp8 layers, low-precision states and fused residual streams: the same bits as ZeRO-1.
 
-With one micro-batch a rank all strategies add up the same gradients in the same order, so no rounding tells them apart.
+With one micro-batch per rank, all strategies add the same gradients in the same order, so rounding cannot differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_FP8 = [
 
 @pytest.mark.grid("case", [("delayed", 2, "--micro-batch-size 4")], OF_FP8)
 def test_fp8_layers_compute_the_same_bits(case: tuple[str, int, str]) -> None:
-    """In the third step, after two that nobody looked into: histories of the largest values, casts that are dropped
+    """The comparison covers the third step, after two whose weights nobody read: amax histories, casts that are dropped
     with the weights, and all states."""
     recipe, ranks, layout = case
     plain = third_step(recipe, ranks, layout)

@@ -1,5 +1,5 @@
-"""FlashAttention-3 and cuDNN, as their definitions compute on CPU: how they are called, and their backward. Kernels of
-keys and values of one width, where values have another one."""
+"""FlashAttention-3 and cuDNN, replaced by their definitions on CPU: their calls and their backward. Also kernels that
+need equal widths of keys and values, for values of another width."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.pure.test_tile_attention import (
 
 
 def starts_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Lengths of the samples of dense operands [b, n, heads, d] in packed ones."""
+    """Return the packed offsets of the samples of dense operands [b, n, heads, d]."""
     (b, n), m = q.shape[:2], k.shape[1]
     return torch.arange(0, b * n + 1, n), torch.arange(0, b * m + 1, m), n, m
 
@@ -46,11 +46,11 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPERANDS = ("q", "k", "v", *LENGTHS, "softmax_scale"), ("dout", "q", "k", "v", "out", "softmax_lse", *LENGTHS)
 BACKWARD = ("dq", "dk", "dv", "softmax_scale", "deterministic")
 WINDOWS = {"of today": ("window_size_left", "window_size_right"), "of 2024": ("window_size",)}
-"""Version of the package -> parameters of its functions for the window."""
+"""Window parameters of the package's functions, by version."""
 
 
 def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function with parameters of these names."""
+    """Return a function with parameters of these names."""
     signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names])
 
     def function(*args: Any, **more: Any) -> Any:
@@ -61,15 +61,15 @@ def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[...
 
 
 def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    """Lengths, and the window."""
+    """Return the lengths and the window."""
     window = given.get("window_size") or (given["window_size_left"], given["window_size_right"])
     assert given.get("causal", given.get("is_causal")) == (window == (-1, 0))
     return tuple(given.get(name) for name in LENGTHS), window
 
 
 class Package:
-    """The two functions of `flash_attn_interface` that are called, packed and dense, as the tests' definitions compute
-    them; the calls that were made."""
+    """Stand-in for `flash_attn_interface` with its packed and dense functions, which compute the tests' definitions.
+    Records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -94,7 +94,7 @@ class Package:
             into.copy_(value.view(into.shape))
 
     def module(self, version: str) -> ModuleType:
-        """The package of a version."""
+        """Return the package of a version."""
 
         def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **given: Any) -> tuple[Tensor, ...]:
             return *self.forward(q, k, v, *mask_of(given), softmax_scale), torch.empty(0)
@@ -109,7 +109,7 @@ class Package:
             ("_flash_attn_backward", backward, (*OPERANDS[1], *BACKWARD, "is_causal" if today else "causal")),
         ):
             function: Any = function_of(run, (*names, *WINDOWS[version]))
-            if today:  # a custom operation of torch: an object that keeps its function
+            if today:  # a custom operation of torch: an object that holds its function
                 methods = {"_init_fn": staticmethod(function), "__call__": staticmethod(function)}
                 function = type("Operation", (), methods)()
             setattr(module, name, function)
@@ -127,7 +127,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_tiles_by_flash3(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
-    """Documents, windows and the parts of context-parallel ranks, whose log-sum-exps are merged."""
+    """The cases include documents, windows and the parts of context-parallel ranks, whose log-sum-exps are merged."""
     compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
     assert set(package.calls) == {"packed"}
 
@@ -170,7 +170,7 @@ def dense_backward(
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole samples, and the tiles of context-parallel ranks."""
+    """The cases include whole samples and the tiles of context-parallel ranks."""
     monkeypatch.setattr(backends, "cudnn_attention", dense_forward)
     monkeypatch.setattr(backends, "cudnn_attention_backward", dense_backward)
     compare(CudnnKernel(SCALE), groups, None, None)
@@ -181,7 +181,7 @@ def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_signature_of_cudnn() -> None:
-    """The operations of this torch take what is passed."""
+    """This version of torch accepts the arguments that are passed."""
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     assert [argument.name for argument in forward.arguments] == [
         *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"),
@@ -225,7 +225,7 @@ def gradients(out: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("widths", [(10, 6), (6, 10)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> None:
-    """A kernel that needs equal widths gives the output and the gradients of one that does not."""
+    """A kernel that needs equal widths gives the output and the gradients of a kernel that does not."""
     qkv, documents = operands_of(*widths), ((0, 5), (0, 7, 9))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
     assert expected.shape == (12, 2, 4, widths[1])
@@ -241,5 +241,5 @@ def test_packed_kernels_of_one_width() -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))
     alike = (x[:, :1] for x in operands_of(10, 10))
-    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()  # ones that share a place in memory
+    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()  # operands that share memory
     assert twin.contiguous

@@ -1,4 +1,4 @@
-"""The fastest attention kernel is taken, on all ranks the same one. Clocks here are made up."""
+"""The fastest attention kernel is used, the same one on all ranks. The clocks are made up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
 
 
 class Operands:
-    """What a run keeps in memory."""
+    """Objects that a run keeps in memory."""
 
 
 def missing() -> None:
@@ -44,7 +44,7 @@ def missing() -> None:
 
 
 def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
-    """Takes what a run returns for its name."""
+    """Return a clock that looks up the time of a run by its result, a name."""
     return lambda run: seconds[str(run())]
 
 
@@ -123,7 +123,7 @@ TIMED = [
 
 @pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
 def test_timed_kernels_run(shape: AttentionShape, rows: int) -> None:
-    """By the kernels of CPUs, which stand in for those of GPUs."""
+    """CPU kernels stand in for those of GPUs."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
     varlen = shape.window is not None
@@ -170,7 +170,7 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     f"{NONE} --attn-logit-softcapping 50": None,
     f"{NONE} --deterministic-mode": None,
 }
-"""Flags -> what differs from `OF_BASE`; None where torch's attention is not what runs, or nothing is to depend on
+"""Differences from `OF_BASE` by flags; None if torch's attention is not used, or if nothing may depend on
 measurements."""
 
 

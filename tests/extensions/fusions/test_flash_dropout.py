@@ -1,4 +1,5 @@
-"""Attention with dropout in one kernel: bands against tiles, and Triton's kernels, interpreted, against plain torch."""
+"""Attention with dropout in one kernel: bands compared with tiles, and Triton's kernels, interpreted, compared with
+plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PACKED = ((0, 1, 9, 20), (0, 17))
 
 
 def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[Any, Any]:
-    """[samples, n, m]: whether a query sees a key."""
+    """Return [samples, n, m]: whether a query attends to a key."""
     seen = np.zeros((samples, n, m), bool)
     for tile in tiles:
         hidden = hidden_pairs(tile, torch.device("cpu"))
@@ -53,7 +54,7 @@ def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[A
 @pytest.mark.parametrize("documents", [None, PACKED, ((0, 5), (0, 5))], ids=["one", "packed", "alike"])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_bands_are_the_pairs_of_their_tiles(documents: Documents | None, window: int | None) -> None:
-    """Of one rank, and of every step of a ring."""
+    """The bands are those of one rank and of every step of a ring."""
     length = 24
     ranks = [(size, *pair) for size in (1, 3) for pair in product(range(size), repeat=2)]
     for queries, keys in ((rank_spans(length, a, size), rank_spans(length, b, size)) for size, a, b in ranks):
@@ -77,7 +78,8 @@ def test_bands_are_the_pairs_of_their_tiles(documents: Documents | None, window:
 
 
 def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of two samples; views of one projection where all widths are equal."""
+    """Return q, k, v and the gradient of the output for two samples; these are views of one projection if all widths
+    are equal."""
     generator = torch.Generator().manual_seed(n)
     per = heads[0] // heads[1]
     whole = torch.randn(n, 2, heads[1], (per + 1) * widths[0] + widths[1], generator=generator).to(dtype)
@@ -87,7 +89,7 @@ def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 
 
 class Case(NamedTuple):
-    """What is computed; of one rank of a ring, step by step, if `ranks` are several."""
+    """Attention problem: that of one rank of a ring, step by step, if there are several `ranks`."""
 
     length: int = 40
     heads: int = 2
@@ -97,7 +99,7 @@ class Case(NamedTuple):
     window: int | None = None
     ranks: int = 1
     gathered: bool = False
-    """Whether the rank has the keys of all."""
+    """True if the rank has the keys of all ranks."""
     sinks: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -116,7 +118,7 @@ MANY = [
 
 
 def run(kernel: Kernel, case: Case) -> list[Tensor]:
-    """The output, then all gradients."""
+    """Return the output, then all gradients."""
     q, k, v, grad = operands(case.length, (case.heads, case.groups), case.widths, case.dtype)
     sinks = torch.linspace(-1, 1, case.heads, requires_grad=True) if case.sinks else None
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
@@ -127,7 +129,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
         queries = spans[-1] if case.gathered else None
         out = local_attention(q[rows[-1]], k, v, causal, queries, sinks)
         return [out, *torch.autograd.grad(out, leaves, grad[rows[-1]])]
-    # The last rank of a ring but one: other ranks have keys for all of its queries, or for half of them.
+    # The last but one rank of a ring: other ranks have keys for all of its queries, or for half of them.
     rank = max(0, case.ranks - 2)
     sources = [(rank - step) % case.ranks for step in range(case.ranks)]
     tiles = {source: Ring(Axis(), spans[rank], (spans[source],), causal).tiles(0) for source in sources}
@@ -150,7 +152,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
 
 
 def interpreted() -> None:
-    """Takes the kernels for those of the operators, in small blocks."""
+    """Replace the operators' kernels with interpreted ones that use small blocks."""
     from megatron.extensions.speed.fusions.attention import flash_dropout_triton as kernels
 
     for name in ("_forward", "_backward"):
@@ -173,15 +175,15 @@ def compare(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_are_the_twin(cases: str) -> None:
-    """Forward and all gradients: odd lengths, groups, widths, windows, documents, sinks, and ranks of a ring; and the
-    bits of masks."""
+    """The cases cover the forward and all gradients for odd lengths, groups, widths, windows, documents, sinks and
+    ranks of a ring, and the bits of the masks."""
     interpreted()
     compare(FEW if cases == "few" else MANY)
     compare_masks()
 
 
 def compare_masks() -> None:
-    """With no scores and values that mark keys, the outputs show which weights are dropped."""
+    """Check which weights are dropped: without scores, and with values that mark keys, the outputs show it."""
     n, samples, heads = 16, 2, 2
     q, k = torch.zeros(n, samples, heads, 16), torch.zeros(n, samples, heads, 16)
     masks = Dropout(0.4, 2**62 + 999, 7, torch.tensor([2**33, 5]))
@@ -252,7 +254,7 @@ TYPES: dict[str, Any] = {
 def test_kernels_compile_to_products_of_tensor_cores(
     kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
 ) -> None:
-    """Shared memory suffices."""
+    """The kernels also fit into shared memory."""
     from megatron.extensions.speed.fusions.attention import flash_dropout_triton as triton
 
     found = {

@@ -1,5 +1,5 @@
-"""Casts and sums that the neighbours of linear layers make: a model with them beside the same without, bit for bit
-where the order of rounding is the same."""
+"""Casts and sums that are fused into the neighbours of linear layers: the model equals the one without them, bit for
+bit where the order of rounding is the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODELS = {
     "dropout": with_dropout(GPT, attention=0.0),
 }
 GIVEN = {
-    # Of two layers, forward: inputs of fc1 and qkv; backward: casts of proj, fc2 and qkv, and sums of biases.
+    # Counts of two layers. Forward: inputs of fc1 and qkv. Backward: casts of proj, fc2 and qkv, and sums of biases.
     ("gpt", True): {"inputs": 4, "casts": 4, "sums": 4},
     ("gpt", False): {"sums": 4},
     ("llama", True): {"inputs": 4, "casts": 6},
@@ -52,11 +52,12 @@ GIVEN = {
     ("dropout", True): {"inputs": 1},
     ("dropout", False): {},
 }
-"""(model, fp8) -> what neighbours give in a micro-batch, beside what SwiGLU gives to the layers of its MLP."""
+"""Numbers of fused inputs, casts and sums per micro-batch, by (model, fp8), without those of SwiGLU for the layers of
+its MLP."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:
-    """Losses and gradients of two steps, and histories."""
+    """Return the losses and gradients of two steps, and the histories."""
     take, order = OutputGradient.take, DelayedGemms.given_input
 
     def counted_take(self: OutputGradient, grad: Tensor) -> Any:
@@ -97,14 +98,15 @@ def test_what_neighbours_make_is_what_the_layer_makes(name: str, fp8: bool, monk
     assert bool(+none) == (fp8 and MODELS[name].swiglu)
     for one, two in zip(with_neighbours, alone, strict=True):
         assert two.isfinite().all()
-        if MODELS[name].position_embedding_type == "rope":  # turned back in fp32, as compiled, and not in bf16
+        # the rotation is undone in fp32, as in compiled code, not in bf16
+        if MODELS[name].position_embedding_type == "rope":
             assert (one - two).norm() <= 0.03 * two.norm()
         else:
             assert torch.equal(one, two)
 
 
 def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a module has a hook, its neighbours leave the casts to it."""
+    """If a module has a hook, its neighbours leave the casts to the module."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     parallel = ModelParallelConfig(bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))
     model, seen = GPTModel(LLAMA, parallel), []
@@ -144,10 +146,11 @@ LAYOUTS = [
 
 @pytest.mark.grid(("world_size", "layout"), LAYOUTS[:1], LAYOUTS)
 def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions run uncompiled, and as a compiler computes them: rounded once, at their end."""
+    """Regions run uncompiled but round as compiled code does: once, at their end."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
-    monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
+    # the original caches the functions from before
+    monkeypatch.setattr(activations, "_regions_of", activations.functions_of)
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)
     monkeypatch.setattr(kernels, "LEFT_OUT", {"mlp"})

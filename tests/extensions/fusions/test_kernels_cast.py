@@ -1,5 +1,5 @@
-"""Triton's casts to fp8 against their twins in torch, bit for bit, also of SwiGLU and of its gradient, and what they
-become for GPUs."""
+"""Triton's casts to fp8, including those of SwiGLU and its gradient, compared bit for bit with their twins in torch,
+and their compiled GPU code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WANTED = ((True, True), (True, False), (False, True))
 
 
 def matrices() -> Iterator[Tensor]:
-    """Of sizes that are no multiples of a tile, strided, empty, and with everything that a number may be."""
+    """Yield matrices whose sizes are no multiples of a tile, strided and empty ones, with every kind of number."""
     generator = torch.Generator().manual_seed(3)
 
     def spread(*shape: int) -> Tensor:
@@ -48,8 +48,8 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_are_the_twins(stride: int) -> None:
-    """Through the operators, run on CPU tensors for this once. Every fifth case has each matrix, and each format in
-    each orientation."""
+    """The operators run on CPU tensors in this test only. Every fifth case covers each matrix, and each format in each
+    orientation."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -62,7 +62,7 @@ def test_interpreted_casts_are_the_twins(stride: int) -> None:
 
 
 def check_operators(x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
-    """The operators against the twins, on the device of x. Twins run on CPU."""
+    """Compare the operators with the twins on the device of x. The twins run on CPU."""
     case, own = (tuple(x.shape), x.dtype, dtype, wanted), x.cpu()
     by = twins.amax_of_rows_and_columns_twin(own, wanted)
     assert_same(twins.amax_of_rows_and_columns(x, wanted, True), by, case)
@@ -91,8 +91,8 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
-    """The casts are those of what a kernel rounded, but for a few numbers, a `share` of many, next to a tie. What was
-    0.25 is now their amax."""
+    """Assert that the casts equal those of the kernel's rounded values, except for a `share` of the numbers, which are
+    next to a tie. The recorded 0.25 must have become their amax."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
         largest = torch.maximum(torch.tensor(0.25), amax)
@@ -110,7 +110,7 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
 
 
 def casts_of(fp8: str) -> Any:
-    """Types of `Casts` that are wanted and noted."""
+    """Return the types of the requested and recorded `Casts`."""
     from megatron.extensions.speed.fusions.kernels.casts_triton import Casts
 
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]
@@ -125,13 +125,13 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
     tile = {"TILE": kernels.TILE}
     for capability, name in product((80, 90), ("fp8e4nv", "fp8e5")):
         if capability == 80 and name == "fp8e4nv":
-            continue  # Triton has this format from Ada on, as torch has GEMMs of it
+            continue  # Triton supports this format from Ada on, as torch supports its GEMMs
         outputs = {"rows": f"*{name}", "columns": f"*{name}", "casts": casts_of(name)}
         for by_amax, by_vector in ((False, False), (True, False), (True, True)):
             kernel = kernels.cast_tiles if by_amax else kernels.noting_tiles
             constants = tile | ({"BY_VECTOR": by_vector, "SMALLEST": 1e-30} if by_amax else {})
             ptx = compiled(kernel, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-            # A thread has 64 elements: eight loads of 16 bytes, and four stores of each orientation. Versions of Triton
+            # A thread has 64 elements: eight loads of 16 bytes, and four stores per orientation. Versions of Triton
             # differ in how they load vectors.
             loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
             assert loads in ((8, 12) if by_vector else (8,)) and stores == 8
@@ -147,7 +147,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
 
 
 def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
-    """Of sizes that are no multiples of a tile, empty, and with values that are not finite."""
+    """Yield operands whose sizes are no multiples of a tile, empty ones, and ones with non-finite values."""
     generator = torch.Generator().manual_seed(5)
     for n, f, dtype in ((150, 70, torch.bfloat16), (33, 17, torch.float32), (0, 24, torch.bfloat16)):
         x, grad = (torch.randn(n, width, generator=generator) for width in (2 * f, f))
@@ -159,7 +159,7 @@ def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def swiglu(x: Tensor, grad: Tensor | None) -> Tensor:
-    """SwiGLU, or the gradient of x by autograd, in fp32 and rounded."""
+    """Return SwiGLU, or the gradient of x by autograd, computed in fp32 and rounded."""
     wide = x.float().clone().requires_grad_()
     gate, up = wide.chunk(2, dim=-1)
     y = F.silu(gate) * up
@@ -173,9 +173,9 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """The twin is the cast of what autograd makes, and the kernel the twin, but where exponentials differ in the last
-    bit: then some numbers are rounded to the next one in 16 bits, and few of those to the next one in 8. On a GPU the
-    kernel alone runs."""
+    """Compare the twin with the cast of autograd's result, and the kernel with the twin. They may differ where
+    exponentials differ in the last bit: some numbers are then rounded to the next 16-bit number, and few of those to
+    the next 8-bit number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()
@@ -205,7 +205,7 @@ def test_casts_of_swiglu_compile_to_wide_loads_and_stores() -> None:
     for backward, name in product((False, True), ("fp8e4nv", "fp8e5")):
         types = {"x": "*bf16", "grad": "*bf16" if backward else None, "casts": casts_of(name), "n": "i32", "f": "i32"}
         ptx = compiled(kernels.swiglu_tiles, types, tile, 90, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread has 32 elements of each operand: four loads of 16 bytes, and two stores of each orientation.
+        # A thread has 32 elements of each operand: four loads of 16 bytes, and two stores per orientation.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == (12 if backward else 8)
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == (8 if backward else 4)
         assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx

@@ -1,4 +1,5 @@
-"""Losses with their gradients in place of the logits: the definition against torch, Triton's kernels against it."""
+"""Losses whose gradients replace the logits: the definition compared with torch, and Triton's kernels with the
+definition."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def example(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Logits [7, width], the largest of them far above the others, and labels, the last word among them."""
+    """Return logits [7, width], the largest far above the others, and labels, including the last word."""
     torch.manual_seed(width)
     logits, labels = 4 * torch.randn(7, width), torch.randint(0, vocab_size, (7,))
     labels[0] = vocab_size - 1
@@ -30,7 +31,7 @@ def example(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Te
 
 
 def losses_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    """By autograd in fp64."""
+    """Compute losses and gradient by autograd in fp64."""
     leaf = logits.double().requires_grad_()
     real = leaf[:, :vocab_size]
     losses = F.cross_entropy(real, labels, reduction="none") + z_loss * real.logsumexp(-1).square()
@@ -53,7 +54,8 @@ def test_the_definition_is_what_autograd_makes(dtype: torch.dtype, width: int, v
 
 @apart(interpret=True)
 def test_interpreted_losses_and_gradients_are_the_definition() -> None:
-    """Rows of less than a block, of several with an end within one, and more rows than programs."""
+    """The rows are shorter than a block, or span several with an end within one, and there are more rows than
+    programs."""
     from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
     kernels.THREADS, kernels.EACH, kernels.WARPS = 16, 8, 1
@@ -68,7 +70,7 @@ def test_interpreted_losses_and_gradients_are_the_definition() -> None:
         factors = torch.tensor([1.0, 0.0, 0.5, 1.0, -2.0, 0.0, 1.0])
         scaled, left = expected.clone(), expected.clone()
         cross_entropy.scale_rows_.__wrapped__(scaled, factors)
-        left[1] = torch.nan  # is not read
+        left[1] = torch.nan  # the kernel must not read it
         kernels.scale_rows_(left, factors)
         torch.testing.assert_close(left.float(), scaled.float(), rtol=eps, atol=0)
         assert torch.equal(left[0], expected[0]) and not left[1].any()
@@ -87,7 +89,7 @@ def test_losses_compile_to_wide_loads_and_stores() -> None:
     for capability, z_loss in product((80, 90), (None, "fp32")):
         given = types | {"z_loss": z_loss}
         built = compiled(kernels.loss_and_gradient, given, constants, capability, num_warps=kernels.WARPS)
-        # A thread has 32 bytes of a block, in each of the two passes.
+        # A thread has 32 bytes of a block in each of the two passes.
         ptx = built.asm["ptx"]
         assert ptx.count("v4.b32") >= 6 and "ld.global.b16" in ptx and "ld.local" not in ptx
         block = {"BLOCK": kernels.THREADS * kernels.EACH}
@@ -97,7 +99,7 @@ def test_losses_compile_to_wide_loads_and_stores() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Logits whose gradient the forward makes, on the CPU as on a GPU."""
+    """Record the logits whose gradient the forward pass computes, on the CPU as on a GPU."""
     found: list[Tensor] = []
 
     def noted(logits: Tensor, *args: object) -> Tensor:
@@ -123,7 +125,7 @@ def gradient_of(logits: Tensor, labels: Tensor, weights: Tensor, compiled: bool)
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.dtype, made: list[Tensor]) -> None:
-    """For weights of tokens of 1, 0 and others."""
+    """Token weights are 1, 0 and others."""
     logits, labels = example(dtype, 64, 50)
     for weights in (torch.ones(7, 1), torch.tensor([[1.0, 0.0, 0.5, 1.0, 2.0, 0.0, 1.0]]).t()):
         plain = gradient_of(logits[:, None], labels[:, None], weights, False)
@@ -137,7 +139,7 @@ def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.
 
 def test_logits_that_others_need_or_ranks_share_are_left_alone(made: list[Tensor]) -> None:
     logits, labels = example(FP32, 64, 64)
-    for dtype in (torch.float16, torch.float64):  # gradients of losses are a loss scale; no kernel
+    for dtype in (torch.float16, torch.float64):  # no kernel: gradients of the losses are a loss scale
         leaf = logits.to(dtype)[:, None].requires_grad_()
         vocab_parallel_cross_entropy(leaf * 1, labels[:, None], Axis(), 64, True).sum().backward()
     leaf = logits[:, None].requires_grad_()

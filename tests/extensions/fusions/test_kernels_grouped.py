@@ -1,4 +1,4 @@
-"""Weight gradients of experts: kernels beside the sum of one product for each expert, interpreted, and the choice
+"""Weight gradients of experts: kernels compared with the sum of one GEMM per expert, interpreted, and the choice
 between them."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_grouped(device: str = "cpu") -> None:
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
-    if device != "cpu":  # fp32 is multiplied in TF32 there
+    if device != "cpu":  # fp32 GEMMs use TF32 there
         dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
         torch.manual_seed(0)
@@ -82,20 +82,20 @@ def test_interpreted_grouped_sums_are_the_definition() -> None:
 CASES = (
     ([3, 0, 70, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 0, 600, 0], 16, 24),  # a tile in four parts
-    ([290, 2, 0, 0], 20, 64),  # two tiles in two parts
+    ([0, 0, 600, 0], 16, 24),  # a tile split into four parts
+    ([290, 2, 0, 0], 20, 64),  # two tiles split into two parts each
     ([40, 33, 32, 48, 17], 40, 40),
     ([9], 136, 64),  # more rows of tiles than share their operands
 )
-"""Rows of each expert, outputs and inputs: some are no multiples of a tile."""
+"""Rows of each expert, outputs and inputs; some are no multiples of a tile."""
 
 
 ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
-"""Also parts of tiles as large as on GPUs."""
+"""Cases for GPUs, including partial tiles of the size used there."""
 
 
 def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -> None:
-    """By the definition in fp64. Small tiles for the interpreter, which has four programs."""
+    """Compare with the definition in fp64. The interpreter, which has four programs, uses small tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 16, warps=4, stages=2)
     dtype, off = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 1e-5)
     for counts, outputs, inputs in CASES if device == "cpu" else ON_GPUS:
@@ -119,7 +119,8 @@ def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -
 
 @apart(interpret=True)
 def test_an_interpreted_list_of_tiles_adds_each_product() -> None:
-    """Experts without rows, one with almost all, tiles in parts, sizes that are no multiples of a tile, spare rows."""
+    """The cases include experts without rows, one with almost all rows, partial tiles, sizes that are no multiples of a
+    tile, and spare rows."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton
 
     check_list(grouped_triton)
@@ -165,7 +166,7 @@ MUTANTS = (
 
 
 def mutated(module: ModuleType, old: str, new: str, folder: str) -> ModuleType:
-    """The module with its first `old` replaced, from a file of its own, as Triton reads sources."""
+    """Return the module with its first `old` replaced, loaded from its own file, because Triton reads sources."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert old in source, old
@@ -193,7 +194,8 @@ def test_every_mutant_of_the_list_is_found() -> None:
 
 @apart(interpret=False)
 def test_the_list_compiles_without_spills_and_loads_ahead() -> None:
-    """For A100, H100 and B200. On Hopper steps of the loop are loaded ahead, and tiles are added without a wait."""
+    """It compiles for A100, H100 and B200. On Hopper, it loads steps of the loop ahead and adds tiles without
+    waiting."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton as kernels
 
     numbers = ("outputs", "inputs", "experts", "tiles", "programs", "slots")
@@ -230,7 +232,7 @@ SHAPES = RunShapes.of(
 
 
 def test_kernels_are_timed_on_the_rows_and_matrices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest right one is used for each shape; none where torch is faster."""
+    """The fastest correct kernel is used for each shape; none is used if torch is faster."""
     assert (SHAPES.expert_rows, SHAPES.expert_matrices) == (256, ((48, 32), (32, 24)))
 
     def add(kernel: str, out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, segments: Segments) -> None:

@@ -1,5 +1,5 @@
-"""Kernels of experts in fp8: casts along tokens bit for bit as their twin, and products beside those of the same values
-in fp64, interpreted; what they become for GPUs; and the choice between them."""
+"""fp8 kernels of experts: casts along tokens equal their twin bit for bit; GEMMs are compared with those of the same
+values in fp64, interpreted; their compiled GPU code; and the choice between them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits
 SHAPES = (
     ([3, 0, 300, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 17 * TILE], 16, 24),  # a tile of the sum in parts
+    ([0, 17 * TILE], 16, 24),  # a tile whose sum is split into parts
     ([129, 128], 40, 24),
 )
-"""Rows of each expert, outputs and inputs: some are no multiples of a tile."""
+"""Rows of each expert, outputs and inputs; some are no multiples of a tile."""
 
 ON_GPUS = (*SHAPES, ([0, 5000, 3, 9000], 304, 528), ([900] * 40, 272, 272))
 
 
 def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
-    """The shapes above, and another."""
+    """Yield the shapes above and a random one."""
     yield from SHAPES
     draw = random.Random(seed)
     counts = [draw.choice((0, 1, 100, 128, 200)) for _ in range(draw.randint(1, 5))]
@@ -44,20 +44,20 @@ def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
 
 
 def segments_of(counts: list[int]) -> tuple[Segments, Tensor]:
-    """And the ends of tiles."""
+    """Return the segments and the ends of their tiles."""
     segments = Segments.of_counts(torch.tensor(counts), True)
     return segments, segments.padded(TILE).ends // TILE
 
 
 def rows_of(counts: list[int], width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values of many magnitudes; spare rows are the largest."""
+    """Return values of many magnitudes; spare rows are the largest."""
     x = torch.randn(sum(counts) + 5, width) * torch.exp(3 * torch.randn(sum(counts) + 5, width))
     x[sum(counts) :] = 1e30
     return x.to(dtype)
 
 
 def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None:
-    """Bit for bit as in torch, with what is not finite too."""
+    """Assert that casts equal torch's bit for bit, including non-finite values."""
     for number, (counts, _, width) in enumerate(drawn(seed)):
         torch.manual_seed(number)
         (segments, tile_ends), x = segments_of(counts), rows_of(counts, width)
@@ -69,7 +69,7 @@ def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None
 
 
 def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
-    """By the definition in fp64. Small tiles for the interpreter, which has four programs."""
+    """Compare with the definition in fp64. The interpreter, which has four programs, uses small tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 1, warps=4, stages=2)
     for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
         torch.manual_seed(number)
@@ -88,7 +88,7 @@ def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", s
 
 
 def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tuple[Scaled, Scaled]:
-    """Rows and matrices, cast by rows or by blocks."""
+    """Return rows and matrices, cast by rows or by blocks."""
     x, w = rows_of(counts, inputs), torch.randn(len(counts), outputs, inputs).bfloat16()
     if blocks:
         return cast_by_blocks(x, 1, E4M3), grouped.blocks_of(w)
@@ -96,7 +96,7 @@ def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tupl
 
 
 def check_rows(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
-    """Of dequantized operands in fp64."""
+    """Compare with the GEMMs of dequantized operands in fp64."""
     kernels.ROW_TILINGS["tiny"] = kernels.RowTiling(16, 32, TILE, 4, 2)
     for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
         torch.manual_seed(number)
@@ -167,7 +167,8 @@ def test_every_mutant_of_a_kernel_is_found() -> None:
 
 @apart(interpret=False)
 def test_kernels_of_experts_in_fp8_compile_without_spills() -> None:
-    """For L40S, H100 and B200, within their shared memory. On Hopper steps of the loop are loaded ahead."""
+    """They compile for L40S, H100 and B200, within their shared memory. On Hopper, they load steps of the loop
+    ahead."""
     from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton as kernels
 
     types = dict.fromkeys(("dy", "x", "w"), "*fp8e4nv") | dict.fromkeys(("dy_scale", "x_scale", "w_scale"), "*fp32")
@@ -201,7 +202,7 @@ def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_fastest_right_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is wrong or does not fit is not; none where torch is the fastest."""
+    """A wrong kernel, or one that does not fit, is not chosen; none is chosen if torch is the fastest."""
 
     def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:
         one, two = (ExpertTiles(*each, 0) for each in ((dy, dy_scale), (x, x_scale)))

@@ -1,5 +1,5 @@
-"""Triton's norms with casts and sums, and its cast of the gradient of attention's projection, against their twins in
-torch, and what they are compiled to."""
+"""Triton's norms with casts and sums, and its cast of the gradient of attention's projection, compared with their twins
+in torch, and their compiled code."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Rows and columns that fill no tile, rows that no program holds, more of them than programs take at a time, and
-    values that are not finite."""
+    """Yield cases whose rows and columns fill no tile, rows that no program holds, more rows than programs take at a
+    time, and non-finite values."""
     generator = torch.Generator().manual_seed(5)
     sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32), (6, 8200, torch.bfloat16)
     for (n, h, dtype), centered in product(sizes, (False, True)):
@@ -51,7 +51,8 @@ def cases() -> Iterator[Case]:
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(total, its norm, gradients of the total and of the parameters), by autograd in fp32 and rounded."""
+    """Return (total, its norm, gradients of the total and of the parameters), computed by autograd in fp32 and
+    rounded."""
     dtype = case.x.dtype
     total = case.x if case.update is None else case.x + case.update
     leaves = [part.float().clone().requires_grad_() for part in (total, case.weight, case.bias) if part is not None]
@@ -67,7 +68,7 @@ def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
-    """Within a rounding of `found`'s format, of a few terms for sums."""
+    """Assert equality within one rounding of `found`'s format, or a few for sums."""
     eps = torch.finfo(found.dtype).eps if found.dtype != torch.float32 else 1e-5
     scale = expected.float().nan_to_num().abs().max().item() if steps > 1 else 0.1
     expected = expected.float()
@@ -75,8 +76,8 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 
 def check_norms(device: str = "cpu") -> None:
-    """The twin is what autograd and a cast make, and the kernel the twin, but for the order of sums. On a GPU the
-    kernel alone runs."""
+    """Compare the twin with autograd and a cast, and the kernel with the twin, except for the order of sums. On a GPU,
+    only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(twins._norm_cast, twins._norm_gradients)
@@ -111,8 +112,8 @@ def check_norms(device: str = "cpu") -> None:
 
 
 def check_heads(device: str = "cpu") -> None:
-    """The twin casts what autograd makes in fp32 and rounds, and the kernel has the bits of the twin. On a GPU, which
-    multiplies and adds at once, the kernel alone runs, and numbers next to a tie may differ."""
+    """Compare the twin with the cast of autograd's rounded fp32 result, and the kernel bit for bit with the twin. On a
+    GPU, which fuses multiplications and additions, only the kernel runs, and numbers next to a tie may differ."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(heads._heads)
@@ -167,7 +168,7 @@ class Backward(NamedTuple):
 
 
 FEW = 16
-"""Bytes of spilled registers of a thread that make no difference: a load or two of a kernel."""
+"""Tolerated spilled bytes per thread: a load or two of a kernel."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
 """Norms of Llama 8B and 70B, and of GPT-3 with biases."""
@@ -211,8 +212,8 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
         forward = compiled_forward(4096, capability == 80, capability, fp8)
         backward = compiled_backward(NAMED[0], capability, fp8)
         assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
-        # A thread has 64 elements of each operand, in a backward 16: loads of 8 elements. By chunks it reads gamma for
-        # each row, and all but the gradient of the sum twice.
+        # A thread has 64 elements of each operand, and 16 in a backward: loads of 8 elements. In chunks, it reads gamma
+        # for each row, and everything except the gradient of the sum twice.
         for built, expected in ((forward, 16), (backward, 14)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
             assert expected <= loads <= expected + 4, loads
@@ -231,7 +232,7 @@ def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
     for capability, name in ((80, "fp8e5"), (90, "fp8e5"), (90, "fp8e4nv")):
         given = types | {"casts": casts_of(name)}
         ptx = compiled(kernels.head_tiles, given, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes of each.
+        # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes each.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
 

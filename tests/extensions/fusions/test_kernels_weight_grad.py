@@ -1,5 +1,5 @@
-"""Products in fp8 that are added where they are computed: Triton's against its definition, cuBLASLt's calls, and the
-choice between them."""
+"""fp8 GEMMs that add to their output: Triton's compared with its definition, cuBLASLt's calls, and the choice between
+them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
 
 @apart(interpret=True)
 def test_interpreted_sums_are_the_definition() -> None:
-    """Sizes that are no multiples of a tile, more tiles than a group has, and nothing to sum."""
+    """The sizes are no multiples of a tile, there are more tiles than in a group, and there may be nothing to sum."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
-    # The interpreter multiplies fp16 and fp32 alone.
+    # The interpreter multiplies only fp16 and fp32.
     formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
 
     def dot(builder: object, a: object, b: object, total: object, precision: object, inexact: object) -> object:
@@ -78,7 +78,7 @@ def test_interpreted_sums_are_the_definition() -> None:
 
 @apart(interpret=False)
 def test_sums_compile_for_hopper() -> None:
-    """Ada and Hopper alone have the formats."""
+    """Only Ada and Hopper support the formats."""
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}
@@ -135,7 +135,7 @@ class CublasLt:
         return 0
 
     def matrix(self, layout: Any, address: Any) -> Tensor:
-        """The column-major matrix at an address, a view."""
+        """Return the column-major matrix at an address, as a view."""
         found = self.objects[layout.value]
         dtype = {0: torch.float32, 14: torch.bfloat16, 28: E4M3, 29: E5M2}[found["kind"]]
         (rows, columns), leading = found["size"], found["leading"]
@@ -162,7 +162,7 @@ class CublasLt:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A stand-in by cuBLAS' documentation. The library itself needs a GPU."""
+    """Replace cuBLASLt, which needs a GPU, with a stand-in that follows its documentation."""
     monkeypatch.setattr(cublaslt, "_library", _one(CublasLt()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     torch.manual_seed(4)
@@ -210,7 +210,8 @@ def _one(library: CublasLt) -> Callable[[], CublasLt]:
 
 
 def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every layer of a shape. Triton's is there in neither: it has no CPU kernel."""
+    """Every layer of a shape uses the same choice. Triton's kernel is never a candidate here, because it has no CPU
+    version."""
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
     ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))
     sizes = ((16, 32), (32, 16), (16, 32))

@@ -1,4 +1,5 @@
-"""Compiled regions: the fused norm is a sum and torch's norm, heads that are split at once are those of plain torch."""
+"""Compiled regions: the fused norm is a sum and torch's norm, and heads that are split in one kernel equal those of
+plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SAMPLES = torch.tensor([3, 8])
 
 
 def of_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """x + dropout of a half of it, and the norm of that."""
+    """Return x plus dropout of one half of it, and the norm of the sum."""
     x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:
@@ -35,7 +36,7 @@ def of_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 
 def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """x + dropout of a half of it."""
+    """Return x plus dropout of one half of it."""
     x, update = x.chunk(2, -1)
     arguments = 0.3, 1234567, SAMPLES, 7
     if not compiled:
@@ -44,8 +45,8 @@ def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
-    """Sum and norm of the two halves of x, each multiplied, so that their gradients differ. `compiled` with a norm of
-    1 + weight as well, which must be that of the weight below 1."""
+    """Return the sum of the two halves of x and its norm, each multiplied so that their gradients differ. With
+    `compiled`, a norm of 1 + weight must also equal that of a weight lower by 1."""
     x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
     if compiled:
         (total, normed), (_, same) = (
@@ -70,8 +71,8 @@ NORMS = {
 
 
 def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, biased: bool = False) -> Tensor:
-    """Of 4 channels, 2 rotary ones: a group has three heads of queries, as many gates, a key and a value. The first
-    token's are the bias."""
+    """Split into heads of 4 channels, 2 of them rotary: a group has three query heads, as many gates, a key and a
+    value. The first token's values are the bias."""
     x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
     bias = x[0, 0] * 2 if biased else None
     tables = (ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)) if rotates else ()

@@ -1,5 +1,5 @@
-"""The residual stream between layers: with --compile the next norm adds what a layer leaves to add. Regions run
-uncompiled here; what is compared is the model of plain additions."""
+"""Residual stream between layers: with --compile, the next norm does the addition that a layer leaves. Regions run
+uncompiled here and are compared with the model of plain additions."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ STREAMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "activation recomputed": ("llama", selective("mlp_act"), 0, 6),
     "norms recomputed": ("llama", selective("layernorm"), 0, 0),
 }
-"""Style, settings, how many additions of 3 layers are left to kernels of their own, and how many of their products are
-added to the residual stream where they are made."""
+"""Style, settings, the number of additions in 3 layers left to separate kernels, and the number of their GEMMs that add
+to the residual stream directly."""
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Operands of additions outside of norms."""
+    """Record the operands of additions outside of norms."""
     found: list[Tensor] = []
 
     def noted(x: Tensor, *args: Any) -> Tensor:
@@ -75,7 +75,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def add_in_products(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Operands of additions to the products, which run on the CPU's tensors as on a GPU's in 16 bits."""
+    """Record the operands of additions within GEMMs, which run on CPU tensors as on a GPU in 16 bits."""
     found: list[Tensor] = []
 
     def noted(x: Tensor, weight: Tensor, addend: Tensor, *args: Any) -> Tensor:
@@ -119,7 +119,7 @@ def test_what_a_layer_leaves_to_add_is_added(case: str, added: list[Tensor], mon
 
 
 def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], addends: list[Tensor]) -> None:
-    """A partial sum is reduced first; a hook sees what a module adds."""
+    """A partial sum is reduced first, and a hook sees the output that a module adds."""
     model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
     blocks = list(model.decoder.layers)
     assert all(takes_addend(block.mlp) and takes_addend(block.self_attention) for block in blocks)
@@ -134,7 +134,8 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
-    """Where each operand has one scale. A last bit of a sum decides between two numbers in fp8, 6 % apart."""
+    """The recipes have one scale per operand. The last bit of a sum decides between two fp8 numbers that are 6 %
+    apart."""
     config = replace(STYLES["llama"], num_layers=2)
     options = (Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
     fp8 = ModelParallelConfig(bf16=True, compile=True, extension_options=options)
@@ -213,7 +214,8 @@ def test_fused_layers_are_built_where_regions_are_compiled() -> None:
 
 
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
-    """Whether each layer leaves its last addition to the next norm, and the most units that are whole at once."""
+    """Return whether each layer leaves its last addition to the next norm, and the largest number of units that are
+    whole at once."""
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)
         watch = Watch(run)
@@ -225,7 +227,7 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward of a layer with two inputs and outputs begins and ends where that of a tensor does."""
+    """The backward of a layer with two inputs and outputs begins and ends where that of a single tensor does."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

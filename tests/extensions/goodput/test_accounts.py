@@ -1,4 +1,4 @@
-"""The parts of the wall time that a start takes over from earlier ones."""
+"""Parts of the wall time that a start takes over from earlier ones."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def test_a_killed_run_and_its_resumption(tmp_path: Path) -> None:
         total = sum(each[key] for key in KEYS)
         assert each["goodput"] == pytest.approx(each["goodput_useful_seconds"] / total)
         assert all(each[key] >= 0 for key in KEYS)
-    before, after = records[3], records[4]  # iteration 4 was saved and trained by the first process
+    before, after = records[3], records[4]  # the first process trained and saved iteration 4
     assert before["goodput_repeated_seconds"] == before["goodput_idle_seconds"] == 0
-    assert after["goodput_repeated_seconds"] >= 0.1  # iterations 5 and 6; 7 was not logged any more
+    assert after["goodput_repeated_seconds"] >= 0.1  # iterations 5 and 6; iteration 7 was never logged
     assert 1 <= after["goodput_idle_seconds"] < wall
     assert after["goodput_useful_seconds"] >= 4 * 0.05 and after["goodput_skipped_seconds"] > 0
     last = records[-1]

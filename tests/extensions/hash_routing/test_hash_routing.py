@@ -1,5 +1,5 @@
-"""Routing by hashes: tables, and what is saved. Choices and weights are compared with those of DeepSeek-V4 among the
-families of Hugging Face."""
+"""Hash routing: tables, and saved values. The tests of Hugging Face families compare choices and weights with those of
+DeepSeek-V4."""
 
 from __future__ import annotations
 

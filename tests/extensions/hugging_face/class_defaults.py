@@ -1,9 +1,9 @@
-"""Writes the table of defaults that the configuration classes of the installed transformers have.
+"""Write the table of defaults of the configuration classes in the installed transformers.
 
     python -m tests.extensions.hugging_face.class_defaults
 
-A config.json may lack any key; the value is then the class's. The table has the defaults of every built-in family, and
-other names by which a class knows its keys.
+A config.json may lack any key; the class's value then applies. The table has the defaults of every built-in family, and
+the other names of keys that its class accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """Values of the keys that a config.json lacks, before the class derives others from them."""
+    """Return the values of keys that a config.json lacks, before the class derives others from them."""
     found = {}
     for each in dataclasses.fields(cls):
         if each.name not in COMMON:
@@ -36,7 +36,7 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def installed() -> dict[str, Any]:
-    """The table of the installed transformers."""
+    """Return the table of the installed transformers."""
     classes = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     families = {
         name: {"defaults": defaults_of(classes[name]), "names": dict(classes[name].attribute_map)}

@@ -7,6 +7,6 @@ from tests.extensions.hugging_face import hf_exact
 
 @pytest.fixture
 def fp64() -> Iterator[None]:
-    """Everything computes in fp64 where it asks for fp32."""
+    """Compute in fp64 wherever a program asks for fp32."""
     with hf_exact.fp64():
         yield

@@ -1,10 +1,10 @@
-"""Exports of drawn models: each loads back as the same model, bit for bit, or is refused with a reason.
+"""Exports of randomly drawn models: each loads back as the same model, bit for bit, or is refused with a reason.
 
     python -m tests.extensions.hugging_face.drawn_exports --draws 200 --seed 3
 
 A draw takes a tiny model of this program or of a Hugging Face family and gives legal values to up to three flags. Every
-family that can express its settings writes it. Weights and settings must come back, and the model that was read must
-compute the same logits bit for bit.
+family that can express its settings writes it. Weights and settings must be unchanged when the export is read, and the
+resulting model must compute the same logits bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXPORTED, REFUSED = "exported", "refused"
 
 @cache
 def starts() -> dict[str, TransformerConfig]:
-    """Tiny models by name: those of fixtures/models.yaml, and one of each family of the installed transformers."""
+    """Return tiny models by name: those of fixtures/models.yaml, and one per family of the installed transformers."""
     found = {name: model for table in TABLE for name, model in models_in(table).items()}
     for family in FAMILIES:
         if family in sweep.KNOWN:
@@ -55,7 +55,7 @@ def starts() -> dict[str, TransformerConfig]:
 
 
 def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
-    """Legal models, each with a text that says how it was drawn."""
+    """Yield valid models, each with a text that says how it was drawn."""
     chance = random.Random(seed)
     while count:
         name = chance.choice(list(starts()))
@@ -70,7 +70,7 @@ def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
 
 
 def _values(flag: Flag, now: object) -> Iterator[object]:
-    """Values that a flag may have, beside the present one."""
+    """Yield values that a flag may have, other than its present one."""
     if flag.takes_several:
         return
     elif flag.kind is bool:
@@ -82,7 +82,7 @@ def _values(flag: Flag, now: object) -> Iterator[object]:
 
 
 def is_legal(config: TransformerConfig) -> bool:
-    """Whether no rule refuses the flags of a model."""
+    """Return True if no rule refuses the flags of a model."""
     of_models = {flag.name for flag in flags_of("model")}
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
@@ -91,7 +91,7 @@ def is_legal(config: TransformerConfig) -> bool:
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:
-    """Random parameters and states of a model, by name. States of whole numbers are numbers of experts."""
+    """Return random parameters and states of a model by name. Integer states are expert numbers."""
     generator = torch.Generator().manual_seed(5)
     found = dict[str, Tensor]()
     for meta, dtype in (*((meta, torch.float64) for meta in stage_metas(config)), *states_of(config)):
@@ -108,7 +108,7 @@ def states_of(config: TransformerConfig) -> list[tuple[ParamMeta, torch.dtype]]:
 
 
 def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """(family, what became of the model's export to it): exported, refused, or what is wrong with it."""
+    """Yield (family, verdict) for the model's export to each family: exported, refused, or what is wrong with it."""
     try:
         choose_family(config)
     except ValueError:
@@ -127,7 +127,7 @@ def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
 
 
 def difference(config: TransformerConfig, family: str, written: dict[str, Any], parameters: dict[str, Tensor]) -> str:
-    """What differs in the model that an export is read as; `EXPORTED` if nothing does."""
+    """Return how the model read from an export differs, or `EXPORTED` if it does not."""
     try:
         tensors = to_hf(parameters, config, family)
     except ValueError as error:
@@ -151,7 +151,7 @@ def difference(config: TransformerConfig, family: str, written: dict[str, Any], 
 
 
 def logits(config: TransformerConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """Those of a made-up text, without modules of multi-token prediction."""
+    """Return the logits of a random text, without multi-token prediction modules."""
     model = model_of(parameters, replace(config, mtp_num_layers=None))
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(config.vocab_size or 0, (2, min(12, config.seq_length)), generator=generator)

@@ -1,4 +1,4 @@
-"""Random models of `transformers` that compute in fp64 throughout, to compare this program's with."""
+"""Random models of `transformers` that compute in fp64 throughout, for comparison with this program's."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ OPTIONS = dict.fromkeys(
     ("bloom", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"),
     EXACT | EAGER,
 )
-"""Attention with caps, sinks or biases of scores is eager."""
+"""Keys whose models use eager attention: score caps, sinks or biases."""
 
 
 class Fp64(TorchFunctionMode):
-    """fp64 wherever a program asks for fp32: norms, softmaxes, routers, positions."""
+    """Torch function mode that computes in fp64 wherever a program asks for fp32: norms, softmaxes, routers,
+    positions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
@@ -46,7 +47,7 @@ class Fp64(TorchFunctionMode):
 
 @contextmanager
 def fp64() -> Iterator[None]:
-    """fp64 in place of fp32, by default too."""
+    """Use fp64 instead of fp32, also as the default."""
     torch.set_default_dtype(torch.float64)
     try:
         with Fp64():
@@ -60,34 +61,35 @@ def random_model(case: str) -> Any:
 
 
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the random model of a case as a Hugging Face folder."""
+    """Write the random model of a case as a Hugging Face folder."""
     random_model(case).to(dtype).save_pretrained(folder)
     return folder
 
 
 def model_with(model_type: str, settings: Mapping[str, Any]) -> Any:
-    """A model of `transformers` in which no weight, norm or bias is left at a special value."""
+    """Return a model of `transformers` in which no weight, norm or bias keeps a special value."""
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
     build = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float64)
     try:
         model = build(**OPTIONS.get(model_type, EXACT))
-    except ValueError:  # no other attention than eager
+    except ValueError:  # supports only eager attention
         model = build(**EAGER)
     return exact(model.eval())
 
 
 @torch.no_grad()
 def exact(model: Any) -> Any:
-    """A model with such weights. BLOOM's GeLU, whose constants have eight digits, is that of torch, and the token of
-    padding has a gradient as others do."""
+    """Give a model such weights. BLOOM's GeLU, whose constants have eight digits, is replaced by torch's, and the
+    padding token gets a gradient like other tokens."""
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).topk(buffer.shape[1]).indices)
         elif name.endswith("layer_scalar"):
-            buffer.copy_((torch.rand_like(buffer) + 0.5).bfloat16())  # as published, which fp32 holds
+            # a bf16 value, as published, which fp32 represents
+            buffer.copy_((torch.rand_like(buffer) + 0.5).bfloat16())
         elif is_state(name):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
     for module in model.modules():
@@ -99,14 +101,14 @@ def exact(model: Any) -> Any:
 
 
 def is_state(name: str) -> bool:
-    """Return whether a buffer is saved in files and not trained."""
+    """Return True if a buffer is saved in files and not trained."""
     return name.endswith(("e_score_correction_bias", "expert_bias", "tid2eid", "layer_scalar"))
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The weights that a file of the model holds, under published names: without a tied head, and expert by expert.
-    Those that LongCat-Flash's class has for zero-computation experts, and does not use, are left out: published files
-    have none."""
+    """Return the weights as a file of the model holds them, under published names: without a tied output layer, and
+    expert by expert. LongCat-Flash's class has weights for zero-computation experts that it does not use; they are left
+    out, because published files have none."""
     family = family_of({"model_type": model.config.model_type})
     ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:
@@ -125,7 +127,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Convolutions of queries, keys and values (Olmo Hybrid), which are saved as thirds of their channels."""
+    """Yield the convolutions of queries, keys and values (Olmo Hybrid), which are saved as thirds of their channels."""
     keys, values = (
         getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
         for kind in ("key", "value")
@@ -139,7 +141,8 @@ def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Te
 def wrong_gradients(
     theirs: Any, mine: GPTModel, tokens: Tensor, model_type: str, weights: Callable[[Any], dict[str, Tensor]] = weights
 ) -> list[str]:
-    """Names of their weights for which the loss has another gradient here. Replaces their weights by gradients."""
+    """Return the names of their weights for which the gradient of the loss differs here. Replaces their weights with
+    gradients."""
     logits = theirs(tokens, use_cache=False).logits[:, :-1]
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     batch = Batch.of_tokens(tokens)

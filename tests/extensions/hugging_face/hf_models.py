@@ -1,4 +1,4 @@
-"""Tiny random models of each Hugging Face family, made by transformers without a download."""
+"""Tiny random models of each Hugging Face family, created by transformers without a download."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     for name, (model_type, base, changes) in TABLES["cases"].items()
     if all(installed(extension) for start, extension in NEEDS if name.startswith(start))
 }
-"""Case -> model_type, and settings: those of one of the bases with changes."""
+"""model_type and settings of each case: those of a base with changes."""
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
 def assert_same_weights(one: Path, two: Path) -> None:
-    """Asserts that two folders hold the same tensors, byte for byte."""
+    """Assert that two folders hold the same tensors, byte for byte."""
     expected, found = weights_in(one), weights_in(two)
     assert expected and found.keys() == expected.keys()
     for name, value in expected.items():
@@ -44,5 +44,5 @@ def assert_same_weights(one: Path, two: Path) -> None:
 
 
 def change_json(path: Path, **values: Any) -> None:
-    """Replaces entries of a JSON file."""
+    """Replace entries of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -1,10 +1,11 @@
-"""A config.json without some of its keys is read as transformers reads it.
+"""Check that a config.json without some of its keys is read as transformers reads it.
 
     python -m tests.extensions.hugging_face.missing_keys                   # each key of every family in turn
     python -m tests.extensions.hugging_face.missing_keys qwen2 --draws 50  # and sets of keys, of drawn configurations
 
-The fields of our model are compared with those of the whole config.json that transformers makes of the rest. Where the
-rest means another model than before, and a small one, logits and gradients are compared too, as `sweep` does.
+The fields of our model are compared with those of the complete config.json that transformers makes from the remaining
+keys. If these keys describe another model than before, and a small one, logits and gradients are compared too, as in
+`sweep`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from tests.extensions.hugging_face.hf_exact import fp64, transformers
 
 OF_NO_MODEL = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 TRAINED_WITH = ("attention_dropout", "hidden_dropout", "init_method_std")
-"""Fields without effect on outputs, which a config.json states all the same."""
+"""Fields without effect on outputs that a config.json nevertheless states."""
 
 SMALL = 200_000
-"""Parameters of a model whose logits are compared."""
+"""Largest number of parameters of a model whose logits are compared."""
 
 
 def whole(model_type: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that transformers makes of settings. Raises any exception for settings that it refuses."""
+    """Return the config.json that transformers makes from settings. Raises any exception for settings that it
+    refuses."""
     settings = {key: value for key, value in settings.items() if key not in OF_NO_MODEL}
     return transformers.AutoConfig.for_model(model_type, **settings).to_dict() | {"model_type": model_type}
 
@@ -46,14 +48,14 @@ def tiny(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def derived(model_type: str) -> set[str]:
-    """Keys that the family's class derives from others."""
+    """Return the keys that the family's class derives from others."""
     fields = dataclasses.fields(transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type])
     return {each.name for each in fields if each.default is None}
 
 
 def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each key that is deleted in turn, from the file as it is and from one without the keys that follow from others;
-    and what is left. Keys of objects too."""
+    """Yield each deleted key and the remaining keys. Each key is deleted in turn, from the file as it is and from one
+    without derived keys; this includes keys of nested objects."""
     for key, inner in _objects(stated):
         yield f"{key}.{inner}", _without_inner(stated, key, inner)
     for others in (set[str](), derived(model_type) & stated.keys()):
@@ -62,7 +64,7 @@ def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _objects(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that have objects, and the keys of these."""
+    """Yield the keys that have objects, with the keys of these objects."""
     return ((key, inner) for key, value in sorted(stated.items()) if isinstance(value, dict) for inner in value)
 
 
@@ -71,7 +73,7 @@ def _without_inner(stated: Mapping[str, Any], key: str, inner: str) -> dict[str,
 
 
 def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Configurations with unusual values, each without a random set of keys; and what is left."""
+    """Yield configurations with unusual values, each without a random set of keys, and the remaining keys."""
     chance = random.Random(f"{seed} {model_type}")
     for changes in sweep.draws(model_type, count, seed):
         try:
@@ -92,8 +94,8 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
 def difference(
     model_type: str, left: Mapping[str, Any], compared: Mapping[str, Any] | None = None, logits: bool = True
 ) -> str:
-    """How the model of an incomplete config.json differs from that of transformers; empty if it does not. `compared`
-    is a whole config.json of which logits are known to be equal."""
+    """Return how the model of an incomplete config.json differs from that of transformers, or "" if it does not.
+    `compared` is a complete config.json whose logits are known to be equal."""
     try:
         meant = whole(model_type, left)
     except Exception:
@@ -115,7 +117,7 @@ def difference(
 
 
 def _read(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | str:
-    """Fields of our model, and the model; the text of a refusal."""
+    """Return the fields of our model and the model, or the text of a refusal."""
     try:
         config = config_from_hf(hf_config)
         return settings_of(config) | {name: getattr(config, name) for name in TRAINED_WITH}, config

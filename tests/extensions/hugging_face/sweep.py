@@ -1,12 +1,12 @@
-"""Compares every causal language model of the installed transformers with this program's, on tiny random models.
+"""Compare every causal language model of the installed transformers with this program's, on tiny random models.
 
     python -m tests.extensions.hugging_face.sweep                     # all, and how many there are of each verdict
     python -m tests.extensions.hugging_face.sweep glm4 olmo --draws 50 --seed 3
 
-Verdicts: "both ways" (equal logits and gradients in fp64, 1e-9, weights byte by byte and settings there and back), "in
-only" (no way back), "refused", with the missing part, and "no target" of pretraining, with the reason. Further
-configurations of each family are drawn with legal but unusual values: each comes in exactly or is refused. Anything
-else is WRONG, and the exit status is 1.
+The verdicts are: "both ways" (logits and gradients in fp64 equal to 1e-9, and weights and settings unchanged by a round
+trip, byte by byte), "in only" (no export), "refused", with the missing part, and "no target" of pretraining, with the
+reason. Further configurations of each family are drawn with valid but unusual values: each is imported exactly or
+refused. Anything else is WRONG, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ BOTH, IN_ONLY, REFUSED, NO_TARGET, WRONG, ILLEGAL = (
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    """Settings of a small model: the table's sizes of those keys that its configuration has, and its own."""
+    """Return the settings of a small model: the table's sizes for keys that its configuration has, and its own
+    settings."""
     usual = transformers.AutoConfig.for_model(model_type)
     known = usual.to_dict().keys() | type(usual).attribute_map.keys()
     sizes = {key: value for key, value in TABLES["sizes"].items() if key in known}
@@ -50,8 +51,8 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """How a model of transformers compares with ours, and the details. `written` is the config.json that is read here;
-    by default the one that transformers writes."""
+    """Return how a model of transformers compares with ours, and the details. `written` is the config.json that is read
+    here; the default is the one that transformers writes."""
     try:
         stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:
@@ -106,7 +107,7 @@ def _line(error: Exception) -> str:
 
 
 def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Settings that differ from the tiny model's in a few keys: numbers and switches that a key may have."""
+    """Yield settings that differ from the tiny model's in a few keys: numbers and switches that a key may have."""
     chance = random.Random(f"{seed} {model_type}")
     usual = transformers.AutoConfig.for_model(model_type, **tiny(model_type)).to_dict()
     keys = [key for key in usual if key not in TABLES["idle"] and _values(key, usual[key])]
@@ -116,7 +117,7 @@ def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _values(key: str, usual: Any) -> list[Any]:
-    """Other values of a key of config.json."""
+    """Return other values of a key of config.json."""
     if key in TABLES["values"]:
         return deepcopy([value for value in TABLES["values"][key] if value != usual])
     if isinstance(usual, bool):

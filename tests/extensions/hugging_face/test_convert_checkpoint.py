@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: both directions, its options, and inputs that lie or attack."""
+"""tools/convert_checkpoint.py: both directions, its options, and wrong or hostile inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def convert(*words: str | Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Runs a command that must fail; returns its message, which is one line."""
+    """Run a command that must fail, and return its message, which is one line."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: convert_checkpoint.main([str(word) for word in words]))
     assert error.value.code == 2
@@ -98,7 +98,7 @@ TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
         ({TOKENIZER: {"pad_token": {"content": "<pad>"}}, GENERATION: {"pad_token_id": 2}}, 3),
         ({GENERATION: {"pad_token_id": 2}}, 2),
         ({GENERATION: {"pad_token_id": 2}, TOKENIZER: {"pad_token": "<pad>"}}, 3),
-        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # a token that transformers adds behind the others
+        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # a token that transformers appends to the others
         ({}, None),
     ],
     ids=["text", "object", "generation", "both", "added", "none"],
@@ -117,7 +117,7 @@ def test_the_token_that_pads_stays(llama: Path, tmp_path: Path, files: dict[str,
 
 
 def test_without_a_tokenizer_transformers_takes_no_token_of_its_own_for_padding(tmp_path: Path) -> None:
-    """SmolLM3's own, 128004, is beyond a small vocabulary."""
+    """SmolLM3's own padding token, 128004, exceeds a small vocabulary."""
     folder = save_model("smollm3", tmp_path / "theirs")
     convert("--input", folder, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", "--check", "some text")
@@ -136,7 +136,7 @@ def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: 
     assert (folder / "iter_0000003").is_dir()
 
 
-# Inputs that lie or attack
+# Wrong or hostile inputs
 
 
 Damage = Callable[[Path], object]
@@ -152,7 +152,7 @@ def content(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def overlapping(data: bytes) -> bytes:
-    """Two tensors at the same place."""
+    """Return a file with two tensors at the same place."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     first, second = (header[f"model.layers.{layer}.input_layernorm.weight"] for layer in range(2))
@@ -162,7 +162,8 @@ def overlapping(data: bytes) -> bytes:
 
 
 def index(place: str, *more: str) -> Damage:
-    """An index by which all weights, and `more`, are in one file. They are in shard.safetensors."""
+    """Return damage that writes an index by which all weights, and `more`, are in one file. The weights are in
+    shard.safetensors."""
 
     def damage(folder: Path) -> None:
         shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")
@@ -174,7 +175,7 @@ def index(place: str, *more: str) -> Damage:
 
 
 class Attack:
-    """Runs a command when it is unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.command = f"touch {folder.parent / 'executed'}"
@@ -184,7 +185,7 @@ class Attack:
 
 
 def pickled(save: Callable[[Path, Path], object]) -> Damage:
-    """In place of the weights a .bin file that `save` writes, given the folder and its path."""
+    """Return damage that replaces the weights with a .bin file that `save` writes, given the folder and its path."""
 
     def damage(folder: Path) -> None:
         (folder / SAFE).unlink()
@@ -252,7 +253,7 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
 
 
 def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path: Path) -> None:
-    """As in transformers: a file in the folder or below it, or an index, whose files are in the folder."""
+    """As in transformers, this is a file in the folder or below it, or an index whose files are in the folder."""
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "below").mkdir()
     other = {name: value + 1 for name, value in weights_in(llama).items()}
@@ -281,7 +282,7 @@ def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path
 
 
 def test_a_single_file_takes_precedence_over_an_index(llama: Path, tmp_path: Path) -> None:
-    """As in transformers: an index that an earlier model left does not count, whatever it names."""
+    """As in transformers, an index that an earlier model left is ignored, whatever it names."""
     folder = shutil.copytree(llama, tmp_path / "model")
     stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(stale))

@@ -1,4 +1,4 @@
-"""Every export of a drawn model loads back as the same model, bit for bit, or is refused with a reason."""
+"""Every export of a randomly drawn model loads back as the same model, bit for bit, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpt_cases import LLAMA
 from tests.moe_cases import DEEPSEEK
 
 BIASED_EXPERTS = replace(DEEPSEEK, moe_shared_expert_intermediate_size=None)
-"""Sigmoid scores and a bias of experts, of which families with heads of two widths are the first that can have them."""
+"""Sigmoid scores and an expert bias; the first families that support them have heads of two widths."""
 
 
 @pytest.mark.parametrize(

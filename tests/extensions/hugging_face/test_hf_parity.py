@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("fp64")
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_weights_and_settings(case: str) -> None:
-    """Equal logits and gradients of all weights; weights, byte by byte, and settings there and back."""
+    """Logits and gradients of all weights are equal, and a round trip leaves weights, byte by byte, and settings
+    unchanged."""
     model_type, settings = CASES[case]
     assert sweep.verdict(model_type, settings) == (sweep.BOTH, "")
     stated = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
@@ -52,7 +53,7 @@ ALONE = [each for each in OTHERS if {*FAMILIES[each].keys.values(), *FAMILIES[ea
 
 @pytest.mark.parametrize("family", ALONE)
 def test_families_of_one_case(family: str) -> None:
-    """One tiny model of the sweep, with gradients."""
+    """Each family is tested on one tiny model of the sweep, including gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
 
@@ -80,12 +81,12 @@ CACHED = (
 
 
 WITHOUT_CACHE = ("qwen3_5_text", "nemotron_h")
-"""Families whose text behind a cache is another one than that without in transformers, or fails there."""
+"""Families that, in transformers, fail with a cache or generate another text with it."""
 
 
 @pytest.mark.parametrize("family", [each for each in CACHED if each in ALONE])
 def test_greedy_text_behind_a_cache(family: str) -> None:
-    """Token by token behind a cache, the text is that of transformers."""
+    """Token by token with a cache, the text equals that of transformers."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )
@@ -106,7 +107,8 @@ def test_greedy_text_behind_a_cache(family: str) -> None:
 
 
 def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model of GLM as one of Ling 2.0, of which transformers has no class: the same layers under other names."""
+    """Convert a GLM model to one of Ling 2.0, for which transformers has no class: the same layers under other
+    names."""
     keys = {
         "n_routed_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",
@@ -162,7 +164,7 @@ STEP = {
 
 
 class StepForCausalLM(torch.nn.Module):
-    """The text model of Step-3.5-Flash with a head: transformers has one of text and images only."""
+    """Text model of Step-3.5-Flash with an output layer: transformers has only a model of text and images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +180,7 @@ class StepForCausalLM(torch.nn.Module):
         return self.lm_head(self.model(tokens, use_cache=False).last_hidden_state)
 
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`tensors`, of the names of parameters and buffers, under the names of published files."""
+        """Return `tensors`, named after parameters and buffers, under the names of published files."""
         names = {".mlp.experts.": ".moe.", ".mlp.shared_experts.": ".share_expert.", ".mlp.gate.w": ".moe.gate.w"}
         found = {}
         for name, value in tensors.items():
@@ -195,7 +197,7 @@ class StepForCausalLM(torch.nn.Module):
 
 
 def test_step_has_the_text_layers_of_its_class() -> None:
-    """Logits, gradients of all weights, and weights and settings there and back."""
+    """The test compares logits, gradients of all weights, and weights and settings after a round trip."""
     theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
     stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()
     config = config_from_hf(settings)

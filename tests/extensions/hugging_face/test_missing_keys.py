@@ -1,4 +1,4 @@
-"""A config.json that lacks keys is read as transformers reads it: its defaults, and its rules for what follows."""
+"""A config.json that lacks keys is read as transformers reads it, with its defaults and its rules for derived keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_table_of_defaults_is_that_of_the_installed_transformers() -> None:
 
 
 def test_files_with_sizes_alone() -> None:
-    """Each family's config.json with the sizes of a tiny model, and no key that transformers can do without."""
+    """The file has each family's sizes of a tiny model, and no key that transformers can do without."""
     found = {}
     for name in FAMILIES:
         left = {"model_type": name, **sweep.tiny(name)}
@@ -53,7 +53,8 @@ def test_files_with_sizes_alone() -> None:
     ],
 )
 def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, Any], deleted: list[str]) -> None:
-    """A config.json without them means the same model; of one family, logits and gradients are compared too."""
+    """A config.json without these values describes the same model; for one family, logits and gradients are compared
+    too."""
     if model_type not in FAMILIES:
         pytest.skip("the extension with its layers is not installed")
     left = {key: value for key, value in missing_keys.tiny(model_type, changes).items() if key not in deleted}
@@ -61,7 +62,7 @@ def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, 
 
 
 SOME = ("llama", "qwen2", "kimi_linear", "mpt", "gpt2", "deepseek_v3", "falcon_h1", "cohere2", "gemma3_text", "mixtral")
-"""Families of different readers; --whole takes all."""
+"""Families with different readers; --whole tests all."""
 
 
 @pytest.mark.usefixtures("fp64")
@@ -77,7 +78,7 @@ def test_each_key_of_a_family(family: str) -> None:
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "ministral3"])
 def test_scaling_without_the_original_length(model_type: str, kind: str) -> None:
-    """It is the class's own, or the longest context."""
+    """The original length is then the class's own, or the longest context."""
     numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama_4_scaling_beta": 0.1}
     left = {"model_type": model_type, **SIZES, "rope_scaling": {"rope_type": kind, **numbers}}
     assert missing_keys.difference(model_type, left, logits=False) == ""
@@ -117,12 +118,12 @@ OLDER: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [{"full_attention_interval": 3}],
     "qwen3_next": [{"full_attention_interval": 2}],
 }
-"""Keys of older files, or other names of keys, that classes still read."""
+"""Keys of older files, and other names of keys, that the classes still read."""
 
 
 @pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])
 def test_older_keys_and_other_names(model_type: str) -> None:
-    """What newer files state instead is left out."""
+    """The keys that newer files use instead are removed."""
     for changes in OLDER[model_type]:
         newer = {"layer_types", "mlp_layer_types", "rope_parameters", "indexer_types", "layers_block_type"}
         newer |= {"compress_rates"} if "compress_rate_hca" in changes else set()
@@ -135,8 +136,8 @@ def test_older_keys_and_other_names(model_type: str) -> None:
 
 
 def test_no_key_that_classes_write_is_unknown() -> None:
-    """Each family's config.json with defaults, and of a tiny model. A key that a class only writes is listed if it has
-    another value."""
+    """The test covers each family's config.json with defaults and of a tiny model. A key that a class only writes is
+    listed if its value differs."""
     found = {}
     for name in FAMILIES:
         for settings in ({}, sweep.tiny(name)):

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction in Hugging Face folders: losses, gradients and bytes of transformers' modules."""
+"""Multi-token prediction modules in Hugging Face folders: losses, gradients and bytes of transformers' modules."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ FACTOR = 0.3
 
 
 def modules_of(theirs: Any, depths: int) -> Any:
-    """The class of transformers that drafts tokens by such modules, with the embedding and head of `theirs`."""
+    """Return the class of transformers that drafts tokens with such modules, with the embedding and output layer of
+    `theirs`."""
     from transformers.modeling_layers import MtpModel
 
     return exact(MtpModel(theirs, depths).double().eval())
 
 
 def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[str, Tensor]:
-    """The tensors of a module, or their gradients, under the names in which transformers looks for them in files."""
+    """Return the tensors of a module, or their gradients, under the names that transformers looks for in files."""
     found = {}
     tensors = {name: p if of == "value" else p.grad for name, p in module.named_parameters()}
     tensors |= dict(module.named_buffers()) if of == "value" else {}
@@ -54,7 +55,7 @@ def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[s
 
 
 def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str, Tensor]:
-    """The tensors with the embedding and head that DeepSeek stores in each module once more."""
+    """Return the tensors with the copies of embedding and output layer that DeepSeek stores in each module."""
     pairs = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     added = {f"model.layers.{layers + d}.{x}": stored[y] for d in range(depths) for x, y in pairs.items()}
     return stored | added
@@ -102,8 +103,8 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
 
 
 def test_names_of_qwen3_next() -> None:
-    """One module, whose parts beside the layer have names of their own (as transformers' list of renamed weights has
-    them for other files of this layout), there and back byte by byte."""
+    """One module, whose parts outside the layer have names of their own (as in transformers' list of renamed weights
+    for other files of this layout), survives a round trip byte by byte."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
     mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}

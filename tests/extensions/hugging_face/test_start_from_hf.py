@@ -46,7 +46,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
-    """At a learning rate that is below all precision, the weights that are exported are those that were loaded."""
+    """With a learning rate too small to change any weight, the exported weights equal the loaded ones."""
     run = tmp_path / "run"
     files = ["--load", str(mixtral), "--save", str(run), "--save-interval", "1", "--keep-last", "1"]
     flags = [*files, "--export-hf-interval", "2", *TRAINING.split()]
@@ -65,7 +65,7 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
 
 
 def test_tools_take_the_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text is that of the converted model, whose tensors are equal; layouts agree on it."""
+    """The text equals that of the converted model, whose tensors are equal; layouts agree on it."""
     ours = tmp_path / "ours"
     convert_checkpoint.main(["--input", str(mixtral), "--output", str(ours)])
     capsys.readouterr()
@@ -90,7 +90,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 
 def test_a_folder_that_the_run_saves_to_still_names_the_model(mixtral: Path, tmp_path: Path) -> None:
-    """The same command resumes a run whose --save is its --load."""
+    """The same command resumes a run that saves to the folder that it loads from."""
     (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     check_kind(tmp_path, f"{LATEST} iter_0000001/metadata.json", "", "checkpoints")
     flags = ["--lr", "1", "--mock-data", "--train-iters", "2", "--seq-length", "16", "--load", str(tmp_path)]
@@ -118,7 +118,7 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
 
 
 def test_no_notice_is_about_a_flag_that_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """config.json of Falcon-H1 states where a norm is that the model may not have."""
+    """The config.json of Falcon-H1 gives the place of a norm that the model may not have."""
     config = json.loads(FALCON_H1) | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 16 --cpu --load {tmp_path}".split()
@@ -136,7 +136,7 @@ FALCON_H1 = """{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads"
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama for 32 positions."""
+    """Save a Llama for 32 positions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("models") / "llama"
@@ -263,7 +263,7 @@ def test_a_smaller_vocabulary_is_refused(mixtral: Path, tmp_path: Path, capsys: 
 
 
 def means_of_columns(rows: torch.Tensor) -> torch.Tensor:
-    """Exact sums of the columns of [n, ...], divided by n and rounded to fp32."""
+    """Return the exact sums of the columns of [n, ...], divided by n and rounded to fp32."""
     columns = rows.double().flatten(1).T if rows.ndim > 1 else rows.double()[None]
     means = [math.fsum(column.tolist()) / len(rows) for column in columns]
     return torch.tensor(means, dtype=torch.float64).float().reshape(rows.shape[1:])
@@ -276,12 +276,12 @@ ADDED = {
     "qwen2": "",
     "phi": "--tp 2",
 }
-"""Family -> a layout: with tied embeddings and without, and with a bias of the output layer."""
+"""Layout of each family: with and without tied embeddings, and with an output bias."""
 
 
 @pytest.mark.parametrize("family", ADDED)
 def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
-    """300 tokens are padded to 384, so that both ranks of TP 2 have new rows."""
+    """300 tokens are padded to 384, so both ranks of TP 2 have new rows."""
     folder, run = tmp_path / family, tmp_path / "run"
     model_with(family, sweep.tiny(family)).float().save_pretrained(folder)
     files = f"--load {folder} --save {run} --save-interval 1 --export-hf-interval 1 --vocab-size 300"
@@ -301,7 +301,7 @@ def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
 
 
 def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path) -> None:
-    """At each layout the same, also those of the optimizer's main parameters."""
+    """They are the same under each layout, also in the optimizer's main parameters."""
     runs = [tmp_path / "one", tmp_path / "two"]
     for ranks, run in enumerate(runs, 1):
         flags = f"--load {llama} --save {run} --save-interval 1 --vocab-size 300 --new-token-init normal --bf16 --tp"
@@ -315,7 +315,7 @@ def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path)
 
 
 def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, tmp_path: Path) -> None:
-    """The mean leaves out rows that no token of the folder's tokenizer has."""
+    """The mean excludes rows that belong to no token of the folder's tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -361,7 +361,7 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
 
 
 def test_a_run_exports_as_the_family_that_it_started_from(tmp_path: Path) -> None:
-    """With the token ids of its config.json, also after a resume and where another run takes the weights."""
+    """The export has the token ids of its config.json, also after a resume and if another run loads the weights."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
     model_with("opt", sweep.tiny("opt") | ids).float().save_pretrained(tmp_path / "opt")
     run, other = tmp_path / "run", tmp_path / "other"
@@ -399,7 +399,7 @@ def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
 def test_the_end_of_a_run_shows_how_far_its_export_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The process of the export writes half of its bytes, and then takes longer than the time between two lines."""
+    """The export process writes half of its bytes and then takes longer than the time between two lines."""
     program = f"import os, sys, time; os.pwrite({{}}, {COUNTS.pack(50, 100)!r}, 0); time.sleep(1.5); print('done')"
     popen = subprocess.Popen
     monkeypatch.setattr(

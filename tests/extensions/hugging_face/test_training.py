@@ -1,4 +1,4 @@
-"""Twenty steps of a run that starts from a Hugging Face folder are those of transformers with torch's AdamW."""
+"""Twenty steps of a run that starts from a Hugging Face folder equal those of transformers with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = f"""--cpu --fp64 --mock-data --seq-length 16 --micro-batch-size 2 --glob
 
 
 def train_both(rank: int, world_size: int, theirs: Any, config: RunConfig) -> list[float]:
-    """Asserts that loss and gradient norm are equal at each step, and all weights behind the last one."""
+    """Assert that loss and gradient norm are equal in each step, and all weights after the last one."""
     groups = [
         {"params": [p for p in theirs.parameters() if (p.ndim > 1) is decays], "weight_decay": DECAY * decays}
         for decays in (True, False)
@@ -61,8 +61,8 @@ def train_both(rank: int, world_size: int, theirs: Any, config: RunConfig) -> li
 
 @pytest.mark.parametrize("case", [case for case in ("llama3", "granite4-dense", "mixtral") if case in CASES])
 def test_training_is_that_of_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense model, a hybrid with Mamba-2, and experts, which train without a balancing loss. Both programs compute in
-    fp64 what they otherwise do in fp32, such as angles of positions."""
+    """The cases are a dense model, a hybrid with Mamba-2, and experts, which train without a balancing loss. Both
+    programs use fp64 where they would otherwise use fp32, such as for the angles of positions."""
     monkeypatch.setattr(setup, "build_stages", fp64()(setup.build_stages))
     monkeypatch.setattr(train_step.TrainStep, "gradients", fp64()(train_step.TrainStep.gradients))
     with fp64():

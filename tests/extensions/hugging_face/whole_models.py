@@ -1,4 +1,4 @@
-"""Whole models between Hugging Face's tensors and ours, in memory."""
+"""Whole models converted between Hugging Face's tensors and ours, in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.gpt_cases import FP64
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
+    """Convert their tensors to our whole parameters by name. Raises ValueError listing all mismatches."""
     weights = HFWeights(state_dict, config, model_type)
     weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}
 
 
 def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
+    """Convert our whole parameters, by name, to their tensors. Leaves out a tied output layer, as their files do."""
     found = [*placements(config, model_type), *copies(config, model_type)]
     missing = [each.meta.name for each in found if each.meta.name not in parameters]
     if missing:
@@ -41,7 +41,7 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
 def copy_shards_(
     parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
+    """Copy into each parameter its shard of the whole parameter of the same name. Frozen parameters may be missing."""
     for parameter in parameters:
         meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
         if meta.name not in whole and not parameter.requires_grad:
@@ -50,13 +50,13 @@ def copy_shards_(
 
 
 def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
-    """The box of a parameter that a rank holds."""
+    """Return the box of a parameter that a rank holds."""
     offset, shape = meta.box(coords)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Our parameters of their tensors. Asserts that these are what they become again, bit for bit."""
+    """Convert their tensors to our parameters, and assert that converting back gives the same bits."""
     read = from_hf(stored, config, model_type)
     back = to_hf(read, config, model_type)
     assert back.keys() == stored.keys()
@@ -66,13 +66,13 @@ def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, mode
 
 
 def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
-    """The model of whole parameters, in fp64."""
+    """Return the model of whole parameters in fp64."""
     model = GPTModel(config, FP64, weights=WeightSetup(initialize=False)).eval()
     copy_shards_(model.parameters(), read, ParallelState().coords)
     return model
 
 
 def gradients_of(model: GPTModel, batch: Batch, divisor: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """Those of the loss, by name; zeros where there are none."""
+    """Return the gradients of the loss by name; zeros where there are none."""
     (model(None, batch) / divisor).backward()
     return {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()}  # type: ignore[attr-defined]

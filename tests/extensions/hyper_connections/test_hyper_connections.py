@@ -1,4 +1,4 @@
-"""Hyper-connections: the plain layer at one stream, precision, and plans. The tests of Hugging Face families compare
+"""Hyper-connections: one stream equals the plain layer; precision and plans. The tests of Hugging Face families compare
 logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ N, H = 3, STREAMS.hidden_size
 
 
 def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
-    """To the bit, forward and backward: what a sublayer reads, the matrix and the factor of its output are 1."""
+    """Forward and backward are bit-identical: the weights of a sublayer's input, the matrix, and the factor of its
+    output are 1."""
     plain = GPTModel(GPT, FP64).train()
     options = {"enable_mhc_connections": True, "mhc_num_residual_streams": 1, "mhc_init_gating_factor": 0.0}
     config = with_fields(GPT, options | {"mhc_epsilon": 0.0})
@@ -46,7 +47,7 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
 
 
 def test_initial_factors_are_megatrons() -> None:
-    """That of the sum behind the last layer is 1; only those of sublayers are --mhc-init-gating-factor."""
+    """The factor of the sum after the last layer is 1; only the factors of sublayers are --mhc-init-gating-factor."""
     found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
     sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
     gates = [p for name, p in found.items() if ".alpha_" in name]
@@ -70,8 +71,8 @@ def test_weights_of_sixteen_bits_are_computed_in_fp32() -> None:
 
 
 def test_streams_are_kept_once_in_a_layer() -> None:
-    """--recompute-modules mhc drops the streams between the two sublayers of a layer: in two layers, two of
-    four sets of streams in bf16."""
+    """--recompute-modules mhc drops the streams between the two sublayers of a layer: with two layers, two of four sets
+    of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
     selective, both = {"recompute_granularity": "selective"}, (("mlp_act",), ("mlp_act", "mhc"))
     kept, again = (kept_in_bf16(STREAMS, **selective, recompute_modules=modules) for modules in both)
@@ -79,8 +80,8 @@ def test_streams_are_kept_once_in_a_layer() -> None:
 
 
 def test_streams_alone_are_kept_for_their_weights() -> None:
-    """A sublayer keeps its streams, its input that a norm kept anyway, its output, and fp32 weights; beside one stream
-    no projection and no iteration of Sinkhorn-Knopp."""
+    """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. It saves
+    no projection and no Sinkhorn-Knopp iteration."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4
@@ -89,7 +90,7 @@ def test_streams_alone_are_kept_for_their_weights() -> None:
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])
 def test_counts(config: TransformerConfig) -> None:
-    """Parameters, and FLOPs of the projections: 6 for each weight and token."""
+    """The counts are the parameters and the FLOPs of the projections: 6 per weight and token."""
     plain = with_fields(config, {"enable_mhc_connections": False})
     n, h = config.residual_size // config.hidden_size, config.hidden_size
     layers, depths, learned = config.num_layers, config.mtp_depths, config is STREAMS

@@ -1,4 +1,4 @@
-"""A checkpoint that training wrote, of a model whose tokens differ."""
+"""Checkpoint, written by training, of a model that generates different tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and templates that are wrong or hostile."""
+"""Chat templates compared with transformers, and wrong or hostile templates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer that begins each text with <s>."""
+    """Save a tokenizer that begins each text with <s>."""
     from tokenizers import processors
 
     made = byte_level(special=["<s>", "</s>", "<|im_start|>", "<|im_end|>"])

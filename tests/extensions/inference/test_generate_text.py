@@ -1,4 +1,4 @@
-"""The text generator, from a checkpoint that training wrote: prompts, JSON lines and chat, at several layouts."""
+"""Text generator, with a checkpoint written by training: prompts, JSON lines and chat, under several layouts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_answers_stand_in_the_order_of_requests_whatever_the_layout(checkpoint: 
     assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
     assert "token_ids" not in third and third["text"]
     assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
-    assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
+    # the line number affects the sample
+    assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]
     alone = answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1")
     layout = answers(checkpoint, tmp_path, encoded(REQUESTS), "--tp", "2", "--pp", "2", ranks=4)
     for others in (alone, layout):
@@ -147,7 +148,7 @@ def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint:
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Equal, but log-probabilities to rounding."""
+    """Assert that answers are equal, and log-probabilities equal up to rounding."""
     for one, other in zip(found, expected, strict=True):
         ours, theirs = (each.pop("logprobs", []) for each in (one, other))
         assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs]

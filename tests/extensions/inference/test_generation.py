@@ -1,4 +1,4 @@
-"""Generated text against its definition: the whole text read anew for each token."""
+"""Generated text compared with its definition: reading the whole text again for each token."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tests.moe_cases import MIXTRAL
 
 MIXED = "latent sparse compressed delta-net mamba attention-and-mamba mamba1 rg-lru convolution kimi-delta lightning"
 MIXERS = [style for style in MIXED.split() if style in STYLES]
-"""Styles with mixers of extensions that are installed."""
+"""Styles whose mixers come from installed extensions."""
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 
 
 def model_of(style: str) -> GPTModel:
-    """Weights that are large enough for its tokens to differ."""
+    """Return a model whose weights are large enough for its tokens to differ."""
     model = GPTModel(replace(STYLES[style], init_method_std=0.3), FP64).eval()
     return model
 
 
 def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """The new tokens of each prompt, the most likely ones."""
+    """Return the most likely new tokens of each prompt."""
     requests = [Request(each, count) for each in prompts]
     return [found.tokens for found in Engine(StageRunner({0: model}), rows=3).run(requests)]
 
 
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
 def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
-    """Requests that wait, end early and are padded, one by one and together. Experts drop no token in generation."""
+    """Requests wait, end early and are padded, one by one and together. Experts drop no token in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
     requests = [
         Request(PROMPTS[i % 3], 2 + i, replace(sampling, top_k=20) if i % 2 else sampling, seed=i, logprobs=3)
@@ -135,7 +135,7 @@ def test_logits_of_any_size_give_tokens_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(101)], ids=["bytes", "numbers"])
 def test_pieces_of_text_are_the_text(tokenizer: Tokenizer) -> None:
-    """Characters of up to four bytes, and bytes that are no characters."""
+    """The text has characters of up to four bytes, and bytes that are no characters."""
     tokens = list("aß漢😀".encode() + b"\xff\xe6\xbcA\xf0\x9f\x98") if tokenizer.vocab_size > 256 else [5, 17, 3]
     for length in range(len(tokens) + 1):
         stream = TextStream(tokenizer.detokenize, tokens[:3], ())
@@ -199,7 +199,7 @@ def test_a_cancelled_request_frees_its_row_for_one_that_waits() -> None:
 
 
 def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
-    """The row is used again, and no NaN is left in it."""
+    """The row is used again, and no NaN remains in it."""
     model = model_of("llama")
     clean = generate(model, [[1, 2, 3], [4, 4]], 5)
     assert all(77 not in tokens for tokens in clean)
@@ -212,7 +212,7 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
 
 
 def test_an_error_of_one_text_ends_no_other() -> None:
-    """A tokenizer that fails on the tokens of one prompt, and on those of a new text; a sampling that fails."""
+    """The tokenizer fails on the tokens of one prompt and on those of a new text, and a sampling fails."""
 
     class Broken(Sampling):
         def next_tokens(self, logits: torch.Tensor, uniform: torch.Tensor, earlier: Any = ()) -> torch.Tensor:

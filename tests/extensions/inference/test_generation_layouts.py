@@ -1,4 +1,4 @@
-"""Generated text at layouts of several ranks, against one process."""
+"""Generated text under layouts of several ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rank_texts(rank: int, world_size: int, config: TransformerConfig, parallel: 
 
 
 def texts(config: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState) -> Texts:
-    """Empty on ranks that follow."""
+    """Return the generated texts; empty on follower ranks."""
     layout, stages = pipeline_layout(config, parallel), pipeline_stages(config, parallel)
     tied = tied_stages(config, layout)
     models = {

@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP, in this process: answers, refusals, limits, and clients that misbehave."""
+"""OpenAI API over HTTP, in this process: answers, refusals, limits, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endf
 
 
 class Endless(ByteTokenizer):
-    """Its texts have no token that ends them."""
+    """Tokenizer without an end token."""
 
     eod = eos = None
     bos = 256
@@ -273,7 +273,7 @@ def posted(body: bytes) -> bytes:
 def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
-        for shut in (False, True):  # gone, and half closed
+        for shut in (False, True):  # closed, and half closed
             before = served.steps
             with served.raw(posted(body), shut=shut) as connection:
                 if shut:
@@ -287,7 +287,7 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
 
 
 def clocked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the loop of a server a step takes 50 ms, and nothing else takes time."""
+    """Make a step of the server's loop take 50 ms, and everything else no time."""
     monkeypatch.setattr(engine_loops, "time", SimpleNamespace(monotonic=lambda: 0.05 * served.steps))
 
 
@@ -356,7 +356,7 @@ def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
     with serving(replace(LIMITS, read_seconds=0.3)) as served:
         with served.raw() as silent:
             assert silent.recv(1) == b"", "a connection that sends nothing is closed"
-        found = next(filter(None, (answer() for _ in range(100))), b"")  # where the head is late, there is none
+        found = next(filter(None, (answer() for _ in range(100))), b"")  # no answer if the head is late
         assert found.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in found
 
 

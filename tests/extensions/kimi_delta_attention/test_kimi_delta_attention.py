@@ -1,5 +1,5 @@
-"""Kimi Delta Attention: chunks against the recurrence. The tests of Hugging Face families compare logits, gradients and
-greedy text."""
+"""Kimi Delta Attention: chunks compared with the recurrence. The tests of Hugging Face families compare logits,
+gradients and greedy text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ operands = partial(delta_operands, 3, (3, 5))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
 def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    """Chunks of one block and of several, some of them not whole."""
+    """The lengths give one chunk and several, some of them partial."""
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """Of a chunk, and of a block."""
+    """The decay is strong within a chunk and within a block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 
 def test_flops() -> None:
-    """Products per token of a sample of one block, thrice: projections, those of low rank, and those of a chunk whose
-    scores are sums over channels, no products."""
+    """Count the FLOPs per token of a sample of one block, three times: projections, low-rank projections, and the GEMMs
+    of a chunk. Its scores are sums over channels rather than GEMMs."""
     hidden, heads, width, chunk = 32, 8, 5, 16
     projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
     mixed = heads * (3 * chunk * width + 3 * width**2)

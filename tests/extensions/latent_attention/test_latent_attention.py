@@ -1,4 +1,4 @@
-"""What multi-latent attention caches, and the widths of it that checkpoints keep."""
+"""Cache of multi-latent attention, and its widths in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.gpt_cases import FP64, LATENT, logits_in_parts, random_batch
 
 
 def test_generation_caches_latents() -> None:
-    """As many numbers for each token as the latent and the rotary key have, and the logits of the whole text."""
+    """The cache holds as many numbers per token as the latent and the rotary key have, and gives the logits of the
+    whole text."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = GPTModel(LATENT, FP64), random_batch(LATENT).tokens
     found, cache = logits_in_parts(model, tokens, (6, 1, 4, 5))

@@ -1,4 +1,4 @@
-"""What plans say of multi-latent attention: FLOPs, activations, collectives; and its compiled region."""
+"""Plans of multi-latent attention: FLOPs, activations, collectives; and its compiled region."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.pure.test_regions import ANGLES, check_region, compiles
 
 
 def test_flops_of_latent_attention() -> None:
-    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
+    """A head multiplies keys of 10 channels and values of 5 for half of the tokens: 2 FLOPs each, three times."""
     config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
-    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
+    for more in ({}, {"window_size": 100}):  # several tiles on the diagonal
         long = replace(config, seq_length=600, **more)
         assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
 
 
 def test_recomputed_heads_leave_latents() -> None:
-    """No queries, keys and values are kept, but the output of the projection to the latent of keys and values, a part
-    of which is the rotary key."""
+    """Queries, keys and values are not saved, but the output of the projection to the key-value latent is, which
+    includes the rotary key."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = LATENT, SAMPLES * LATENT.seq_length
     kept = []
@@ -45,7 +45,7 @@ def test_recomputed_heads_leave_latents() -> None:
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:
-    """Under sequence parallelism attention gathers both latents and the rotary key, 26 channels here."""
+    """With sequence parallelism, attention gathers both latents and the rotary key: 26 channels here."""
     forward, backward = per_layer(4, True, "latent", "fp32")
     widths = (12, 10, 4, H)
     gathers, sum_ = [("all_gather", S * B * width * 4) for width in widths], ("all_to_all", S * B * H * 4)
@@ -57,7 +57,7 @@ def test_latents_are_gathered_in_place_of_hidden_states() -> None:
 
 
 def test_latents_in_tensor_parallel() -> None:
-    """Without sequence parallelism their gradients are reduced in place of those of the hidden states."""
+    """Without sequence parallelism, the gradients of the latents are reduced instead of those of the hidden states."""
     forward, backward = per_layer(4, False, "latent", "fp32")
     assert forward == [("all_reduce", S * B * H * 4)] * 2
     assert Counter(backward) == Counter(("all_reduce", S * B * width * 4) for width in (12, 10, 4, H))

@@ -13,14 +13,15 @@ LIGHTNING = model_of("lightning")
 
 
 def test_rates() -> None:
-    """Those of layers of multi-token prediction are the last layer's."""
+    """Multi-token prediction layers use the rates of the last layer."""
     last, further = (decay_rates(range(8), n, LIGHTNING, torch.float64, torch.device("cpu")) for n in (3, 4))
     assert 0 < last.min() <= last.max() < 1e-4 and torch.equal(last, further)
 
 
 def test_flops() -> None:
-    """Products per token, thrice: both projections, scores in a chunk and what they weigh, states kept and read."""
+    """Count the FLOPs per token, three times: both projections, scores in a chunk and their weighted sums, and states
+    written and read."""
     hidden, heads, width, chunk = 32, 8, 4, 4
     mixed = heads * width * (2 * chunk + 2 * width)
-    sums = 2 * heads * chunk  # of decays, which have no gradient
+    sums = 2 * heads * chunk  # sums of decays, which have no gradient
     assert mixer_flops(LIGHTNING, "L") == 6 * (mixed + 5 * hidden**2) + sums

@@ -35,7 +35,7 @@ def configuration(folder: Path, **options: Any) -> RunConfig:
 
 
 def run(folder: Path, first: int, last: int, **options: Any) -> None:
-    """Writes what a run from an iteration to another does."""
+    """Write the records of a run from one iteration to another."""
     sinks = open_sinks(configuration(folder, **options), first - 1)
     for iteration in range(first, last + 1):
         for sink in sinks:
@@ -45,9 +45,10 @@ def run(folder: Path, first: int, last: int, **options: Any) -> None:
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """The records of a file of an offline run: after 7 bytes, blocks of 32 KiB in the log format of LevelDB.
+    """Yield the records of an offline run's file: after 7 bytes, it has blocks of 32 KiB in the log format of LevelDB.
 
-    Their chunks have a checksum, a length, and a kind: whole, first, middle or last."""
+    Its chunks have a checksum, a length, and a kind: whole, first, middle or last.
+    """
     at, record = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
@@ -94,7 +95,7 @@ def test_a_value_of_a_table_has_the_number_of_its_row() -> None:
 def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((1, 6), (4, 12), (11, 14)):  # what lies at 8 samples the second run hides, the third does not
+    for first, last in ((1, 6), (4, 12), (11, 14)):  # the second run hides the record at 8 samples, the third does not
         run(tmp_path, first, last, tensorboard_dir=str(tmp_path / "board"))
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
@@ -109,7 +110,8 @@ def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Pat
 def test_a_full_disk_costs_tensorboard_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer's thread fails at records 3 and 4, of which the run hears later; it goes on and writes them again."""
+    """The writer's thread fails at records 3 and 4, which the run notices later; it then continues and writes them
+    again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
 

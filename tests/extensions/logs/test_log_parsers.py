@@ -17,7 +17,7 @@ FLAGS = (
 ).split()
 NUMBER, STEPS, WITHIN = r"([-+0-9.eE]+)", ["1", "2", "3", "4", "5"], ["2", "4"]
 
-# What parsers do with a log, by what they look for: a search in each line, or one over a line from the iteration on.
+# Values that parsers find in a log, by pattern: a search in each line, or in a line from the iteration on.
 FOUND_IN_LINES = {
     r"iteration\s+(\d+)/\s*5": STEPS,
     r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*\] iteration\s+(\d+)/\s*\d+ \|": STEPS,
@@ -55,7 +55,7 @@ def test_patterns_of_parsers(log: str, pattern: str) -> None:
 
 
 def test_fields_split_at_bars(log: str) -> None:
-    """What `grep -Eo 'name [^|]*'` and `cut -d'|'` leave is a name, a colon and a number."""
+    """`grep -Eo 'name [^|]*'` and `cut -d'|'` leave a name, a colon and a number."""
     lines = [line for line in log.splitlines() if re.search(r"\] iteration +\d+/", line)]
     fields = [dict(field.split(":", 1) for field in line.split("|")[1:-1]) for line in lines]
     assert len(fields) == 5 and all(each.keys() == fields[0].keys() for each in fields)

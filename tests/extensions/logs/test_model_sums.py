@@ -1,4 +1,4 @@
-"""The logged norm of parameters and number of zero gradients count each element of the model once, at every layout."""
+"""The logged parameter norm and number of zero gradients count each element of the model once, under every layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.train_step import train_step
 from tests.harness import run_world, running
 from tests.tiny import TINY
 
-# Without biases: those of keys have gradients that are zero but for rounding.
+# The model has no biases: key biases have gradients that are zero up to rounding.
 MODEL = (
     f"{TINY} --vocab-size 90 --fp64 --make-vocab-size-divisible-by 4 --attention-dropout 0 --hidden-dropout 0 "
     "--disable-bias-linear --untie-embeddings-and-output-weights --log-params-norm --log-num-zeros-in-grad "
@@ -20,7 +20,8 @@ EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(what is logged after a step, the same counted parameter by parameter, which is right in one process)."""
+    """Return (logged values after a step, the same values counted parameter by parameter, which is correct in one
+    process)."""
     with running(flags.split(), rank, world_size) as run:
         train_step(run)
         (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))

@@ -1,5 +1,5 @@
-"""`--sample-log`: the same samples in the same order at any layout, micro-batch size and number of workers;
-tests/faults/test_kills.py compares those of a run that is killed and resumed."""
+"""`--sample-log`: the same samples in the same order under any layout, micro-batch size and number of workers.
+tests/faults/test_kills.py compares the samples of a run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
-    """Trains and returns the log. The folder has the checkpoints too."""
+    """Train and return the log. The folder also receives the checkpoints."""
     log = folder / "samples.jsonl"
     argv = [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
     run_world(world_size, train_to_the_end, argv)
@@ -59,7 +59,7 @@ def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) ->
 
 
 def test_a_longer_plan_continues_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
-    """48 samples are less than an epoch of each source, 240 are several: Megatron-LM would begin another order."""
+    """48 samples are less than an epoch of each source; 240 are several. Megatron-LM would start another order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()
     resumed = f"--load {tmp_path / 'run'}"

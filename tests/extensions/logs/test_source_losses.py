@@ -1,4 +1,5 @@
-"""--log-source-loss: the loss of each data set of a blend, in training and evaluation, against the losses of tokens."""
+"""--log-source-loss: the loss of each data set in a blend, in training and evaluation, equals the losses of its
+tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[list[dict], dict[str, float]]:
-    """The log of a run, and the loss of each source in its first step by the losses of tokens, on one process."""
+    """Return the log of a run, and the loss of each source in its first step, computed from the losses of tokens on one
+    process."""
     expected: dict[str, float] = {}
 
     def look(run: TrainingRun) -> None:

@@ -1,4 +1,4 @@
-"""The console's lines on a terminal."""
+"""Console lines on a terminal."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
         "   step 123.5 ms | 12.3 TFLOP/s | 1.0 GiB | batch 8 | 1,280 tokens"
     )
     narrow = terminal_lines(troubled, 100, 40)
-    assert "1 NaN" in narrow and "3 skipped" in narrow and "TFLOP" not in narrow  # what went wrong goes first
+    assert "1 NaN" in narrow and "3 skipped" in narrow and "TFLOP" not in narrow  # problems come first
     assert "expert load 0.50-1.50" in terminal_lines(troubled, 100, 120)

@@ -1,4 +1,4 @@
-"""Mamba-2: chunks against the recurrence, and initial values. The tests of Hugging Face families compare logits,
+"""Mamba-2: chunks compared with the recurrence, and initial values. The tests of Hugging Face families compare logits,
 gradients and greedy text."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAMBA = model_of("mamba")
 
 
 def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5) -> list[Tensor]:
-    """x, dt, a, B, C of 2 samples, 2 groups and 6 heads, and a state to begin with."""
+    """Return x, dt, a, B, C of 2 samples, 2 groups and 6 heads, and an initial state."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -59,11 +59,11 @@ def test_fp16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", [0.02, 0.5])
 def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bool) -> None:
-    """Outputs are off from fp64's by ((1 + u)^3 - 1) Y*, states by u S*, with Y* and S* of absolute values, beside the
-    roundings of fp32, and gradients by three roundings of their norm."""
+    """In addition to fp32 rounding, outputs differ from fp64's by at most ((1 + u)^3 - 1) Y*, states by u S*, where Y*
+    and S* are computed from absolute values, and gradients by three roundings of their norm."""
     length, unit = 150, 2.0**-8
     rounded = [x.detach().bfloat16() for x in operands(length, decay=decay)[:-1]]
-    rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a, as the mixer has them
+    rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a in fp32, as in the mixer
     number = documents(length) if packed else None
     own = [x.clone().requires_grad_() for x in rounded]
     exact = [x.double().requires_grad_() for x in rounded]
@@ -92,7 +92,7 @@ def test_a_tokens_own_input_is_added_with_its_factor() -> None:
 
 
 def test_initial_values() -> None:
-    """Step sizes from 0.001 to 0.1 and decays per step size from 1 to 16, as in Megatron-LM."""
+    """Step sizes are from 0.001 to 0.1, and decays per step size from 1 to 16, as in Megatron-LM."""
     model = GPTModel(MAMBA.with_options(replace(MAMBA.options(MambaFlags), mamba_num_heads=512)), FP64)
     mixer: Any = model.decoder.layers[0].self_attention
     steps, decay = F.softplus(mixer.dt_bias), mixer.a_log.exp()
@@ -102,8 +102,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Products per token of a sample of several chunks, thrice: scores of a group, what they weigh, states that are
-    kept and read, projections."""
+    """Count the FLOPs per token of a sample of several chunks, three times: the scores of a group, their weighted sums,
+    states written and read, and projections."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
     shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
     one = with_fields(MAMBA.with_options(own), shape)
@@ -112,7 +112,7 @@ def test_flops() -> None:
     mixed = own.mamba_num_groups * chunk * states + heads * width * (chunk + 2 * states)
     projections = one.hidden_size * (own.mamba_num_groups * sum(group_channels(one)) + heads * width)
     mlp = 2 * one.hidden_size * one.ffn_size
-    sums = 2 * 2 * heads * chunk  # of decays, and their gradient
+    sums = 2 * 2 * heads * chunk  # sums of decays and their gradient
     assert model_flops(one).matmul - model_flops(none).matmul == 6 * (mixed + projections - mlp) + sums
     assert model_flops(one).attention == 0
 

@@ -1,5 +1,5 @@
-"""Mamba-1: the scan against the recurrence, and initial values. The tests of Hugging Face families compare logits,
-gradients and greedy text."""
+"""Mamba-1: the scan compared with the recurrence, and initial values. The tests of Hugging Face families compare
+logits, gradients and greedy text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAMBA1 = model_of("mamba1")
 
 
 def operands(length: int, decay: float = 0.5) -> list[Tensor]:
-    """x, dt, a, B, C of 2 samples, 6 channels and 5 states, and a state to begin with."""
+    """Return x, dt, a, B, C of 2 samples, 6 channels and 5 states, and an initial state."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -47,7 +47,7 @@ def token_by_token(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "at_a_time"), [(1, 2**26), (13, 2**26), (48, 2**26), (53, 300), (60, 700)])
 def test_scan_is_the_recurrence(length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part of the channels or several, of lengths with and without divisors."""
+    """The scan processes the channels in one part or several, for lengths with and without divisors."""
     monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
     *tokens, state = operands(length)
     number = documents(length) if packed else None
@@ -71,7 +71,7 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
 
 
 def test_initial_values() -> None:
-    """Decays from 1 to the number of states in each channel, and step sizes from 0.001 to 0.1, as in Mamba."""
+    """Decays are from 1 to the number of states in each channel, and step sizes from 0.001 to 0.1, as in Mamba."""
     mixer: Any = GPTModel(replace(MAMBA1, hidden_size=64), FP64).decoder.layers[0].self_attention
     decays = torch.arange(1, 6, dtype=torch.float64).expand(48, 5)
     torch.testing.assert_close(mixer.a_log.exp().view(48, 5), decays, rtol=1e-14, atol=0)
@@ -81,7 +81,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Products per token, thrice: three projections, and reading the states; of gradients of B and C once each."""
+    """Count the FLOPs per token, three times: three projections and reading the states; the gradients of B and C count
+    once each."""
     hidden, channels, states, rank = 32, 48, 5, 3
     projections = 3 * hidden * channels + channels * (rank + 2 * states) + channels * rank
     read = 2 * channels * states * (1 + 3)

@@ -1,4 +1,4 @@
-"""Lists of data in files and in Megatron-DeepSpeed's words."""
+"""Data lists in files and in the syntax of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Pat
 
 
 def test_lists_with_other_data() -> None:
-    """Where they cannot be read, the run has data all the same."""
+    """If the lists cannot be read, the run still has its other data."""
     lists = ("--train-weighted-split-paths", "t: 1 0:1 a", "--valid-weighted-split-paths", "v: 1 0:1 a")
     with pytest.raises(ValueError, match="--train-data-path: cannot be combined with --train-weighted-split-paths, "):
         with_data_lists(parse_args([*lists, "--train-data-path", "b"]))

@@ -1,4 +1,4 @@
-"""Flags of forks of Megatron-LM whose features examples of this repository have."""
+"""Flags of Megatron-LM's forks whose features examples of this repository provide."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) 
     again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path, code=0)
     assert "loaded checkpoint of iteration 8" in again.stdout, again.stderr
 
-    # A part of the user's own by this name comes first.
+    # A user's own part with this name takes precedence.
     (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())
     done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--goldfish-loss", "--dry-run")
     assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""What becomes of Megatron's flags that no field has."""
+"""Treatment of Megatron's flags that no field has."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    """A feature that lands leaves the tables of what is not there."""
+    """When a feature is implemented, its flags leave the tables of missing ones."""
     text = (
         files("megatron.extensions.interop.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
     )
@@ -89,7 +89,7 @@ def test_tables_do_not_overlap() -> None:
 
 
 def test_what_flags_stand_for_exists() -> None:
-    """Replacements, switches and remedies name flags that there are."""
+    """Replacements, switches and remedies name existing flags."""
     foreign = TABLE
     known = {*spelling_table(), *foreign.spellings(), *options()}
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
@@ -118,7 +118,7 @@ def test_the_fused_head_of_megatron_is_the_loss_in_chunks() -> None:
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a note that begins with it, by a problem, or by being another name of a field."""
+    """The answer is a notice that begins with the flag, a problem, or another name of a field."""
     entry = TABLE.entries[name]
     argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
     if isinstance(entry, Accepted):
@@ -156,7 +156,7 @@ STANDARD_STACKS = (
 def test_flags_that_a_pattern_replaces_have_no_effect(
     stack: str, pattern: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the training scripts of Megatron-LM's hybrid models have them."""
+    """The training scripts of Megatron-LM's hybrid models have such flags."""
     theirs = f"--is-hybrid-model --spec {stack} --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.5"
     plain = TINY.replace("--num-layers 4", "")
     command = command_line(f"{plain} {theirs} {pattern} *-*-".split(), Launch())
@@ -186,7 +186,7 @@ def test_every_flag_and_value_of_head_is_known() -> None:
 
 @pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
 def test_every_flag_of_head_is_answered_with_a_reason(kind: str) -> None:
-    """By a line that begins with the flag and goes on behind a colon, or names the flags that it is read as."""
+    """The answer is a line that begins with the flag and a colon, or that names the flags it is read as."""
     signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
     usual = {name for name, entry in TABLE.entries.items() if isinstance(entry, SameAs) and entry.quiet}
     for row in HEAD:

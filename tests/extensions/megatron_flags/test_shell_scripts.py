@@ -1,4 +1,4 @@
-"""Arithmetic, tests and variables of Slurm in launch scripts."""
+"""Arithmetic, tests and Slurm variables in launch scripts."""
 
 from __future__ import annotations
 

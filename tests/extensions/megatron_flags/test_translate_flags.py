@@ -1,4 +1,4 @@
-"""Commands and scripts of other programs as flags of this one."""
+"""Commands and scripts of other programs, translated to flags of this one."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.Capture
 
 
 ALLOCATIONS = {
-    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # of the published hybrid of 8B
+    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # the published 8B hybrid
     (10, 0.2, 0): "MMM*MM*MMM",
     (10, 0, 0.3): "MM-MMM-MM-",
     (10, 0.3, 0.2): "MM*M-*M*M-",

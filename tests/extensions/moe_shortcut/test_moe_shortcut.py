@@ -1,5 +1,5 @@
-"""Shortcut-connected experts: behind the last layer nothing waits; generation. LongCat-Flash is compared with
-transformers among the families of Hugging Face."""
+"""Shortcut-connected experts: nothing is left to wait for after the last layer; generation. The tests of Hugging Face
+families compare LongCat-Flash with transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DELAYED = DEEPSEEK.with_options(ShortcutFlags(moe_shortcut=True))
 
 
 def test_one_layer_is_the_plain_one() -> None:
-    """Logits and gradients: there is no later layer to wait for."""
+    """Logits and gradients are equal: there is no later layer to wait for."""
     found = []
     for config in (DEEPSEEK, DELAYED):
         model = GPTModel(replace(config, num_layers=1), FP64).train()

@@ -1,4 +1,4 @@
-"""The coordinate check is green with muP and CompleteP, and red without."""
+"""The coordinate check passes with muP and CompleteP and fails without them."""
 
 from __future__ import annotations
 

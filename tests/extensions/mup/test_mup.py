@@ -1,4 +1,5 @@
-"""Factors of muP and CompleteP against their papers and Megatron-LM; at layouts, see the parity matrix."""
+"""Factors of muP and CompleteP, compared with their papers and with Megatron-LM. The parity matrix tests the
+layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def metas_of(config: RunConfig) -> dict[str, ParamMeta]:
 
 
 def rates(flags: str, *names: str) -> dict[str, tuple[float, float, float]]:
-    """Name -> factors of learning rate, epsilon and weight decay."""
+    """Return the factors of learning rate, epsilon and weight decay by name."""
     config = config_of(flags)
     metas = metas_of(config)
     groups = {name: config.optimizer.group_of(metas[name]) for name in names}
@@ -47,10 +48,10 @@ def rates(flags: str, *names: str) -> dict[str, tuple[float, float, float]]:
 
 
 def stds(flags: str, *names: str) -> list[float]:
-    """Standard deviations of initial values."""
+    """Return the standard deviations of initial values."""
     config = config_of(flags)
     initial = replace(config.model.initial, rules=config.optimizer.parameter_rules)
-    metas = metas_of(config_of(flags.replace("--use-mup", "")))  # whose initial values are those without rules
+    metas = metas_of(config_of(flags.replace("--use-mup", "")))  # their initial values are those without rules
     found = [initial.complete(replace(metas[name], init=None)).init for name in names]
     return [each.std for each in found if each is not None]
 
@@ -83,7 +84,8 @@ TABLES = [
 
 @pytest.mark.parametrize(("flags", "table"), TABLES)
 def test_rates_epsilons_and_decays_match_the_papers(flags: str, table: dict[str, tuple[float, float, float]]) -> None:
-    """Table 8 of arXiv 2203.03466 at four times the width, table 1 of arXiv 2505.01618 at twice the depth."""
+    """The values are those of table 8 of arXiv 2203.03466 at four times the width, and of table 1 of arXiv 2505.01618
+    at twice the depth."""
     assert rates(f"{BASE} {flags}", *table) == table
 
 
@@ -97,7 +99,8 @@ DOWN, UP, LATENT_NORM, PROJECTION = (
 
 
 def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
-    """By each matrix' own fan-in (table 8): four times the hidden size, with MLPs or latents as wide as before."""
+    """The factors follow each matrix's own fan-in (table 8): four times the hidden size, with MLPs or latents of
+    unchanged width."""
     own = "--ffn-hidden-size 64 --mup-base-widths ffn-hidden-size=64"
     wanted = {HIDDEN: (1 / 4, 1, 4), RESIDUAL: (1, 1 / 4, 1), FC1_BIAS: (1, 1, 0), NORM: (1, 1 / 4, 0)}
     assert rates(f"{BASE} {own}", *wanted) == wanted
@@ -108,7 +111,8 @@ def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
     ranks = "--mup-base-widths q-lora-rank=16 kv-lora-rank=8"
     wanted = {DOWN: (1 / 4, 1, 4), UP: (1, 1 / 4, 1), LATENT_NORM: (1, 1, 0), PROJECTION: (1 / 4, 1 / 4, 4)}
     assert rates(f"{BASE} {LATENT} {ranks}", *wanted) == wanted
-    assert rates(f"{BASE} {LATENT}", LATENT_NORM) == {LATENT_NORM: (1, 1 / 4, 0)}  # which widens, unlike one of heads
+    # it widens, unlike the norm of a head
+    assert rates(f"{BASE} {LATENT}", LATENT_NORM) == {LATENT_NORM: (1, 1 / 4, 0)}
     heads = "--kv-channels 4 --mup-base-widths num-attention-heads=16"
     assert rates(f"{BASE} {heads}", PROJECTION) == {PROJECTION: (1, 1 / 4, 1)}
     resolved = config_of(f"{BASE} {own}")
@@ -145,7 +149,7 @@ def test_a_resolved_configuration_is_its_own() -> None:
 
 
 def test_the_base_model_is_the_model_without() -> None:
-    """Apart from the scores, whose factor is that of the base model's heads."""
+    """This excludes the scores, whose factor is that of the base model's heads."""
     base = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 4 --mup-base-head-dim 4"
     plain, own = config_of(""), config_of(base)
     model = {name: getattr(own.model, name) for name in ("embedding_multiplier", "logits_scaling")}
@@ -178,7 +182,7 @@ def test_problems_say_what_to_do(flags: str, message: str) -> None:
 
 
 def test_factors_of_megatron_lm() -> None:
-    """Megatron-LM's (commit 0044db1f), and where this program follows the papers instead of it."""
+    """The factors are those of Megatron-LM (commit 0044db1f), except where this program follows the papers."""
     width = 4.0
     found = rates(f"{BASE} --qk-layernorm", *ADAM)
     assert found[HIDDEN][:2] == found[RESIDUAL][:2] == (1 / width, 1 / width)

@@ -1,7 +1,7 @@
 """Learning rates and weight decays equal those of Microsoft's package mup 1.0.0, for an MLP and a transformer.
 
-`mup_1_0_0.json` has what the package gives. With the package on the path, the test compares with it too, and
-`python -m tests.extensions.mup.test_package` writes the file.
+`mup_1_0_0.json` holds the package's values. If the package is on the path, the test also compares with it, and `python
+-m tests.extensions.mup.test_package` writes the file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WIDTH = "--use-mup --mup-base-hidden-size 16"
 MODELS = {"tied": "--qk-layernorm", "untied": "--untie-embeddings-and-output-weights --swiglu --add-output-layer-bias"}
 OPTIMIZERS = ("adam", "sgd")
 MLP: dict[str, Role] = {"0": "embedding", "2": "hidden", "4": "output"}
-"""Linear layers of an MLP of 8 inputs and 3 outputs, with the role that each has here."""
+"""Linear layers of an MLP with 8 inputs and 3 outputs, and the role of each here."""
 
 Rates = dict[str, list[float]]
 
 
 def config_of(flags: str, hidden: int) -> RunConfig:
-    """A model whose heads keep their channels."""
+    """Return a configuration whose heads keep their size."""
     sizes = f"--hidden-size {hidden} --num-attention-heads {hidden // 4} --ffn-hidden-size {2 * hidden}"
     decays = "--weight-decay-on matrices embeddings norms biases"
     return resolve_legal(parse_args(f"{TINY} {sizes} {WIDTH} {decays} {flags}".split()), 1)
@@ -48,7 +48,7 @@ def mlp(width: int) -> nn.Sequential:
 
 
 def metas_of(model: str) -> dict[str, ParamMeta]:
-    """The parameters of a model at four times the width of the base model."""
+    """Return the parameters of a model at four times the width of the base model."""
     if model != "mlp":
         return {name: meta for name, (_, meta) in GPTModel(config_of(MODELS[model], 64).model).named_metas().items()}
     found = {}
@@ -56,25 +56,25 @@ def metas_of(model: str) -> dict[str, ParamMeta]:
         layer, kind = name.split(".")
         role = MLP[layer] if kind == "weight" else "bias"
         own = "output_layer.bias" if name == "4.bias" else name
-        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]  # tables have a row for each input
+        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]  # embedding tables have one row per input
         found[name] = ParamMeta(own, shape, role=role)
     return found
 
 
 def ours(model: str, optimizer: str) -> Rates:
-    """Name -> learning rate and weight decay."""
+    """Return learning rate and weight decay by name."""
     config = config_of(f"{MODELS.get(model, '')} --optimizer {optimizer}", 64).optimizer
     groups = {name: config.group_of(meta) for name, meta in metas_of(model).items()}
     return {name: [group.lr(LR, None), group.decay(DECAY)] for name, group in groups.items()}
 
 
 def as_matrix(weight: torch.Tensor) -> tuple[int, ...]:
-    """[out, in], as the package knows weights, where ours number the linear maps in further dimensions."""
+    """Return the shape [out, in], as the package sees weights; ours number the linear maps in further dimensions."""
     return tuple(weight.flatten(0, -2).shape) if weight.ndim > 2 else tuple(weight.shape)
 
 
 def by_package(model: str, optimizer: str) -> Rates:
-    """The same by the package, which compares the shapes of two models."""
+    """Return the package's values; it compares the shapes of two models."""
     package: Any = import_module("mup")
     if model == "mlp":
         base, wide = (dict(mlp(width).named_parameters()) for width in (16, 64))
@@ -104,7 +104,8 @@ def test_rates_and_decays_match_the_package(model: str, optimizer: str) -> None:
 
 
 def test_logits_have_the_factor_of_the_package() -> None:
-    """`MuReadout` multiplies by the base width over the width, and draws its weight independently of the width."""
+    """`MuReadout` multiplies by the base width divided by the width, and draws its weight independently of the
+    width."""
     config = config_of(MODELS["untied"], 64)
     assert config.model.logits_scaling == 4
     (meta,) = (each for each in metas_of("untied").values() if each.role == "output")

@@ -1,4 +1,4 @@
-"""The noise scale is that of the definition, from the norms of literal gradients, at every layout."""
+"""The noise scale equals its definition, computed from the norms of all gradients, under every layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def test_gaussian_gradients_have_the_noise_scale_that_is_known() -> None:
-    """Gradients of 50 elements, with mean 0.1 and standard deviation 0.5 each: tr(S) / |G|^2 = 12.5 / 0.5 = 25."""
+    """The gradients have 50 elements with mean 0.1 and standard deviation 0.5: tr(S) / |G|^2 = 12.5 / 0.5 = 25."""
     draw, window = random.Random(1), Window(400)
     noise, signal = Coefficients.of_noise(2, 16), Coefficients.of_signal(2, 16)
     for _ in range(400):
@@ -54,7 +54,7 @@ def test_steps_without_update_do_not_count() -> None:
 
 
 def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[list[float]]:
-    """[tr(S), |G|^2] of each step but the first, over the world."""
+    """Return [tr(S), |G|^2] of each step except the first, over the world."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         for _ in range(steps):
@@ -67,7 +67,8 @@ def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[
 
 
 def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[list[list[float]], list[Tensor]]:
-    """What `measured` returns, and in each step the gradients [micro-batch, elements] of what counts, by samples."""
+    """Return the result of `measured`, and for each step the gradients [micro-batch, elements] that count, by
+    samples."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         params = [param for param in run.ddp.params if counts(param.meta, config.model)]
@@ -92,8 +93,8 @@ def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[
 
 
 def expected(gradients: Tensor, replicas: int) -> list[float]:
-    """[tr(S), |G|^2] from the gradients of all samples of a step, the first of each replica being the small batches:
-    samples go to replicas in turns."""
+    """Return [tr(S), |G|^2] from the gradients of all samples of a step. The small batches are the first sample of each
+    replica, because samples go to replicas in turns."""
     large = len(gradients)
     first = gradients[:replicas].square().sum(dim=1).mean()
     whole = gradients.mean(dim=0).square().sum()
@@ -127,7 +128,7 @@ def test_layouts_measure_the_same(layout: str) -> None:
 
 
 def test_experts_count_with_the_samples_that_reach_them() -> None:
-    """With two ranks of experts, the small batch of an expert has two samples, and those of other weights have one."""
+    """With two ranks of experts, an expert's small batch has two samples, and that of other weights has one."""
     ((_, gradients),) = run_world(1, literal, config_of(EXPERTS, 1), 3)
     found = run_world(2, measured, config_of(f"{EXPERTS} --expert-model-parallel-size 2", 2), 3)
     assert found[0] == found[1]
@@ -137,7 +138,7 @@ def test_experts_count_with_the_samples_that_reach_them() -> None:
 
 
 def test_a_frozen_model_has_the_noise_scale_of_the_definition() -> None:
-    """tr(S) / |G|^2 by all gradients of 60 steps with the same weights."""
+    """The reference is tr(S) / |G|^2 over all gradients of 60 steps with unchanged weights."""
     ((found, gradients),) = run_world(1, literal, config_of("--lr 1e-30 --train-iters 61", 1), 61)
     every = torch.cat(gradients)
     spread = (every - every.mean(dim=0)).square().sum() / (len(every) - 1)

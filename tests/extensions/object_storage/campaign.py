@@ -1,12 +1,13 @@
-"""Kills and cut connections at random points of uploads and downloads: nothing incomplete is loaded, nothing is lost.
+"""Kills and cut connections at random points of uploads and downloads: nothing incomplete is loaded, and nothing is
+lost.
 
     python -m tests.extensions.object_storage.campaign [--rounds 100] [--seed 1]
 
-Each round has a writer process publish three checkpoint-like folders through a proxy that cuts connections, and holds
-requests back for seconds, also those of a dead process. Half of the writers are killed at a random moment. A second
-writer publishes three with other content, from the first that was not saved on, or the last one again. Then a reader
-verifies every published folder, through the same faults, and that each folder reported as saved is there, from the
-writer that reported it last.
+In each round, a writer process publishes three checkpoint-like folders through a proxy that cuts connections and delays
+requests for seconds, including those of a dead process. Half of the writers are killed at a random moment. A second
+writer publishes three folders with other content, beginning with the first that was not saved, or with the last one
+again. Then a reader verifies every published folder through the same faults, and checks that each folder reported as
+saved exists, from the writer that reported it last.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ FILES = 3
 
 
 def content(number: int, file: int, writer: int) -> bytes:
-    """Of a file of a folder; the largest takes two parts."""
+    """Return the content of a folder's file; the largest file takes two parts."""
     generator = random.Random(1000 * number + 10 * writer + file)
     return generator.randbytes((6 << 20 if file == 0 else 1 << 18) + number)
 
 
 def write(root: PurePath, first: int, writer: int) -> None:
-    """Publishes three folders, and prints a line when it begins, and the number of each that is saved."""
+    """Publish three folders. Prints a line at the beginning, and the number of each saved folder."""
     storage = AttemptStorage("s3")
     print("begun", flush=True)
     for number in range(first, first + 3):
@@ -55,8 +56,8 @@ def write(root: PurePath, first: int, writer: int) -> None:
 
 
 def check(root: PurePath, saved: Mapping[int, int]) -> int:
-    """Verifies the published folders; `saved` maps those reported to their last writer. Returns the number of all.
-    Raises AssertionError."""
+    """Verify the published folders; `saved` maps the reported ones to their last writer. Returns the number of all
+    folders. Raises AssertionError."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, and there are {sorted(folders)}"
     for number, folder in folders.items():
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def one_round(port: int, seed: int) -> str:
-    """One writer and one reader. Returns a line about them."""
+    """Run one writer and one reader. Returns a line about them."""
     generator, faults = random.Random(seed), Faults(seed, cut=0.15, late=0.03)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
     saved = dict[int, int]()

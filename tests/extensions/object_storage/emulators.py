@@ -1,11 +1,11 @@
-"""Checks the storage against emulators of Azure and of Google Cloud Storage, which the test suite does not install.
+"""Check the storage against emulators of Azure and of Google Cloud Storage, which the test suite does not install.
 
     npm install azurite && pip install adlfs gcsfs gcp-storage-emulator
     python -m tests.extensions.object_storage.emulators az node_modules/.bin/azurite-blob
     python -m tests.extensions.object_storage.emulators gs gcp-storage-emulator
 
-Prints a line for each property that holds. gcp-storage-emulator ignores the conditions of writes, so that the last
-three properties fail with it.
+Prints a line for each property that holds. gcp-storage-emulator ignores the conditions of writes, so the last three
+properties fail with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.extensions.operate.object_storage.limits import LIMITS
 
 PORT = 10017
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The public key of all emulators of Azure."""
+"""Public key of all Azure emulators."""
 
 AZURITE = {
     "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;"
@@ -34,14 +34,14 @@ AZURITE = {
 }
 GOOGLE = {
     "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{PORT}",
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else gcsfs asks a real server for the kind of the bucket
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # otherwise, gcsfs asks a real server for the kind of the bucket
     "FSSPEC_GS_TOKEN": "anon",
 }
 EMULATORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "az": (["--blobPort", str(PORT), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck"], AZURITE),
     "gs": (["start", f"--port={PORT}", "--in-memory"], GOOGLE),
 }
-"""Scheme -> arguments of the emulator, and the environment of its clients."""
+"""Arguments of the emulator and the environment of its clients, by scheme."""
 
 
 def write_folder(storage: AttemptStorage, final: PurePath, content: bytes) -> None:
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def create_bucket(storage: AttemptStorage) -> None:
-    """Once the emulator listens."""
+    """Create the bucket once the emulator listens."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", PORT)):

@@ -1,4 +1,4 @@
-"""Objects on a server that speaks S3: what the storage promises, also where connections are cut."""
+"""Objects on an S3 server: the guarantees of the storage, even if connections are cut."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptStorage]:
-    """The storage, its bucket empty."""
+    """Return the storage with an empty bucket."""
     monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
     with environment(credentials(port)):
         files = file_system()
@@ -120,7 +120,7 @@ def test_an_object_is_replaced_only_as_it_was_seen(storage: AttemptStorage) -> N
     storage.replace(file, b"2", b"1")
     with pytest.raises(FileExistsError):
         storage.replace(file, b"3", b"1")
-    storage.replace(file, b"2", b"1")  # as if the answer to the first was lost
+    storage.replace(file, b"2", b"1")  # as if the answer to the first request was lost
     with pytest.raises(FileExistsError):
         storage.replace(ROOT / "gone", b"2", b"1")
     assert storage.read(file) == b"2"
@@ -138,7 +138,7 @@ def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: AttemptSto
 
 
 def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptStorage) -> None:
-    """The store carries out requests of a writer after the next one has written the same checkpoint."""
+    """The store executes requests of a writer after the next writer has written the same checkpoint."""
     final, dead, reader = ROOT / "iter_1", AttemptStorage("s3"), AttemptStorage("s3")
     dead.begin(final)
     late = dead.scratch(final) / "a"
@@ -161,7 +161,7 @@ def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptSt
 
 @pytest.mark.parametrize("then", ["iter_1", "iter_2"])
 def test_an_attempt_is_not_published_once_the_next_has_begun(storage: AttemptStorage, then: str) -> None:
-    """The next one has removed its files."""
+    """The next attempt has removed the files of this one."""
     dead = AttemptStorage("s3")
     dead.begin(ROOT / "iter_1")
     dead.write(dead.scratch(ROOT / "iter_1") / "a", b"dead")
@@ -214,7 +214,7 @@ def test_a_file_that_is_replaced_while_it_is_read_ends_the_read(
 
 
 def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:
-    """A sample of the campaign tests.extensions.object_storage.campaign."""
+    """This is a sample of the campaign tests.extensions.object_storage.campaign."""
     faults = Faults(seed=7, cut=0.3)
     data = os.urandom(11 << 20)
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
@@ -232,7 +232,7 @@ def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> N
 def test_a_store_that_stops_reading_does_not_stop_the_upload(
     port: int, storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection stays open, so that neither an error nor an answer comes."""
+    """The connection stays open, so that neither an error nor an answer arrives."""
     monkeypatch.setattr(LIMITS, "timeout_seconds", 4.0)
     monkeypatch.setattr(LIMITS, "slowest", 5e6)
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
@@ -275,7 +275,7 @@ def test_an_error_that_stays_is_raised_at_once() -> None:
 
 
 def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that were under way fail when the process goes on, long after the limit."""
+    """Requests in flight fail when the process continues, long after the limit."""
     now = [0.0]
     monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])
     limits = Limits(retry_seconds=30, timeout_seconds=10, answered=True)
@@ -312,7 +312,7 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     """`emulators` runs the real packages."""
 
     class Store:
-        """What those packages do with an object, and with the condition of a write."""
+        """Behaviour of those packages for an object and the condition of a write."""
 
         base = "http://store/storage/v1/"
         content, version = b"1", 7
@@ -342,14 +342,14 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     store = Store()
     replaced = partial(replace_seen, store, scheme, "bucket/a b")
     assert replaced(b"2", b"1") and not replaced(b"3", b"1") and store.content == b"2"
-    monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})  # of before another write
+    monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})  # the state before another write
     with pytest.raises(OSError, match="ConditionNotMet") as error:
         replaced(b"3", b"2")
     assert is_precondition(error.value) and store.content == b"2"
 
 
 def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:
-    """fsspec's store in memory has no conditional replacement and no uploads in parts."""
+    """fsspec's in-memory store supports neither conditional replacement nor multipart uploads."""
     storage, root = AttemptStorage("memory"), PurePath("/run")
     write_folder(storage, root / "iter_1", b"whole")
     assert storage.names(root / "iter_1") == ["a", "b"] and storage.finished(root / "iter_1")

@@ -1,4 +1,4 @@
-"""Indexed datasets on a server that speaks S3: samples as from the local disk, each byte fetched once a host."""
+"""Indexed datasets on an S3 server: samples equal those from the local disk, and each byte is fetched once per host."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def corpora(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two corpora on the disk, and the same under `URL`; a cache of its own."""
+    """Create two corpora on the disk and under `URL`, with a separate cache."""
     monkeypatch.setattr(CACHE, "folder", tmp_path / "blocks")
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
     random, found = np.random.default_rng(1), []
@@ -117,7 +117,7 @@ def test_cut_connections_change_no_token(corpora: list[Path], port: int) -> None
 
 
 def test_a_run_has_the_losses_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
-    """Two ranks share the cache, and a resumed run goes on."""
+    """Two ranks share the cache, and a resumed run continues with it."""
     flags = [*TINY.replace("--mock-data ", "").split(), "--train-iters", "6", "--log-interval", "1"]
     flags += ["--split", "90,10,0", "--num-workers", "2", "--storage-cache", str(tmp_path / "shared")]
     losses, screens = [], []
@@ -184,7 +184,8 @@ def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_shards_give_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
-    """Of JSON lines that are divided and of a file that is not; written to a URL, and read there."""
+    """The shards come from JSON lines that are divided and from a file that is not; they are written to a URL and read
+    from there."""
     random = np.random.default_rng(4)
     letters = np.array(list("abcdefgh "))
     lines = [json.dumps({"text": "".join(random.choice(letters, int(random.integers(1, 900))))}) for _ in range(3000)]

@@ -1,4 +1,4 @@
-"""Tokenizers, Hugging Face folders and checkpoints in object storage, as a run and the tools take them."""
+"""Tokenizers, Hugging Face folders and checkpoints in object storage, used by a run and the tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that save to a server that speaks S3."""
+"""Runs that save to an S3 server."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
 
 
 def test_a_run_outlives_a_store_that_fails(tmp_path: Path, port: int) -> None:
-    """Connections are cut at random, and for some seconds all are refused."""
+    """Connections are cut at random, and all are refused for some seconds."""
     faults = Faults(seed=11, cut=0.05)
 
     def fail() -> None:

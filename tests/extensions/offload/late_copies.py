@@ -1,5 +1,5 @@
-"""Copies between device and host as late as their events allow, and memory whose values are lost once it is given back:
-on a CPU a use before the copy has arrived, or after the memory was given back, shows."""
+"""Copies between device and host that are as late as their events allow, and memory whose values are lost once it is
+freed. A CPU test then detects a use before the copy has arrived, or after the memory was freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.extensions.memory.offload import host_update, streamed_units
 
 
 class LateQueue(host_update.CopyQueue):
-    """Makes each copy as late as its events allow, as a GPU's copy engine may. Until then what it writes to holds other
+    """Make each copy as late as its events allow, as a GPU's copy engine may. Until then, its target holds other
     numbers."""
 
     def __init__(self, device: torch.device) -> None:
@@ -62,14 +62,14 @@ class LateEvent:
 
 
 def lose(tensor: torch.Tensor) -> None:
-    """In place of freeing and of allocating: the memory stays where it is, and its values are gone."""
+    """Replace freeing and allocating: the memory stays allocated, but its values are lost."""
     alloc_storage(tensor)
     tensor.fill_(torch.nan)
 
 
 @contextmanager
 def late_copies() -> Iterator[None]:
-    """Copies of offloaded states and weights are late, and memory of units loses its values between uses."""
+    """Make copies of offloaded states and weights late, and make the memory of units lose its values between uses."""
     with ExitStack() as patches:
         for module in (host_update, streamed_units):
             patches.enter_context(mock.patch.object(module, "CopyQueue", LateQueue))

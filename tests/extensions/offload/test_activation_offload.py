@@ -1,4 +1,4 @@
-"""Saved activations that wait in host memory: the same bits as without, in memory that is bounded."""
+"""Saved activations offloaded to host memory: bit-identical results with bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("layers", "flags"), RUNS)
 def test_offload_changes_no_bit(layers: int, flags: str) -> None:
-    """In 16 bits; the parity matrix has other layouts."""
+    """The runs use 16 bits; the parity matrix has other layouts."""
     plain = f"{COMMON} {flags}".split()
     offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
     found = list(differences(train_in_world(2, plain), train_in_world(2, [*plain, *offload])))
@@ -63,7 +63,7 @@ def offload_with_late_copies() -> ActivationOffload:
 
 
 def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
-    """Of three micro-batches with backwards in another order, all copies as late as can be."""
+    """Three micro-batches have their backwards in another order, and all copies are as late as possible."""
     found = []
     for offload in (None, offload_with_late_copies()):
         model = model_with(offload)
@@ -88,7 +88,8 @@ def test_a_layers_activations_are_fetched_while_the_next_layer_computes(monkeypa
     assert len(log) > 10
     fetches = [entry for entry in log if entry == "fetch"]
     order = [entry for entry, after in zip(log, [*log[1:], ""], strict=True) if entry != after]
-    # Behind the beginning of layer 2 those of layer 1, behind that of layer 1 those of layer 0, and none later.
+    # After the beginning of layer 2 comes the fetch for layer 1, after that of layer 1 the fetch for layer 0, and none
+    # later.
     assert [entry for entry in order if entry != "fetch"] == [f"{w} {n}" for n in (2, 1, 0) for w in ("begin", "end")]
     assert order[-2:] == ["begin 0", "end 0"] and order.count("fetch") == 2
     assert order.index("fetch") < order.index("end 2") and len(fetches) % 2 == 0
@@ -100,11 +101,11 @@ def test_what_stays_and_what_travels_once() -> None:
     given = torch.ones(4, 8, requires_grad=True)
     through = offload.begin(given, {"rotary": (table,)})
     with through.part(True, [weight]):
-        made = given * weight * table  # saves the input, the parameter and what is shared: nothing that travels
+        made = given * weight * table  # saves the input, the parameter and a shared tensor: nothing is offloaded
         assert offload.sent == 0
         few = made[0, :4].exp() * made[0, :4]  # below 8 elements
         assert offload.sent == 0
-        out = made[:2] * made[2:] * made[1:3].t().contiguous().t()  # two views of `made`, a product and a copy
+        out = made[:2] * made[2:] * made[1:3].t().contiguous().t()  # saves two views of `made`, a product and a copy
     assert offload.sent == made.nbytes + 2 * out.nbytes
     through.watch(out)
     through.end()
@@ -120,7 +121,7 @@ def test_buffers_are_reused_and_freed_with_graphs_that_have_no_backward() -> Non
     model(None, batch_of(model)).backward()
     after_one = offload.pool.nbytes
     for _ in range(2):
-        model(None, batch_of(model))  # nobody runs its backward
+        model(None, batch_of(model))  # its backward never runs
         model(None, batch_of(model)).backward()
     assert offload.pool.nbytes == after_one
     pending = model(None, batch_of(model))

@@ -1,4 +1,4 @@
-"""What is said of offload where a device ran out of memory."""
+"""Messages about offloading after a device ran out of memory."""
 
 from __future__ import annotations
 

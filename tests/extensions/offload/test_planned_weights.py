@@ -1,4 +1,4 @@
-"""Plans of weights in host memory: bytes of device and host, and what copies take beside passes."""
+"""Plans with weights in host memory: bytes of device and host, and the time of copies that passes do not hide."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def planned(flags: str) -> RankMemory:
 
 
 def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
-    """Two units' parameters and three units' gradients come and go; what stays are norms, and activations."""
+    """The parameters of two units and the gradients of three are in flight; norms and activations stay."""
     rank = planned(LLAMA_8B)
     flying, memory = rank.plan.in_flight, rank.plan.memory
     assert flying.parameters == 2 * (VOCABULARY + LAYER) and flying.gradients == 4 * (VOCABULARY + 2 * LAYER)
@@ -72,7 +72,7 @@ def test_a_plan_says_what_a_host_lacks() -> None:
 
 
 def test_files_take_what_host_memory_does_not() -> None:
-    """Llama 3.1 8B on a host of any size: 18 bytes an element of its matrices are in files."""
+    """Llama 3.1 8B on a host of any size: 18 bytes per element of its matrices are in files."""
     memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
     assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20
     device, config = read_device("rtx4090"), config_of(f"{LLAMA_8B} --offload-weights-folder FOLDER")
@@ -84,17 +84,18 @@ def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     device = replace(read_device("rtx4090"), host_gb_per_second=25.0, host_update_gb_per_second=50.0)
     config = config_of(LLAMA_8B)
     step = predict_step(config, 1, device, cache=CACHE)
-    moved = 2 * 12 * MATRICES + (2 + 4 * 4) * MATRICES  # states read and written; parameters, and sums four times
+    moved = 2 * 12 * MATRICES + (2 + 4 * 4) * MATRICES  # states are read and written, parameters twice, sums four times
     assert step.parts["optimizer"] == pytest.approx(moved / 50e9, rel=0.01)
     fast = predict_step(config, 1, replace(device, host_gb_per_second=1e6), cache=CACHE)
     assert fast.parts["offload"] == 0.0 < step.parts["offload"] < 0.05 * step.seconds
     slow = predict_step(config, 1, replace(device, host_gb_per_second=1.0), cache=CACHE)
-    passes = 16 * (2 * MATRICES + 2 * (MATRICES - 2 * VOCABULARY) + 4 * MATRICES) / 1e9  # what comes, one way
+    passes = 16 * (2 * MATRICES + 2 * (MATRICES - 2 * VOCABULARY) + 4 * MATRICES) / 1e9  # copies to the device, one way
     assert slow.parts["offload"] + slow.parts["matmul"] > 0.9 * passes
 
 
 def test_what_comes_and_leaves_beside_a_pass_is_exposed_where_it_takes_longer() -> None:
     forward, backward = UnitPass(1.0, 2e9), UnitPass(2.0, 3e9, left=5e9)
-    assert exposed([forward, backward], 1.0) == [4.0, 0.0]  # the gradients of the step before leave for 5 seconds
+    # the gradients of the previous step are copied for 5 seconds
+    assert exposed([forward, backward], 1.0) == [4.0, 0.0]
     assert exposed([forward, backward], 2.5) == [1.0, 0.0]
     assert exposed([forward, backward], 5.0) == [0.0, 0.0]

@@ -56,8 +56,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
-    """Loss, gradients, norm, weights, main parameters and moments of two steps, however late copies are made, with
-    nothing left in memory that was given back."""
+    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal, however late copies are, and
+    although freed memory loses its values."""
     ranks, flags = RUNS[name]
     plain = train_in_world(ranks, shlex.split(MODEL + flags))
     with late_copies():
@@ -96,7 +96,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
     layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
     assert adds == 2 * ["output_layer", *layers, "embedding.word_embeddings"]
     second = len(events) - events[::-1].index(("add", "output_layer")) - 1
-    for name in layers:  # the sum so far is fetched while the unit before is computed
+    for name in layers:  # the sum so far is fetched while the previous unit is computed
         fetched = events.index(("add", name), second)
         assert ("reduce", name) not in events[second:fetched]
         before = (["output_layer", *layers])[layers.index(name)]
@@ -113,7 +113,8 @@ def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:
 
 
 def _evaluated(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Losses of evaluations after a step, of the weights and of their averages; and gradients of a step after them."""
+    """Return the losses of evaluations after a step, of the weights and of their averages, and the gradients of a step
+    after them."""
     with local_run(resolve_legal(parse(flags), world_size), rank, world_size) as run:
         train_step(run)
         batches = run.data.read_batches(run.progress.next_step(run.batch_sizes))

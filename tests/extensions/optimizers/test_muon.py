@@ -1,4 +1,5 @@
-"""Muon on any layout makes the updates of torch.optim.Muon in one process, and Adam those of everything else."""
+"""Under any layout, Muon makes the updates of torch.optim.Muon in one process, and Adam those of all other
+parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
+import torch._dynamo  # torch.optim needs it: import it once here instead of in every forked rank
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
@@ -34,7 +35,7 @@ ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
 
 
 class MuonOracle(Oracle):
-    """torch.optim.Muon for the matrices that each parameter of a hidden layer consists of, AdamW for the rest."""
+    """torch.optim.Muon for the matrices in each parameter of a hidden layer, AdamW for the rest."""
 
     def __init__(self, state, flags, dtype=torch.float64):
         super().__init__(state, lambda groups: None, dtype)
@@ -76,7 +77,7 @@ class MuonOracle(Oracle):
 def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND, dtype="fp64"):
     matrix_plan.ROUND = round_size
     exact = dtype == "fp64"
-    if exact:  # torch's iteration in fp64 too, not in bf16
+    if exact:  # use fp64 instead of bf16 in torch's iteration too
         torch.Tensor.bfloat16 = torch.Tensor.clone
     state = build_parallel_state(dims, rank)
     ddp, optimizer = build(state, distributed, dtype, **FLAGS, **ADAM, **flags)
@@ -96,9 +97,9 @@ def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND,
 CASES = [
     *((dims, distributed, MOONLIGHT) for dims in LAYOUTS for distributed in (True, False)),
     (ParallelDims(tp=2, dp=2), True, JORDAN),
-    # One matrix in each round, so that messages of two rounds are under way together.
+    # One matrix in each round, so that messages of two rounds are in flight together.
     *((dims, True, MOONLIGHT, 1) for dims in (ParallelDims(), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2))),
-    # fp32 main parameters, the iteration in bf16: what torch.optim.Muon always does.
+    # fp32 main parameters and the iteration in bf16, as always in torch.optim.Muon.
     (ParallelDims(dp=2), True, MOONLIGHT, matrix_plan.ROUND, "fp32"),
 ]
 
@@ -123,7 +124,8 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def orthonormal(update: Tensor) -> bool:
-    """Whether the rows or the columns of an update are orthogonal and equally long, as far as five steps make them."""
+    """Return True if the rows or the columns of an update are orthogonal and equally long, as far as five steps make
+    them."""
     matrix = update.reshape(-1, update.shape[-1])
     values = torch.linalg.svdvals(matrix)
     return bool(values.amax() < 1.35 * values.amin())
@@ -152,7 +154,7 @@ def test_blockwise_orthogonalizes_each_shard():
     dims = ParallelDims(tp=2, dp=2)
     ranks = run_world(4, step_of, dims, flags)
     whole = run_world(4, step_of, dims, flags | {"muon_tp_mode": "duplicated"})
-    name = "decoder.layers.1.mlp.linear_fc2.weight"  # [31, 6], cut along its columns
+    name = "decoder.layers.1.mlp.linear_fc2.weight"  # [31, 6], sharded along its columns
     both = lambda ranks: torch.cat([update_of(step, name) for step in ranks[:2]], 1)  # noqa: E731
     assert all(orthonormal(update_of(step, name)) for step in ranks) and not orthonormal(both(ranks))
     assert orthonormal(both(whole))
@@ -212,7 +214,7 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
 
 
 def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of Mamba-2's packed projection that a version saved which left it to Muon."""
+    """An example is Mamba-2's packed projection, saved by a version that used Muon for it."""
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
     monkeypatch.setattr(OptimizerConfig, "whole_roles", property(lambda config: frozenset({"router"})))
@@ -228,7 +230,7 @@ def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> No
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role in whole} == {"out_proj.weight"}
-    assert metas["in_proj.weight"].kind == "matrices"  # its weight decay is that of others
+    assert metas["in_proj.weight"].kind == "matrices"  # its weight decay is that of other matrices
 
 
 def test_matrices_of_delta_nets() -> None:

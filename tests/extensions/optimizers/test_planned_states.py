@@ -1,4 +1,4 @@
-"""Planned bytes of states of Muon, in few bits and in host memory are those that are allocated."""
+"""Planned bytes of Muon's states, of low-precision states and of states in host memory equal the allocated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states in fewer bits than fp32, at every layout; sums of gradients in bf16."""
+"""Optimizer states with fewer bits than fp32, under every layout; gradient sums in bf16."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_every_layout_makes_the_same_updates_in_fp8() -> None:
-    """Rounding at random included: the bits are those of the element, and no layout cuts a block of scales. The parity
-    matrix has states in 16 bits."""
+    """This includes random rounding: the random bits belong to the element, and no layout splits a block of scales. The
+    parity matrix tests states in 16 bits."""
     flags = f"{MODEL} --fp64 {MOMENTS['fp8']}"
     alone = train_in_world(1, flags.split())
     sharded = [(2, f"{STRATEGY} {strategy}") for strategy in SHARDED]
@@ -45,7 +45,7 @@ def test_with_all_in_the_main_dtype_it_is_adam() -> None:
 
 
 def test_remainders_lose_nothing() -> None:
-    """Beside main parameters in fp32: the same, but for parameters halfway between two numbers of bf16."""
+    """The result equals that of fp32 main parameters, except for parameters halfway between two bf16 numbers."""
     flags = f"{MODEL} --bf16 {AWARE}"
     whole, parts = (train_in_world(1, f"{flags}{more}".split()) for more in ("--no-store-param-remainders", ""))
     mains = [key for key in whole.tensors if key.startswith("step 1 main_param")]
@@ -85,7 +85,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
 
 
 def test_a_moment_that_changes_little_does_not_stand_still() -> None:
-    """0.99 of a number in fp8 is nearest to itself."""
+    """0.99 times an fp8 number is nearest to that number itself."""
     state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
     for number in range(100):
@@ -97,8 +97,8 @@ def test_a_moment_that_changes_little_does_not_stand_still() -> None:
 
 
 def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
-    """Into formats that hold each value of the saved ones, bit for bit; but for parameters halfway between two numbers
-    of bf16, which remainders round away from zero."""
+    """They load into formats that represent each saved value bit for bit, except for parameters halfway between two
+    bf16 numbers, which remainders round away from zero."""
     checkpoints, base = Checkpoints(tmp_path), f"{MODEL} --bf16 "
     fp8 = f"{MOMENTS['fp8']} --main-grads-dtype bf16 "
     checkpoints.visit("fp8", 2, parse_args(f"{base}{fp8}--tp 2".split()), train=True)
@@ -117,7 +117,7 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
 
 
 def test_a_sum_in_bf16_keeps_small_terms() -> None:
-    """32 micro-batches, each a tenth of a rounding step of the sum so far."""
+    """There are 32 micro-batches, each of which adds a tenth of a rounding step of the sum so far."""
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
@@ -153,7 +153,7 @@ OF_STATES = [
 
 @pytest.mark.grid("case", OF_STATES[-2:-1], OF_STATES)
 def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
-    """Main parameters as remainders, whole and in fp16, under bf16 parameters that are gathered layer by layer."""
+    """Main parameters are remainders, whole, or in fp16, for bf16 parameters that are gathered layer by layer."""
     ranks, formats = case
     flags = f"{MODEL} --bf16 {AWARE} {formats} --micro-batch-size 2 --clip-grad 0"
     plain, *sharded = (
@@ -161,5 +161,5 @@ def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
     )
     for found in sharded:
         assert not found.replica_errors
-        keys = [key for key in plain.tensors if not key.endswith("grad_norm")]  # which is summed in another order
+        keys = [key for key in plain.tensors if not key.endswith("grad_norm")]  # the norm is summed in another order
         assert [key for key in keys if not plain[key].equal(found[key])] == []

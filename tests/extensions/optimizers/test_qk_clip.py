@@ -1,4 +1,4 @@
-"""QK-clip: the largest logit of each head, and what follows from it."""
+"""QK-clip: the largest logit of each head, and the resulting clip."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TAU = 0.1
 
 
 def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Largest logits of the initial weights, and of the same samples after a step that changes nothing but by its
-    clip."""
+    """Return the largest logits with the initial weights, and for the same samples after a step that changes weights
+    only by its clip."""
     true = QKClip.largest
     found: list[list[torch.Tensor]] = []
 
@@ -41,7 +41,7 @@ def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.T
 
 @pytest.mark.parametrize("heads", [PLAIN, LATENT], ids=["plain", "latent"])
 def test_no_head_stays_above_the_threshold(heads: str) -> None:
-    """With a learning rate of almost nothing the clip is all that changes, and every logit falls by its factor."""
+    """With a learning rate near zero, only the clip changes weights, and every logit falls by its factor."""
     ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {heads} --qk-clip --qk-clip-threshold {TAU}")
     assert (before > TAU).any()
     bound = torch.where(before > TAU, TAU, before)

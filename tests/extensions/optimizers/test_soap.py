@@ -1,4 +1,4 @@
-"""SOAP makes the updates of its authors' program, at any layout, with planned states that reshard."""
+"""SOAP makes the updates of its authors' program under any layout, with planned states that reshard."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLAGS = {"optimizer": "soap", "adam_beta1": 0.8, "adam_beta2": 0.9, "soap_precon
 
 
 class TheirSoap(torch.optim.Optimizer):
-    """github.com/nikhilvyas/SOAP at its default flags, for matrices, written once more by its formulas: `basis` is its
-    get_orthogonal_matrix, `refreshed` its get_orthogonal_matrix_QR. With `repaired`, directions that no gradient has
-    had so far keep their basis."""
+    """github.com/nikhilvyas/SOAP with its default flags, for matrices, reimplemented from its formulas: `basis` is its
+    get_orthogonal_matrix, `refreshed` its get_orthogonal_matrix_QR. With `repaired`, directions without any gradient so
+    far keep their basis."""
 
     def __init__(self, groups, shampoo_beta=0.9, max_dim=10_000, eps=1e-8, repaired=False):
         super().__init__(groups, {"lr": LR, "weight_decay": DECAY})
@@ -38,7 +38,7 @@ class TheirSoap(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
-                for index in range(param[..., 0, 0].numel()):  # experts that lie in one tensor
+                for index in range(param[..., 0, 0].numel()):  # experts stored in one tensor
                     matrix, grad = (x.view(-1, *x.shape[-2:])[index] for x in (param, param.grad))
                     self.one(matrix, grad, self.state[param].setdefault(index, {}), group)
 
@@ -82,7 +82,7 @@ class TheirSoap(torch.optim.Optimizer):
                 state["Q"][dim] = self.repair(found, sizes.diag().abs(), old[:, order])
 
     def repair(self, vectors: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-        """The basis, in which vectors of size 0 are what Gram and Schmidt make of the others."""
+        """Return the basis in which Gram-Schmidt orthogonalization replaces vectors of size 0."""
         vectors = vectors.clone()
         if self.repaired:
             for place in torch.nonzero(sizes < 1e-13 * sizes.max()).flatten().tolist():
@@ -104,7 +104,7 @@ def project_back(x: Tensor, bases: list) -> Tensor:
 
 
 def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
-    """Gradients of 7 steps that have the same `rank` rows and columns."""
+    """Return the gradients of 7 steps with the same `rank` rows and columns."""
     generator = torch.Generator().manual_seed(rows * columns + rank)
 
     def draw(*shape: int) -> Tensor:
@@ -118,7 +118,8 @@ def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
     ("shape", "max_dim"), [((5, 5), 10_000), ((9, 4), 10_000), ((3, 8), 10_000), ((9, 4), 8), ((9, 4), 2)], ids=str
 )
 def test_updates_match_the_authors_program(shape, max_dim):
-    """Its basis of directions that no gradient ever has is rounding error: gradients here have the same ones."""
+    """For directions without any gradient, its basis is rounding error, so the gradients here all have the same
+    ones."""
     meta = ParamMeta("weight", shape, role="hidden")
     flags = FLAGS | {"soap_shampoo_beta": 0.7, "soap_max_precondition_dim": max_dim, "adam_eps": 1e-4}
     link = Soap(optimizer_config(**flags))
@@ -142,7 +143,7 @@ def test_updates_match_the_authors_program(shape, max_dim):
 
 
 def oracle_of(state) -> Oracle:
-    """SOAP for hidden matrices and AdamW for the rest."""
+    """Return the reference: SOAP for hidden matrices and AdamW for the rest."""
     oracle = Oracle(state, lambda groups: None)
     oracle.optimizer = Both(oracle)
     return oracle
@@ -188,7 +189,7 @@ def compare_with_one_process(rank, world, dims, distributed):
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, distributed):
-    """Whole matrices and experts; states have an owner each, and take the bytes that are planned."""
+    """The cases include whole matrices and experts; each state has one owner and takes the planned bytes."""
     assert any(run_world(dims.world_size, compare_with_one_process, dims, distributed))
 
 
@@ -197,14 +198,14 @@ def test_a_skipped_step_leaves_all_states():
 
 
 def test_states_reshard(tmp_path: Path):
-    """Saved under one layout and loaded under others, to the bit."""
+    """States saved under one layout are bit-identical when loaded under others."""
     run_world(4, train_and_save, ParallelDims(tp=2, dp=2, ep=2), True, "soap", tmp_path)
     for dims, distributed in (ParallelDims(pp=2, dp=2), True), (ParallelDims(dp=3), False):
         run_world(dims.world_size, load_and_compare, dims, distributed, "soap", tmp_path)
 
 
 def test_a_model_trains_the_same_at_layouts(tmp_path: Path) -> None:
-    """Also resumed in another layout, in fp64."""
+    """This includes a resume under another layout, in fp64."""
     flags = "--optimizer soap --soap-precondition-frequency 2 --num-layers 2"
     path = tmp_path / "rows.json"
     layouts = ["--layouts", "dp2-to-tp2-sp-pp2-dp2"]

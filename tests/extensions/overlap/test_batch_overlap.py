@@ -1,4 +1,4 @@
-"""Two passes in turns: who runs when, and what becomes of an error."""
+"""Two alternating passes: which one runs when, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_passes_run_in_turns_until_one_ends(first: int, second: int, order: str)
         log: list[str] = []
         overlap.run(steps("F", first, log), steps("B", second, log))
         assert " ".join(log) == order
-        overlap.hand_over()  # without another pass, for which it would wait
+        overlap.hand_over()  # there is no other pass to wait for
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ RANKS = (2, 3, 4, 8, 16)
 
 @st.composite
 def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, int]:
-    """(documents, seq-length, ranks)"""
+    """Draw (documents, seq-length, ranks)."""
     ranks = draw(st.sampled_from(RANKS))
     length = 2 * ranks * draw(st.integers(1, 24))
     inner = st.lists(st.integers(1, length - 1), unique=True, max_size=12)
@@ -47,7 +47,8 @@ def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, in
 
 
 def check(shards: Shards, documents: Documents, length: int) -> None:
-    """Each position once, equally many of each rank, and each pair that the masks leave in one tile of one rank."""
+    """Check that each position occurs once, each rank has equally many, and each pair that the masks keep is in one
+    tile of one rank."""
     ranks = len(shards.held)
     held = [[place for span in spans for place in span] for spans in shards.held]
     assert sorted(chain.from_iterable(held)) == list(range(length)) and {len(each) for each in held} == {
@@ -126,7 +127,7 @@ def test_short_documents_send_no_keys() -> None:
     documents = (tuple(range(0, 64, 4)),)
     shards = balanced_shards(documents, 64, 4)
     assert shards.sent == ((), (), (), ()) and score(owners_of(shards, 64), documents, 4).work == 1
-    # One long document on all ranks, eight short ones on two each.
+    # One long document is on all ranks, and eight short ones are on two ranks each.
     documents = ((0, *range(32, 64, 4)),)
     shards = hybrid_shards(documents, 64, 4, 4)
     assert [sum(map(len, spans)) for spans in shards.sent] == [8, 8, 8, 8]

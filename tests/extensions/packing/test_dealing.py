@@ -46,8 +46,9 @@ def test_each_sample_is_dealt_once_and_no_exchange_helps_the_busiest(shape: tupl
     dealt = deal(works, replicas, size)
     assert dealt.shape == (micro_batches, replicas, size) and sorted(dealt.ravel().tolist()) == list(range(len(works)))
     sums = works[dealt].sum(2)
-    assert (np.diff(sums, axis=0) <= 0).all()  # micro-batches by their work
-    # No exchange of two samples between the busiest replica and another leaves both with less work than it has.
+    assert (np.diff(sums, axis=0) <= 0).all()  # micro-batches are ordered by their work
+    # No exchange of two samples between the busiest replica and another leaves both with less work than the busiest has
+    # now.
     totals = works[dealt].sum((0, 2))
     busiest = int(totals.argmax())
     for other in range(replicas):
@@ -58,7 +59,7 @@ def test_each_sample_is_dealt_once_and_no_exchange_helps_the_busiest(shape: tupl
 
 
 def test_log_normal_lengths_are_balanced() -> None:
-    """Eight replicas of 16 samples each: max/mean of the work of replicas, mean of 20 steps."""
+    """Eight replicas of 16 samples each: the maximum of the replicas' work over its mean, averaged over 20 steps."""
     random = np.random.default_rng(0)
     before, after = [], []
     for _ in range(20):
@@ -77,7 +78,7 @@ def test_log_normal_lengths_are_balanced() -> None:
 
 @pytest.mark.parametrize(("counts", "pairs"), [([9], 36), ([4, 5], 20), ([4, 4], 20), ([3], 6 + 15), ([9, 0], 36)])
 def test_pairs_of_a_sample(counts: list[int], pairs: int) -> None:
-    """Of seq-length 8: the last of nine tokens is only a label; what is left is padding, a document too."""
+    """With seq-length 8, the last of nine tokens is only a label; the rest is padding, which is a document too."""
     assert pairs_of(counts, 8) == pairs
 
 
@@ -107,7 +108,7 @@ def test_an_iterator_takes_the_samples_of_each_step_at_any_start(tmp_path: Path,
                 pass
         return steps
 
-    for ranks in (1, 2, 4):  # batch sizes change, and a step is taken again
+    for ranks in (1, 2, 4):  # batch sizes change, and a step is repeated
         starts = [(0, 8), (8, 8), (16, 16), (32, 8), (8, 8)]
         assert taken(starts, ranks) == [list(range(first, first + size)) for first, size in starts]
 
@@ -172,7 +173,7 @@ def test_a_plan_of_text_says_that_padding_is_unknown() -> None:
 
 
 def break_a_sample(run: TrainingRun) -> None:
-    """Makes the output of an MLP NaN for sample 5."""
+    """Make the output of an MLP NaN for sample 5."""
     mlp = run.stages[0].decoder.layers[1].mlp
     inner = mlp.forward
 
@@ -184,7 +185,7 @@ def break_a_sample(run: TrainingRun) -> None:
 
 
 def end_with_nan(rank: int, world_size: int, config: RunConfig) -> list[list[int]]:
-    """Saves a step that is not finite; returns the samples of each micro-batch of this rank in it."""
+    """Save a non-finite step, and return the samples of each of this rank's micro-batches in it."""
     with local_run(config, rank, world_size) as run:
         break_a_sample(run)
         step = run.progress.next_step(run.batch_sizes)

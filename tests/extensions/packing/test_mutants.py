@@ -1,6 +1,6 @@
-"""Are the tests of packing able to fail? Each rule of order, lengths and work is broken, and its test must notice.
+"""Proof that the packing tests can fail: each rule of order, lengths and work is broken, and its test must notice.
 
-`mutants.txt` has the mutants of what the parity matrix covers.
+`mutants.txt` has the mutants that the parity matrix covers.
 """
 
 from __future__ import annotations
@@ -98,6 +98,6 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
 
 
 def forget() -> None:
-    """Clears what functions keep of earlier calls."""
+    """Clear the caches of functions."""
     for kept in (context_shards.balanced_shards, context_shards.hybrid_shards):
         kept.cache_clear()

@@ -1,11 +1,12 @@
-"""Random faults in runs with copies in memory: each costs a step at most, and the end is bitwise the undisturbed one.
+"""Random faults in runs with copies in memory: each costs at most one step, and the result equals the undisturbed one
+bitwise.
 
     python -m tests.extensions.peer_copies.campaign --rounds 10 --seed 1
 
 Each round draws a world of 2 to 4 ranks on 1 to 4 hosts, a layout, and one to three faults: an error, SIGKILL or
-SIGSTOP in a step, a death while copies are sent or once they are stored, in a save, and while a run resumes. In some
-rounds two ranks are killed within two seconds, at once or as the first is recovered from; in some a host is lost for
-good, and in half of these the spare that replaces it too, while it resumes. A line tells each recovery.
+SIGSTOP in a step, or a death while copies are sent, once they are stored, in a save, or while a run resumes. In some
+rounds, two ranks are killed within two seconds, together or while the run recovers from the first. In some, a host is
+lost for good, and in half of these, its spare is lost too while it resumes. Each recovery is printed as a line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.extensions.peer_copies.runs import Planned, Run
 
 KINDS = ("error", "kill", "stop", "copy", "agreed", "start", "end", "save", "two", "host")
 SPARES = 2
-"""Of rounds in which a host is lost."""
+"""Spares in rounds in which a host is lost."""
 
 STEPS = 6
 LAYOUTS = {
@@ -38,7 +39,7 @@ STRATEGIES = ("no_shard", "optim")
 
 
 def drawn_faults(moments: random.Random, ranks: int) -> list[Planned]:
-    """Faults of one start each, or of two, at steps that do not fall. At most one host is lost."""
+    """Return the faults of one start each, or of two, at non-decreasing steps. At most one host is lost."""
     steps = sorted(moments.randrange(1, STEPS - 1) for _ in range(moments.randrange(1, 4)))
     faults, number, kinds = list[Planned](), 0, KINDS
     for step in steps:
@@ -62,7 +63,7 @@ def drawn_faults(moments: random.Random, ranks: int) -> list[Planned]:
 
 
 def drawn_flags(moments: random.Random, ranks: int) -> list[str]:
-    """Flags of a round."""
+    """Return the flags of a round."""
     layout = moments.choice(LAYOUTS[ranks])
     if "strategy" not in layout:
         layout += f" --data-parallel-sharding-strategy {moments.choice(STRATEGIES)}"
@@ -71,7 +72,8 @@ def drawn_flags(moments: random.Random, ranks: int) -> list[str]:
 
 
 def one_round(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """The recoveries of a round. Asserts that each lost a step at most, and that the end is that without faults."""
+    """Run a round and return its recoveries. Asserts that each lost at most one step, and that the result equals the
+    one without faults."""
     moments = random.Random(seed)
     ranks, per_host = moments.randrange(2, 5), moments.randrange(1, 3)
     faults, flags = drawn_faults(moments, ranks), drawn_flags(moments, ranks)
@@ -96,7 +98,7 @@ def one_round(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the rounds, and prints how long recoveries took."""
+    """Run the rounds, and print how long recoveries took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,12 +1,12 @@
-"""What copies in memory add to a step, between hosts with a link of a given rate (root).
+"""Time that copies in memory add to a step, between hosts with a link of a given rate (needs root).
 
     python -m tests.extensions.peer_copies.overhead --steps 120
 
-Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model, sharded over them, so that all that
-a rank holds is sent to the other host. For `BLOCK` steps copies are made after each, for the next `BLOCK` they are not,
-in turn: both see the same load of the machine. The first step of a block is left out, as it has the copies of the step
-before behind it. A step sleeps for `--seconds`, as passes on a GPU leave processor and network of the host free, then
-computes for a moment, and communicates. A copy is sent from its beginning on.
+Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model sharded over them, so that everything
+a rank holds is sent to the other host. Blocks of `BLOCK` steps with copies and without alternate, so that both see the
+same load of the machine. The first step of a block is ignored, because it follows the previous step's copies. A step
+sleeps for `--seconds`, because passes on a GPU leave the host's processor and network free, then computes for a moment,
+and communicates. Sending begins together with the copy.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HOSTS = 2
 
 
 def copied(iteration: int) -> bool:
-    """Whether a copy is made after an iteration."""
+    """Return True if a copy is made after an iteration."""
     return (iteration // BLOCK) % 2 == 0
 
 
 def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
-    """`pretrain_gpt.main` with so many seconds of sleep in each step, which copies in every second block of steps, and
-    notes in the file `sent` the bytes of each part that it sends, and the seconds that this takes."""
+    """Return a `pretrain_gpt.main` that sleeps for `seconds` in each step and copies in every second block of steps. It
+    records the bytes of each part that it sends, and the seconds that this takes, in the file `sent`."""
 
     def main(argv: list[str]) -> int:
         made, copy, put = training.train_step, PeerCopies._copy, Link.put
@@ -71,7 +71,7 @@ def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
 
 
 def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -> str:
-    """The medians of steps with copies and without, and what was sent."""
+    """Describe the median times of steps with copies and without, and the data sent."""
     after = {True: list[float](), False: list[float]()}
     for record in records:
         before = int(record["iteration"]) - 1
@@ -92,7 +92,7 @@ def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, and prints the medians."""
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=0.7)

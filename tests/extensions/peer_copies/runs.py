@@ -1,4 +1,4 @@
-"""Runs with copies in memory, of ranks that count as hosts of their own, and faults in them."""
+"""Runs with copies in memory, whose ranks count as separate hosts, and faults in them."""
 
 from __future__ import annotations
 
@@ -32,45 +32,55 @@ MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1".split()
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault: the rank that it hits, in the step after so many, or while the copies of that step are made."""
+    """Planned fault: the rank that it hits, in the step after so many or while the copies of that step are made."""
 
     kind: str
     rank: int
-    """The process of the launcher: a spare may have another rank later."""
+    """Process of the launcher; a spare may have another rank later."""
 
     step: int
     start: int = 0
-    """The start in the job in which it strikes."""
+    """Number of the start in the job at which the fault strikes."""
 
     @property
     def now(self) -> bool:
-        """Whether this is its start."""
+        """True in the start in which the fault strikes."""
         return int(os.environ.get(START, "0")) == self.start
 
     @property
     def strikes_in_step(self) -> bool:
-        """Whether it strikes at the beginning of a step."""
+        """True if the fault strikes at the beginning of a step."""
         return self.kind.partition(" ")[0] in ("error", "kill", "stop", "copied", "workers", "host", "term", "exit")
 
 
 class InjectedError(RuntimeError):
-    """A rank's own error."""
+    """Injected error of a rank."""
 
 
 def await_copies(run: TrainingRun) -> None:
-    """Returns once the copies of the last step are complete."""
+    """Wait until the copies of the last step are complete."""
     for callback in run.callbacks:
         if isinstance(callback, PeerCopies) and callback._copies is not None:
             callback._copies.wait()
 
 
 def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Callable[[list[str]], int]:
-    """`pretrain_gpt.main` in which faults strike. Kinds: error, kill, stop; copied (killed once the copies of the last
-    step are complete); copy (killed while its copies are sent); agreed (killed once its own copies are stored); save
-    (killed in a save, after so many steps or more); end (killed before the last save, with its copies complete); start
-    (killed while it resumes); "workers 2 3" (these processes of the launcher are killed); "host 1" (all of that host,
-    and its memory is gone); exit (leaves with code 3); term (its parent gets SIGTERM), "term kill" (just before it is
-    killed). "start workers 2", "start term": these, while its rank resumes."""
+    """Return a `pretrain_gpt.main` in which faults strike.
+
+    Kinds of faults:
+        error, kill, stop: at the beginning of a step.
+        copied: killed once the copies of the last step are complete.
+        copy: killed while its copies are sent.
+        agreed: killed once its own copies are stored.
+        save: killed in a save, after so many steps or more.
+        end: killed before the last save, with its copies complete.
+        start: killed while it resumes.
+        "workers 2 3": these processes of the launcher are killed.
+        "host 1": the whole host is killed, and its memory is lost.
+        exit: exits with code 3.
+        term: its parent gets SIGTERM; with "term kill", just before the rank is killed.
+        "start workers 2", "start term": the same, while its rank resumes.
+    """
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step
@@ -128,7 +138,7 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
 
 
 def lost_workers(kind: str, per_host: int) -> list[int]:
-    """The processes of the launcher that a fault ends for good."""
+    """Return the processes of the launcher that a fault ends for good."""
     words = kind.removeprefix("start ").split()
     if words[0] == "host":
         return list(range(int(words[1]) * per_host, (int(words[1]) + 1) * per_host))
@@ -136,7 +146,7 @@ def lost_workers(kind: str, per_host: int) -> list[int]:
 
 
 class Run:
-    """A run in a folder, started again after each fault. Ranks 2 i and 2 i + 1 are on host i, with `per_host` 2."""
+    """Run in a folder, restarted after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are on host i."""
 
     def __init__(self, folder: Path, ranks: int, flags: Sequence[str] = (), per_host: int = 1) -> None:
         self.folder, self.ranks, self.per_host = folder, ranks, per_host
@@ -151,7 +161,7 @@ class Run:
         (self.folder / f"pid{rank}").write_text(str(os.getpid()))
 
     def _breaks(self, kind: str) -> None:
-        """What a fault does, in the process that it hits."""
+        """Cause a fault in the process that it hits."""
         if kind == "error":
             raise InjectedError("injected")
         if kind.startswith("host"):
@@ -166,8 +176,8 @@ class Run:
             os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
     def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = (), code: int = 0) -> str:
-        """Starts the ranks, and returns what they printed once they have ended: by the faults, if there are any, or
-        else with a code."""
+        """Start the ranks, and return their output once they have ended: through the faults, if there are any, or
+        otherwise with `code`."""
         world = ranks or self.ranks
         main = faulty_main(faults, self._breaks)
         with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, main) as processes:
@@ -181,7 +191,7 @@ class Run:
         return text
 
     def held_by(self, host: int) -> Path:
-        """The folder of a host's copies."""
+        """Return the folder of a host's copies."""
         before = os.environ.get(HOST)
         os.environ[HOST] = f"host{host}"
         try:
@@ -190,27 +200,27 @@ class Run:
             os.environ.pop(HOST) if before is None else os.environ.update({HOST: before})
 
     def lose(self, host: int) -> None:
-        """Takes a host away, with its holder and its memory."""
+        """Remove a host with its holder and its memory."""
         folder = self.held_by(host)
         with suppress(OSError):
             os.kill(json.loads((folder / "holder.json").read_text())["pid"], signal.SIGKILL)
-        gone = folder.with_name(f"lost-{folder.name}")  # at once, as ranks there may be writing
+        gone = folder.with_name(f"lost-{folder.name}")  # a rename is atomic; ranks may be writing there
         os.replace(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def end(self) -> None:
-        """Ends the holders that a test has left."""
+        """End the holders that a test has left."""
         for about in self.memory.glob("*/holder.json"):
             with suppress(OSError):
                 os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of a name."""
+        """Return the events of a name."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def assert_equal(self, other: Run) -> None:
-        """Asserts that every step's losses and the final checkpoints are bitwise those of another run."""
+        """Assert that every step's losses and the final checkpoints are bitwise equal to those of another run."""
         assert self.metrics() == other.metrics()
         one, two = (choose_checkpoint(run.save, Axis()) for run in (self, other))
         assert one is not None and two is not None and one.tensors.keys() == two.tensors.keys()
@@ -220,13 +230,13 @@ class Run:
             assert one.payload[name] == two.payload[name], name
 
     def assert_close(self, other: Run, tolerance: float) -> None:
-        """Asserts that losses and gradient norms of every step are those of another run, but for rounding."""
+        """Assert that losses and gradient norms of every step equal those of another run up to rounding."""
         mine, others = self.metrics(), other.metrics()
         assert [each[0] for each in mine] == [each[0] for each in others]
         for here, there in zip(mine, others, strict=True):
             assert here == pytest.approx(there, rel=tolerance), f"{here} is not {there}"
 
     def metrics(self) -> list[tuple[int, float, float]]:
-        """Iteration, loss and gradient norm of each step."""
+        """Return iteration, loss and gradient norm of each step."""
         records = [json.loads(line) for line in (self.save / "metrics.jsonl").read_text().splitlines()]
         return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in records if "lm_loss" in each]

@@ -1,4 +1,4 @@
-"""Copies that cannot be made: training goes on, steps are not slowed, and the log has one line."""
+"""Copies that fail: training continues, steps are not slowed down, and the log has one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSORS = cut(values(), [0, ROWS], COLUMNS - 1)
 
 @pytest.fixture
 def copies(tmp_path: Path) -> Iterator[Copies]:
-    """Copies of one rank, whose part goes to host `there` too."""
+    """Yield the copies of one rank, whose part also goes to host `there`."""
     folder = tmp_path / "here"
     own = open_holder(folder, keep=60)
     (folder / GENERATION).mkdir()

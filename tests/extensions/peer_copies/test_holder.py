@@ -1,4 +1,4 @@
-"""The holder of a host, what it refuses, how fast it is sent to, and which sets of copies are complete."""
+"""Holder of a host's copies: what it refuses, how fast data is sent to it, and which sets of copies are complete."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> N
 
 
 def test_a_sender_learns_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
-    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # fails where a full file system does
+    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # writing fails where it would on a full file system
     data, link = bytes(8_000_000), Link(holder)
     with pytest.raises(HolderError, match="IsADirectoryError"):
         link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))

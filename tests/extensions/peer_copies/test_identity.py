@@ -46,7 +46,7 @@ def test_copies_are_not_loaded_after_checkpoints_were_deleted(tmp_path: Path) ->
     run = Run(tmp_path / "run", 1, ["--train-iters", "6", "--save-interval", "3", "--no-async-save"])
     try:
         run.start(Planned("copied", 0, 4))
-        run.start(Planned("copied", 0, 5))  # it saves nothing
+        run.start(Planned("copied", 0, 5))  # the run saves nothing
         shutil.rmtree(run.save / "iter_0000003")
         (run.save / "latest_checkpointed_iteration.txt").unlink()
         said = run.start()
@@ -96,7 +96,7 @@ def test_each_start_without_copies_gives_the_folder_another_identity(tmp_path: P
     assert read_identity(save) is None
     (first, _), (second, problem) = new_identity(save), new_identity(save)
     assert first != second == read_identity(save) and not problem
-    keep_identity(save, first)  # of another run by now
+    keep_identity(save, first)  # it belongs to another run by now
     assert read_identity(save) == second
     shutil.rmtree(save)
     save.mkdir()

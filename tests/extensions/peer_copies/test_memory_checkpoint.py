@@ -34,7 +34,7 @@ def values() -> torch.Tensor:
 
 
 def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
-    """The tensor in boxes of these rows, each in two of columns."""
+    """Cut the tensor into boxes of these rows, each split into two column ranges."""
     found = []
     for begin, end in pairwise(rows):
         for left, right in ((0, column), (column, COLUMNS)):
@@ -43,7 +43,7 @@ def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
 
 
 def store(folder: Path, tensors: StateDict, host: str, iteration: int = 3) -> None:
-    """Writes the state as the only part of a host's copies."""
+    """Write the state as the only part of a host's copies."""
     (folder / GENERATION).mkdir(parents=True, exist_ok=True)
     write_whole(folder / GENERATION / WORLD, json.dumps({"parts": ["0-own"]}))
     stored = Stored(Part(0, (0,), 0), ("model.x",))

@@ -1,4 +1,4 @@
-"""Each guarantee of copies is broken on purpose, and a test must fail."""
+"""Each guarantee of the copies is broken on purpose, and a test must fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Check = Callable[[Path], object]
 
 
 def resumes_at_its_position(folder: Path) -> None:
-    """Asserts that a run of one rank that is killed ends bitwise as an undisturbed one."""
+    """Assert that a killed run of one rank gives bitwise the result of an undisturbed one."""
     whole, run = Run(folder / "whole", 1), Run(folder / "run", 1)
     whole.start()
     try:

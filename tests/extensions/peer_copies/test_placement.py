@@ -1,4 +1,4 @@
-"""Placement of copies, for drawn sizes: never two on one host, balanced, and nothing sent that a replica holds."""
+"""Placement of copies for random sizes: never two on one host, balanced, and nothing sent that a replica holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hosts_of(sizes: list[int]) -> list[str]:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[str], list[Part], int]:
-    """Hosts of ranks, parts of their own and of replicas, and the number of copies."""
+    """Draw the hosts of ranks, their own parts and replicated ones, and the number of copies."""
     host_of = hosts_of(draw(ranks_of_hosts))
     parts = [Part(rank, (rank,), draw(st.integers(0, 100))) for rank in range(len(host_of))]
     for _ in range(draw(st.integers(0, 4))):

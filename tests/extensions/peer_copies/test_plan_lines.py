@@ -1,4 +1,4 @@
-"""What plans say about copies in memory."""
+"""Lines of plans about copies in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_plan_of_four_hosts(strategy: str) -> None:
 
 
 def test_goodput_with_copies() -> None:
-    """Steps of 5 s, a failure every hour, 100 s until the next step, a save of 60 s; copies take no time."""
+    """Steps take 5 s, a failure comes every hour, the next step comes 100 s later, and a save takes 60 s; copies take
+    no time."""
     said = goodput_line(Expected(5, 3600, 100, SaveCost(0, 60, "")), 1, 0.0, 0.0)
     assert "copies 0.00%, restarts 2.74%, repeated steps 0.07%;" in said
     assert said.startswith("goodput 97.19% ") and "at the best --save-interval 94.86%" in said

@@ -1,4 +1,5 @@
-"""Runs that lose ranks, hosts and copies: they resume from memory at most a step back, bitwise, else from the disk."""
+"""Runs that lose ranks, hosts and copies: they resume from memory at most one step back, bitwise, or otherwise from the
+disk."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from megatron.extensions.operate.resilience.save_lease import SaveLease
 from tests.extensions.peer_copies.runs import Planned, Run
 
 SHARDED = ("--bf16", "--data-parallel-sharding-strategy", "optim")
-"""Each rank has states that no other has."""
+"""Flags with which each rank has states that no other rank has."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("whole"), 2, SHARDED)
-    said = run.start(flags=["--peer-copy-keep-minutes", "0.001"])  # holders stay all the same
+    said = run.start(flags=["--peer-copy-keep-minutes", "0.001"])  # holders stay nevertheless
     assert "incomplete" not in said
     return run
 
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Makes a run of two ranks, each on a host of its own."""
+    """Return a function that creates a run of two ranks on separate hosts."""
     runs = list[Run]()
 
     def made(*flags: str) -> Run:
@@ -83,7 +84,7 @@ def test_the_step_before_a_damaged_one_is_loaded(begin: Callable[..., Run], undi
 
 
 def damage(folder: Path, iteration: int, part: str) -> None:
-    """Changes a bit of a part."""
+    """Flip a bit of a part."""
     for header in folder.glob(f"g*/{part}.[01].json"):
         if read_header(header.with_suffix(""))["iteration"] == iteration:
             data = bytearray(header.with_suffix("").read_bytes())

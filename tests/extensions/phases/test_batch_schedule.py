@@ -1,4 +1,5 @@
-"""Batch sizes that change within a run; `tests/pure/test_batch_size.py` walks over such."""
+"""Batch sizes that change within a run; `tests/pure/test_batch_size.py` compares them with a step-by-step
+simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.pure.test_batch_size import walk
 
 
 def test_ramp_of_megatron() -> None:
-    """16 to 1024 by 8 over 300,000 samples: 126 intervals of about 2,380 samples."""
+    """The ramp from 16 to 1024 by 8 over 300,000 samples has 126 intervals of about 2,380 samples."""
     sizes = ramp(1024, 16, 8, 300_000)
     assert len(sizes.earlier) == 126
     assert (sizes.at(0), sizes.at(2380), sizes.at(2381)) == (16, 16, 24)
@@ -52,7 +53,7 @@ def test_a_schedule_by_tokens() -> None:
 
 @pytest.mark.parametrize("flags", ["--step-batch-size-schedule 0:4,80:8", "--rampup-batch-size 4 4 5"])
 def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
-    """4 and 4 samples, then 8 at a time."""
+    """The batches have 4 and 4 samples, then 8 each."""
     flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
     flags += " --global-batch-size 8" if "rampup" in flags else ""
     config = resolve(parse_args(flags.split()), 1)
@@ -73,7 +74,7 @@ def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"])
 def test_unreadable_sizes_with_a_length_in_tokens(text: str) -> None:
-    """The length is not derived from them; rules say what is wrong."""
+    """The length is not derived from such sizes; rules report the error."""
     flag = text.split()[0]
     config = parse_args(f"--seq-length 16 {text} --train-tokens 4096".split())
     assert any(problem.flag == flag for problem in validate(config, 1))

@@ -1,4 +1,4 @@
-"""--data-phases: where phases begin, what they change, and every mistake in a file at once."""
+"""--data-phases: where phases begin, what they change, and all mistakes in a file reported at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(path: Path, text: str, more: str = "--mock-data --train-samples 400", w
 
 
 def test_phases_begin_after_the_batch_sizes_that_the_run_had(tmp_path: Path) -> None:
-    """20 iterations of 8 samples and 20 of 4, before the run gets phases."""
+    """The run has 20 iterations of 8 samples and 20 of 4 before it gets phases."""
     path = tmp_path / "phases.yaml"
     path.write_text("- name: main\n- {name: end, from-iterations: 50, global-batch-size: 16}\n")
     config = parse_args(flags(path, "--mock-data --train-iters 60 --global-batch-size 4"))
@@ -67,7 +67,7 @@ PHASES = st.lists(st.tuples(UNITS, st.integers(1, 40), st.integers(1, 6), st.int
 def test_a_phase_begins_with_the_first_step_after_its_number(
     tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
 ) -> None:
-    """Against a walk over all steps."""
+    """The reference is a walk over all steps."""
     begun, sizes = {"samples": 0, "tokens": 0, "iterations": 0}, [(3, 4)]
     text, firsts = "- {seq-length: 4, global-batch-size: 3, name: '0'}\n", [(0, 0, 0)]
     for number, (unit, further, length, size) in enumerate(later, 1):
@@ -253,7 +253,7 @@ def test_the_former_name_of_the_flag() -> None:
 
 def test_epochs_of_each_source_are_counted_over_phases(tmp_path: Path) -> None:
     class Alternating:
-        """Source 0 and 1 in turns."""
+        """Dataset that alternates between sources 0 and 1."""
 
         def sources_of(self, samples: range) -> np.ndarray:
             return np.arange(samples.start, samples.stop) % 2

@@ -1,4 +1,4 @@
-"""PipeDream-2BW: W(t+1) = W(t) - lr g(W(t-1)), at every layout, without a bubble, saved and resumed."""
+"""PipeDream-2BW: W(t+1) = W(t) - lr g(W(t-1)), under every layout, without a bubble, saved and resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
-    """(losses, gradient norms, which were skipped) of the steps so far; the update of the last one is made."""
+    """Return (losses, gradient norms, skipped flags) of the steps so far, including the update of the last one."""
     run.guard.settle()
     losses = torch.stack(run.interval.losses)
     if dist.is_initialized():
@@ -59,7 +59,7 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
 ) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
-    """Results of some steps, and of each step, whether passes of the next one have begun in it."""
+    """Return the results of some steps and, for each step, whether passes of the next one have begun in it."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
         begun = []
@@ -72,18 +72,18 @@ def trained(
 
 
 def has_begun(run: TrainingRun) -> bool:
-    """Whether passes of the next step have begun."""
+    """Return True if passes of the next step have begun."""
     return isinstance(run.step, ContinuedStep) and run.step.begun is not None
 
 
 def drop_begun(run: TrainingRun) -> None:
-    """Forgets the passes of the next step that have begun."""
+    """Discard the passes of the next step that have begun."""
     if isinstance(run.pipeline, ContinuingPipeline):
         run.pipeline.drop_begun()
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
-    """The same steps by the plain loop: the gradient with a copy of the weights before the last update."""
+    """Compute the same steps in a plain loop: the gradient uses a copy of the weights before the last update."""
     with running(argv, rank, world_size) as run:
         params = [param.data for param in run.ddp.params]
         before = [param.clone() for param in params]
@@ -108,7 +108,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
 
 @pytest.mark.grid("model", [""], ["", EXPERTS])
 def test_one_process_is_the_formula(model: str) -> None:
-    """The parity matrix has the layouts."""
+    """The parity matrix tests the layouts."""
     plain = f"{MODEL} --fp64 {model}".split()
     (expected,) = run_world(1, by_copies, plain)
     assert run_world(1, trained, config_of(f"--fp64 {model}", 1)) == [(expected, [True] * STEPS)]
@@ -117,7 +117,7 @@ def test_one_process_is_the_formula(model: str) -> None:
 
 
 def parameters(run: TrainingRun) -> list[Tensor]:
-    """The newest weights, all updates made."""
+    """Return the newest weights after all updates."""
     run.guard.settle()
     run.optimizer.finish_param_sync()
     drop_begun(run)
@@ -125,7 +125,7 @@ def parameters(run: TrainingRun) -> list[Tensor]:
 
 
 def saved(rank: int, world_size: int, config: RunConfig, folder: str) -> list[Tensor]:
-    """A checkpoint after four steps, while the fifth is under way; the weights after eight."""
+    """Save a checkpoint after four steps, while the fifth is in progress; return the weights after eight."""
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
     with local_run(saving, rank, world_size) as run:
         for _ in range(4):
@@ -150,7 +150,7 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> tuple
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp64 --overlap-grad-reduce --overlap-param-gather"])
 def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
-    """To the bit at its own layout; at 1e-9 at another one."""
+    """The result is bit-identical under the same layout, and equal to 1e-9 under another."""
     ranks = 4 if "--fp64" in precision else 2
     config = config_of(f"--pp 2 {precision}", ranks)
     went_on = run_world(ranks, saved, config, str(tmp_path))
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
 
 
 def goes_on(rank: int, world_size: int, flags: str) -> None:
-    """A run that takes up a checkpoint with fewer versions, or more, and saves its own."""
+    """Resume from a checkpoint with fewer or more versions, and save a new one."""
     with running(flags.split(), rank, world_size) as run:
         assert run.progress.iteration in (4, 5)
         train_step(run)
@@ -187,7 +187,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
-    """Losses of the last stage on one batch: of the newest weights, in the midst of training, whose losses follow."""
+    """Return the losses of the last stage on one batch: with the newest weights in the middle of training, and those of
+    the next steps."""
     with local_run(config, rank, world_size) as run:
         for _ in range(3):
             train_step(run)
@@ -211,7 +212,8 @@ def test_an_evaluation_in_the_midst_sees_the_newest_weights() -> None:
 
 
 def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, folder: str) -> list[float]:
-    """The most that the two versions differ by, by parameter, when a run trains on what was frozen before."""
+    """Return the largest difference of the two versions by parameter when a run trains parameters that were frozen
+    before."""
     with local_run(replace(frozen, checkpoint=replace(config.checkpoint, save=folder)), rank, world_size) as run:
         for _ in range(3):
             train_step(run)
@@ -241,7 +243,7 @@ def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) 
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_a_step_that_is_looked_at_runs_alone() -> None:
-    """Both ends of it empty the pipeline: its passes are not begun in the step before."""
+    """The pipeline is empty at both ends of such a step: its passes do not begin in the previous step."""
     ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
     assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2
 
@@ -253,7 +255,7 @@ SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
 def test_steps_follow_each_other_as_one_long_step(p: int, multiples: list[int]) -> None:
-    """Also if sends and receives block, and with every message on one side of the cuts."""
+    """This also holds if sends and receives block, and with every message on one side of the cuts."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)
     passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]
@@ -275,7 +277,7 @@ def test_fifty_steps_have_no_bubble_between_the_first_and_the_last(p: int, multi
         between = [entry for entry in busy if 2 * 3 * m <= entry.start < 48 * 3 * m]
         assert len(between) > 90 * m
         assert all(entry.stop == after.start for entry, after in pairwise(between))
-    assert found.makespan == 3 * (50 * m + p - 1)  # as if all 50 were one step: F takes 1, B 2
+    assert found.makespan == 3 * (50 * m + p - 1)  # as if all 50 steps were one: F takes 1, B 2
     assert found.peak_activations == [float(p - rank) for rank in range(p)]
 
 

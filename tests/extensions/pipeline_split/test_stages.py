@@ -1,4 +1,4 @@
-"""Layers of pipeline stages by hand."""
+"""Layers of pipeline stages, set by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
 
 
 def test_an_end_counts_as_one_layer() -> None:
-    """30 layers and both ends on 8 stages: 32 in all, 4 each, of which the ends are one."""
+    """30 layers and both ends on 8 stages count as 32, 4 per stage; each end counts as one."""
     assert counts(parallel(8, **{LOSS: True, EMBEDDING: True})) == [3, 4, 4, 4, 4, 4, 4, 3]
 
 

@@ -1,4 +1,5 @@
-"""Device files fitted to measured times: exact on times that follow the model, and read as they were written."""
+"""Device files fitted to measured times: exact for times that follow the model, and unchanged when they are written and
+read."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def h100() -> DeviceFile:
 
 
 def measured(device: DeviceFile) -> fit.Measured:
-    """What this device would show."""
+    """Return the measurements that this device would give."""
     kernel, width, lengths = "flash", 128, (512, 2048, 8192)
 
     def attention(length: int, way: bool) -> tuple[Attention, float]:
@@ -121,7 +122,8 @@ def test_points_that_no_line_fits_give_no_negative_constant() -> None:
 
 
 def _products(*rates: float) -> fit.Measured:
-    """Products of depths 8, 16, and so on, at these rates in TFLOP/s, beside the moves and attention of h100."""
+    """Return measurements of GEMMs of depths 8, 16, and so on, at these rates in TFLOP/s, with the copies and attention
+    of h100."""
     depths = range(8, 8 * len(rates) + 8, 8)
     products = ((Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(depths, rates, strict=True))
     return replace(measured(read_device("h100")), products=tuple(products))
@@ -141,7 +143,8 @@ def test_a_file_of_any_rates_can_be_read(rates: tuple[float, ...], peak: float |
 
 def test_a_fit_above_the_known_peak_is_held_there_with_the_depth_that_suits_it() -> None:
     speed = fit.gemm_speed(_products(1.0, 1.5).products, [0.5, 0.5], 2.0)
-    assert speed.tflops == 2.0 and speed.half_depth == 0.0  # half the device is said to do more than half of the peak
+    # half of the device is assumed to reach more than half of the peak
+    assert speed.tflops == 2.0 and speed.half_depth == 0.0
     speed = fit.gemm_speed(_products(*(2.0 * k / (k + 40) for k in range(8, 80, 8))).products, [1.0] * 9, 1.8)
     assert speed.tflops == 1.8 and 20 < speed.half_depth < 40
 

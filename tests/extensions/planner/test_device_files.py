@@ -1,4 +1,4 @@
-"""Device files: every one can be read, and what it predicts follows from its numbers."""
+"""Device files: each one can be read, and its predictions follow from its numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
 
 
 def test_a_peak_is_of_the_whole_model() -> None:
-    """A laptop's GPU has the name of the card and a third of its rate."""
+    """A laptop GPU has the name of the desktop card and a third of its rate."""
     known = {
         "NVIDIA A100-SXM4-40GB": 312.0,
         "NVIDIA GeForce RTX 4090": 165.2,

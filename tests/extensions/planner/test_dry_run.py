@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan it prints and the errors it stops with, as a user meets them."""
+"""`--dry-run`: the plan that it prints and the errors that it reports to a user."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_its_remedies_work() -> None:
 
 
 class WideningLayer(TransformerLayer):
-    """A layer with an MLP whose width grows with its number: no two layers are alike."""
+    """Layer whose MLP width grows with its number, so that no two layers are alike."""
 
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> MLP:
         return MLP(name, config, ctx, 64 * (1 + ctx.layer))
@@ -123,7 +123,8 @@ def test_plan() -> None:
 
 
 def test_bytes_of_states_match_the_plan_as_json(tmp_path: Path) -> None:
-    """Those of ranks, and of states and slots in host memory. test_measured_memory.py compares the plan with runs."""
+    """The bytes are those of ranks, and of states and slots in host memory. test_measured_memory.py compares the plan
+    with runs."""
     offload = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
     shown = pretrain(f"{RIGHT} {offload} --json {tmp_path / 'plan.json'}", code=0).stdout
     first, *_ = ranks = json.loads((tmp_path / "plan.json").read_text())["memory"]
@@ -146,7 +147,7 @@ def test_groups_are_abbreviated_at_scale() -> None:
 
 
 def test_a_plan_takes_no_longer_for_a_hundred_million_ranks() -> None:
-    """Nothing in it walks through the ranks, which would take minutes."""
+    """No part of the plan iterates over the ranks, which would take minutes."""
     flags = RIGHT.replace("--world-size 8", "--world-size 100000000").replace("batch-size 16", "batch-size 50000000")
     done = pretrain(f"{flags} --device h100", code=0)
     assert "DP 4 groups of 25000000; above 131,072 ranks they are not listed" in done.stdout
@@ -179,7 +180,7 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
 
 
 def test_a_plan_without_the_files_of_the_tokenizer() -> None:
-    """It needs the size of the vocabulary alone."""
+    """It needs only the vocabulary size."""
     missing = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/tok"
     for size in ("--vocab-size", "--default-vocab-size"):
         done = pretrain(f"{RIGHT.replace('--vocab-size', size)} {missing}", code=2)
@@ -254,7 +255,7 @@ def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
-    """Their backward takes gradients within a backward."""
+    """Their backward computes gradients within a backward."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
@@ -328,7 +329,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
 def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
-    limit = "ulimit -f 1; " if said is None else ""  # 512 bytes, of files; devices and pipes have none
+    limit = "ulimit -f 1; " if said is None else ""  # 512 bytes for files; devices and pipes have no limit
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr

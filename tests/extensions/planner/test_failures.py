@@ -1,4 +1,4 @@
-"""Goodput on devices that fail, beside a simulated run, and the options of a plan that ask for it."""
+"""Goodput on devices that fail, compared with a simulated run, and the plan options that request it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
 
 
 def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, float]:
-    """The shares of a run of so many segments, with failures drawn one by one."""
+    """Return the shares of a simulated run of so many segments, with failures drawn one by one."""
     rng, trained = random.Random(1), steps * run.step_seconds
     now = repeated = restarts = saves = 0.0
     failure = rng.expovariate(1 / run.between_failures)
@@ -68,7 +68,7 @@ def test_no_interval_is_better_than_the_best(run: Expected, steps: int) -> None:
 
 
 def test_the_best_interval_is_near_the_formula_of_young() -> None:
-    """Young, 1974: sqrt(2 delta M), for saves and failures that are short and rare."""
+    """Young (1974): sqrt(2 delta M), for short and rare saves and failures."""
     best = Expected(1.0, 1e6, 60, SaveCost(5, 5, "")).best()
     assert best.steps == pytest.approx(math.sqrt(2 * 5 * 1e6), rel=0.01)
 

@@ -1,4 +1,4 @@
-"""What plans take attention of tiles to make on GPUs: tensors of the shapes that plain torch computes."""
+"""Outputs that plans assume for tiled attention on GPUs: tensors with the shapes that plain torch computes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 def operands(value_width: int) -> list[Tensor]:
-    """The output's gradient, q, k and v."""
+    """Return the output's gradient, q, k and v."""
     shapes = (HEADS, value_width), (HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width)
     return [torch.randn(ROWS, SAMPLES, *shape).bfloat16() for shape in shapes]
 
 
 def tiles_of(name: str) -> tuple[Tile, ...]:
-    """Those of a sample on one rank, or of a step of the ring on the first of two ranks."""
+    """Return the tiles of a sample on one rank, or of a ring step on the first of two ranks."""
     spans = {
         "whole": (range(ROWS),),
         "own keys": rank_spans(2 * ROWS, 0, 2),

@@ -1,4 +1,4 @@
-"""FLOPs of a model as the planner counts them on a fake step, and formulas of activations."""
+"""FLOPs of a model as the planner counts them in a fake step, and formulas for activations."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 from tests.tiny import TINY
 
 
-# A delta net computes again what does not count.
+# A delta net recomputes products that do not count.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
-    """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
-    kernel that computes the scores again in the backward one product more."""
+    """Linear layers agree exactly. Attention multiplies the whole square here, twice the causal count, and a kernel
+    that recomputes the scores in the backward does one GEMM more."""
     config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
     batch = replace(batch.with_future(config.mtp_depths), aux_scale=torch.ones(()) if config.num_experts else None)
-    # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
+    # Weight gradients are added in place, an operation that the counter does not know: [m, n] += [m, k] x [k, n].
     in_place = {torch.ops.aten.addmm_: lambda out, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(None, batch).backward()
@@ -52,14 +52,14 @@ def test_flops_agree_with_torch(style: str) -> None:
 
 
 def test_flops_of_layers_with_heads_of_their_own() -> None:
-    """Keys of 8 channels and values of 6: for the 4 heads of one layer, which see half of 16 tokens, and for the 6 of
-    the other one, which see 4 - 4² / 32 tokens."""
+    """Keys have 8 channels and values 6: for the 4 heads of one layer, which attend to half of 16 tokens, and for the 6
+    heads of the other one, which attend to 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
     assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
 
 
 def test_flops_of_published_runs() -> None:
-    """10,682 tokens/s are 550 causal TFLOP/s for Llama-3.1-8B at s = 8192."""
+    """10,682 tokens/s are 550 causal TFLOP/s for Llama-3.1-8B with s = 8192."""
     llama = PUBLISHED["Llama-3-8B"][0]
     assert 10_682 * flops_per_token(llama) / 1e12 == pytest.approx(550, abs=0.5)
     full = 6.0 * 32 * 4096 * 8192
@@ -68,7 +68,7 @@ def test_flops_of_published_runs() -> None:
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
 def test_stages_are_split_by_flops(style: str) -> None:
-    """What the modules cost in layers is their share of the FLOPs that torch counts."""
+    """The cost of the modules, in layers, is their share of the FLOPs that torch counts."""
     experts = replace(gpt_cases.LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
     base = replace(experts if style == "experts" else gpt_cases.STYLES[style], num_layers=3)
     alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))
@@ -87,7 +87,8 @@ def _flops_of_an_update(rank, world_size, config):
 
 
 def test_planned_flops_match_the_iterations() -> None:
-    """Queries, keys, values, gate and up are matrices of their own; embeddings, output layer and norms are none."""
+    """Queries, keys, values, gate and up are separate matrices; embeddings, output layer and norms are not
+    orthogonalized."""
     flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
     planned = update_flops(config.model, config.optimizer)

@@ -1,4 +1,5 @@
-"""The search for layouts: what it generates, its bounds, and that it finds what trying every layout finds."""
+"""Layout search: the layouts that it generates, its bounds, and that it finds the same layouts as an exhaustive
+search."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest) -> Tried:
-    """Every legal layout of a small run, with every way of saving memory; more of them with --whole."""
+    """Evaluate every legal layout of a small run, with every way of saving memory; more of them with --whole."""
     run = SearchedRun(resolve(parse_args([*RUN, *request.param]), WORLD), WORLD)
     whole = request.config.getoption("--whole")
     most = {"most_tp": 4, "most_samples": 2} if whole else {"most_tp": 2, "most_samples": 1}
@@ -131,7 +132,7 @@ def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
 
 
 def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
-    """Products fill the device, and replicas exchange little."""
+    """The GEMMs fill the device, and replicas exchange little."""
     costs = LayoutCosts(SearchedRun(resolve(parse_args(WIDE), 8), 8), read_device("h100"), 8)
     family = next(costs.run.space.families())
     assert (family.tp, family.cp, family.recompute) == (1, 1, "none")
@@ -140,7 +141,7 @@ def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
 
 
 def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
-    """Of stages that offload different numbers of layers."""
+    """The stages offload different numbers of layers."""
     offloading = [found for found in tried.every if found.layout.saving == Saving("optim", "activations")]
     layers = {found.config.parallel.offloaded_layers: found for found in offloading}
     assert len(layers) > 1
@@ -236,7 +237,7 @@ def test_where_nothing_fits_nothing_is_timed_and_the_nearest_layout_is_named(tri
 
 
 def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
-    """Behind flags of another layout, which they win over."""
+    """They follow flags of another layout, which they override."""
     own = [*RUN, *(EXPERTS if tried.costs.run.own.model.num_experts else ())]
     own += "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --no-overlap-grad-reduce".split()
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
@@ -260,7 +261,7 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
 
 
 def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:
-    """Rows of the embedding, 512, over three tensor-parallel ranks."""
+    """The 512 rows of the embedding cannot be split evenly over three tensor-parallel ranks."""
     narrow = "--num-layers 1 --hidden-size 96 --num-attention-heads 6 --global-batch-size 12".split()
     run = SearchedRun(resolve(parse_args([*RUN, *narrow]), 6), 6)
     run.space = replace(run.space, schedules=(), recompute=("none",), most_samples=1)
@@ -294,7 +295,7 @@ def test_the_verdict_ranks_the_given_layout(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_runs_whose_batch_grows_are_searched() -> None:
-    """Whatever the first batch is: single sizes are tried without one."""
+    """The first batch does not matter: single sizes are tried without one."""
     run = SearchedRun(resolve(parse_args([*RUN, *"--rampup-batch-size 8 8 64".split()]), WORLD), WORLD)
     assert LayoutCosts(run, read_device("h100"), 2).divides(2, 1, 1, 2)
 

@@ -48,7 +48,7 @@ EXPERTS = (
     "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
     "--moe-pad-expert-input-to-capacity"
 )
-"""With messages of a fixed size, as what travels would depend on the router."""
+"""Cases whose messages have a fixed size; otherwise, their sizes would depend on the router."""
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
@@ -63,7 +63,7 @@ PADDED = "--num-layers 7 --ddp-bucket-size 500"
 REPLICATED = "--no-use-distributed-optimizer"
 FP32, FP64 = "--no-bf16 --fp32", "--no-bf16 --fp64"
 LATE = "--optimizer-post-validation --clip-grad 1e9"
-"""Nothing is clipped: a late verdict would take a step back."""
+"""Nothing is clipped: a late verdict would roll back a step."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Memory:
     """Bytes of one rank."""
 
     names: tuple[str, ...]
-    """The parameters and where they lie, in order."""
+    """The parameters and their places, in order."""
 
     elements: int
     parameters: int
@@ -80,16 +80,16 @@ class Memory:
     moments: int
     optimizer: int
     kept: int
-    """The most saved activations between two actions of the pipeline, without messages in flight."""
+    """Largest saved activations between two pipeline actions, without messages in flight."""
 
     units: int
-    """The most whole parameters and gradients of units at the same time."""
+    """Largest total of whole unit parameters and gradients at the same time."""
 
     host: int
-    """Host memory: of optimizer states, of what gradients and parameters pass through, and of saved activations."""
+    """Host memory of optimizer states, of buffers for gradients and parameters, and of saved activations."""
 
     peak: int
-    """The most during the forward and backward passes; of a plan an estimate."""
+    """Peak during the forward and backward passes; an estimate in a plan."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -97,13 +97,13 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
-    """Of the second step of a run: the first one makes what stays."""
+    """Measure the second step of a run: the first one allocates the tensors that stay."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         train_step(run)
         held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
-        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]  # no scales of fp8
+        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]  # excludes the scales of fp8
         shards = [shard for shard in run.optimizer.shards if not shard.on_host]
         parameters, gradients, host_units = run.ddp.nbytes
         parameters += sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
@@ -118,7 +118,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Bytes of whole parameters and whole gradients of units: the most of each that there were."""
+    """Bytes of whole parameters and whole gradients of units: the maximum of each."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0
@@ -132,7 +132,7 @@ class WholeUnits:
 
     @property
     def memory(self) -> set[int]:
-        """The storages that come and go."""
+        """Storages that are allocated and freed repeatedly."""
         tensors = (tensor for b in self.buckets for tensor in (b.params, b.grads))
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
@@ -147,7 +147,7 @@ class WholeUnits:
 
 
 def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int]:
-    """(most kept between two actions, peak of forward and backward) of a step."""
+    """Return (largest saved bytes between two actions, peak of forward and backward) of a step."""
     step, executor, kept = run.progress.next_step(run.batch_sizes), run.pipeline.executor, 0
     batches = run.data.read_batches(step)
     run.ddp.begin_step(len(batches))
@@ -171,7 +171,7 @@ def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int]:
 
 
 def plan(config: RunConfig, world_size: int) -> list[Memory]:
-    """The dry run's, by pipeline rank."""
+    """Return the dry run's memory by pipeline rank."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     micro = config.training.num_microbatches
     assert micro is not None
@@ -188,7 +188,7 @@ def plan(config: RunConfig, world_size: int) -> list[Memory]:
 
 
 def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
-    """(measured, planned) of each rank of a layout."""
+    """Return (measured, planned) for each rank of a layout."""
     config = config_of(flags, world_size)
     planned, dims = plan(config, world_size), ParallelDims.from_config(config.parallel, world_size)
     ranks = run_world(world_size, measure, config)
@@ -229,8 +229,8 @@ def test_states_and_activations_are_the_plans(world_size: int, flags: str) -> No
 
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
-    """Compares to the byte, but for peaks: what gloo's threads have sent they let go of a little later, more so on a
-    busy machine. Fewer than `beyond` bytes more are kept."""
+    """Assert that measured and planned bytes are equal, except for peaks: gloo's threads free what they have sent a
+    little later, especially on a busy machine. Fewer than `beyond` additional bytes may be kept."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond
@@ -239,7 +239,7 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_hold_the_planned_bytes() -> None:
-    """Between actions, but for a scalar of each micro-batch; both passes' peaks may fall together."""
+    """This holds between actions, except for a scalar per micro-batch; the peaks of both passes may coincide."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100
@@ -247,7 +247,7 @@ def test_alternating_passes_hold_the_planned_bytes() -> None:
 
 
 def test_states_of_frozen_weights_are_the_plans() -> None:
-    """Of activations less is kept than is planned."""
+    """Fewer bytes of activations are kept than planned."""
     frozen = r"--pp 2 --optimizer sgd --freeze layers\\.[01]\\. --freeze word_embeddings"
     for measured, planned in compare(4, f"{PADDED} {frozen}"):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned and measured.kept <= planned.kept
@@ -264,7 +264,7 @@ CHAINS = [
 
 
 def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
-    """(all bytes of the optimizer on the device, on the host, those of its chain there and here)."""
+    """Return (all bytes of the optimizer on the device, on the host, and those of its chain on each)."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
@@ -275,7 +275,7 @@ def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
 def test_states_of_chains_are_the_plans(world_size: int, flags: str) -> None:
-    """Of each rank, and the plan of a pipeline rank has those of the fullest."""
+    """The bytes are compared for each rank; the plan of a pipeline rank has those of the fullest rank."""
     load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
     config = config_of(flags, world_size)
     dims, ranks = ParallelDims.from_config(config.parallel, world_size), run_world(world_size, bytes_of_chain, config)
@@ -287,7 +287,7 @@ def test_states_of_chains_are_the_plans(world_size: int, flags: str) -> None:
         assert planned == ([ranks[rank][2] for rank in stage], [ranks[rank][3] for rank in stage])
         assert states.memory.optimizer == max(ranks[rank][0] for rank in stage)
         assert states.memory.host == max(ranks[rank][1] for rank in stage)
-        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0  # in shards, padding included
+        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0  # in shards, including padding
         assert states.memory.moments >= max(planned[0]) + fused > 0
         assert fused or states.memory.moments == max(planned[0])
 
@@ -305,12 +305,13 @@ WITH_SCALARS = [
 
 @pytest.mark.parametrize("flags", WITH_SCALARS)
 def test_all_but_scalars_is_planned(flags: str) -> None:
-    """Experts keep a scalar of each micro-batch, norms that are known later some."""
+    """Experts keep one scalar per micro-batch, and norms that are known later keep some."""
     check(4, flags, beyond=100)
 
 
 OF_A_LAYER = [
-    # What each modules' recomputation drops: 5as/h never is there, 4a/h of it stays; norms keep 8 bytes a token.
+    # Bytes that the recomputation of each module drops: 5as/h is never kept, 4a/h of it remains; norms keep 8 bytes per
+    # token.
     (1, "", 34, 8 + 4 * 8),
     (1, SELECTIVE, 34, 8),
     (1, f"{MODULES} layernorm", 30, 8 + 4 * 8),
@@ -326,16 +327,16 @@ OF_A_LAYER = [
 
 @pytest.mark.parametrize(("world_size", "flags", "sbh", "tokens"), OF_A_LAYER)
 def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh: float, tokens: float) -> None:
-    """In units of sbh, and in bytes per token. The published formula (arXiv 2205.05198, table 2) has
-    scores of attention too, 5as/h in units of sbh, and no statistics of norms."""
+    """The bytes are in units of sbh and in bytes per token. The published formula (arXiv 2205.05198, table 2) also has
+    attention scores, 5as/h in units of sbh, but no statistics of norms."""
     planned = ActivationPlan(MicroBatch.of(config_of(flags, world_size)))
     one, two = (planned.stage(Stage(range(n), first=False, last=False)).kept for n in (1, 2))
     assert two - one == sbh * SEQ * HIDDEN + tokens * SEQ
 
 
 def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[int, int]:
-    """Of forward and backward of the loss over bf16 logits [tokens, 1, vocab / tp] that an operation has made: the most
-    bytes beside the logits, and those of logits in fp32."""
+    """Return the peak bytes of forward and backward of the loss over bf16 logits [tokens, 1, vocab / tp] computed by an
+    operation, without the logits themselves, and the bytes of fp32 logits."""
     state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
     columns = vocab // world_size
     made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Plans for GPUs on meta tensors: those on fake ones, which are taken where parts do not run on meta tensors."""
+"""Plans for GPUs on meta tensors equal those on fake tensors, which are used if parts do not run on meta tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def batch_of(flags: str) -> MicroBatch:
 
 
 def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
-    """What each stage does and holds."""
+    """Return the events and the memory of each stage."""
     stages = pipeline_stages(batch.model, batch.parallel)
     cache = PlannerCache()
     plan = ActivationPlan(batch, cache)
@@ -90,7 +90,7 @@ LOOPS = {
 
 
 def totals(events: Iterable[Event]) -> Counter[str]:
-    """FLOPs of products, and bytes and number of each type of event."""
+    """Return the FLOPs of GEMMs, and bytes and number of each type of event."""
     found: Counter[str] = Counter()
     for event in events:
         kind = type(event).__name__

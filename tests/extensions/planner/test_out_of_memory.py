@@ -1,4 +1,4 @@
-"""What is said of a device that ran out of memory."""
+"""Messages about a device that ran out of memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The planned bytes of activations are those that built stages keep between a forward pass and its backward.
+"""The planned bytes of activations equal those that built stages keep between a forward pass and its backward.
 
-Each test takes one in so many of its cases, or all of them: --whole.
+Each test runs one case in so many, or all of them with --whole.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "min_offloade
 
 
 def parallel_config(**fields: Any) -> ModelParallelConfig:
-    """Of fields, those of extensions too."""
+    """Return a parallel configuration with these fields, which may be those of extensions."""
     return config_of_sections({"parallel": fields}).parallel
 
 
 def settle(live: LiveMemory) -> None:
-    """Waits until nothing more goes away: gloo's threads let go of what they have sent a little later."""
+    """Wait until no more memory is freed: gloo's threads free what they have sent a little later."""
     same, before = 0, -1
     while same < 3:
         time.sleep(0.01)
@@ -73,8 +73,8 @@ def settle(live: LiveMemory) -> None:
 
 
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
-    """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded, and bytes
-    of buffers on the host."""
+    """Return the bytes that remain after a forward pass of a built stage, without its weights and its output, and the
+    bytes of buffers on the host."""
     model = batch.model
     offload = build_store(batch.parallel, batch.device)
     passes, weights = PassContext(offload=offload), WeightSetup(batch.device, initialize=False)
@@ -103,25 +103,25 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
 
 
 def planned_for(batch: MicroBatch, stage: Stage) -> tuple[int, int]:
-    """What `kept_by` is to find."""
+    """Return the planned result of `kept_by`."""
     plan = ActivationPlan(batch).stage(stage)
     return plan.kept, sum(size * number for size, number in plan.host.of_size.items())
 
 
 def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
-    """Planned bytes of the activations of two layers."""
+    """Return the planned bytes of the activations of two layers."""
     batch = MicroBatch(replace(model, **more), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
     return ActivationPlan(batch).stage(MIDDLE).kept
 
 
 def differing(world_size: int, cases: list[Case]) -> list[Found]:
-    """(case, planned, measured) of those that differ on some rank."""
+    """Return (case, planned, measured) of cases that differ on some rank."""
     plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
     return [case for found in run_world(world_size, compare, cases, plans) for case in found]
 
 
 def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int, int]]) -> list[Found]:
-    """(case, planned, measured) of those that differ on this rank."""
+    """Return (case, planned, measured) of cases that differ on this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
     for (name, model, parallel, stage), planned in zip(cases, plans, strict=True):
@@ -152,7 +152,7 @@ def grid(
     parallels: Sequence[ModelParallelConfig],
     stages: Sequence[Stage],
 ) -> list[Case]:
-    """Each model with each kind of recomputation, and with the next configuration and stage in turn."""
+    """Combine each model with each kind of recomputation, taking the next configuration and stage in turn."""
     return [
         (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
         for number, ((name, model), kind) in enumerate(product(models.items(), kinds))
@@ -186,8 +186,8 @@ RECIPES = [in_fp8(recipe) for recipe in ("delayed", "tensorwise", "blockwise", "
 
 
 def offloaded() -> list[Case]:
-    """Of the first layer of a stage: what stays on the device, and the host's buffers. All of a layer's activations
-    leave it but what routing keeps."""
+    """Return cases with the first layer of a stage offloaded: the bytes on the device, and the host's buffers. All
+    activations of a layer are offloaded except those that routing keeps."""
     parallels = [parallel_config(bf16=True, **OFFLOAD), in_fp8("delayed", **OFFLOAD)]
     return grid(STYLES | DROPOUT | {"experts": EVEN}, RECOMPUTE, parallels, (WHOLE, MIDDLE, FIRST))
 
@@ -204,7 +204,7 @@ FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "la
 
 
 def over_two_ranks() -> list[Case]:
-    """Each style with each of some kinds of recomputation, and with the layouts and stages in turn."""
+    """Combine each style with some kinds of recomputation, taking the layouts and stages in turn."""
     found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
     of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
     found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))
@@ -217,12 +217,12 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "styles": (1, 151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
     "offload": (1, 113, offloaded),
     "experts": (1, 11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
-    # Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow.
+    # One-byte copies of inputs replace tensors that would otherwise be kept, and are added to those kept in any case.
     "fp8": (1, 151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
 }
-"""Ranks, one in how many cases is a part of them, and all cases."""
+"""Ranks, the stride of the default cases, and all cases."""
 
 
 @pytest.mark.grid("whole", [False], [True])
@@ -234,7 +234,7 @@ def test_saved_activations_equal_the_plan(name: str, whole: bool) -> None:
 
 
 def test_fused_regions_save_at_most_the_bytes_that_they_replace() -> None:
-    """But for the numbers of norms in fp32."""
+    """The numbers that norms keep in fp32 are excluded."""
     for model in (GPT, LLAMA):
         batches = (MicroBatch(model, each, SAMPLES, "cuda") for each in (BF16, FUSED))
         plain, fused = (ActivationPlan(each).stage(WHOLE).kept for each in batches)
@@ -257,7 +257,7 @@ def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
     "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
 )
 def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
-    """There the numbers of rows are on the device, of which fake tensors have none. Offsets are kept in their place."""
+    """On GPUs, the row counts are on the device, where fake tensors have no values. Offsets are kept in their place."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
     kept = [
         ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, extension_options=(fp8,)), SAMPLES, "cuda"))
@@ -270,7 +270,7 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """Their products are added where they are computed. What a backward holds beside is smaller than one of them."""
+    """Their GEMMs add to the output directly. Any other memory of a backward is smaller than one of the products."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2
@@ -283,21 +283,22 @@ def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
 
 
 def test_recomputation_of_experts_saves_memory() -> None:
-    """Of 8 experts of which a token meets 2, and a shared one: what is left of a layer's activations."""
+    """There are 8 experts, of which a token uses 2, and a shared one; the test checks the remaining activations of a
+    layer."""
     model = replace(EVEN, moe_shared_expert_intermediate_size=64)
     kept = {}
     for kind in EXPERT_KINDS:
         kept[kind] = kept_in_bf16(model, **RECOMPUTE[kind])
     tokens, layers = SAMPLES * model.seq_length, 2
     assert kept["mlp"] == kept["none"]
-    activated = 2 * tokens * layers * (2 * 48 + 64)  # bf16, the second linear layers' inputs
+    activated = 2 * tokens * layers * (2 * 48 + 64)  # the inputs of the second linear layers, in bf16
     assert kept["none"] - kept["moe_act"] == activated
     assert kept["none"] - kept["shared_experts"] == 2 * tokens * layers * 3 * 64
     assert kept["moe"] < kept["moe_act"] - activated
 
 
 def test_experts_over_ranks() -> None:
-    """What travels depends on the router: the mean of the ranks is what an even one leaves, to three in a hundred."""
+    """Message sizes depend on the router: the mean over the ranks is that of an even router, to three percent."""
     model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)
     layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     parallel = ModelParallelConfig(**layout, sequence_parallel=True, bf16=True)
@@ -311,7 +312,7 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
-    """On GPUs the product of 16-bit matrices is made in fp32 at once, so that a sum takes no second tensor."""
+    """GPUs write the product of 16-bit matrices directly in fp32, so a sum needs no second tensor."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
     both = (replace(batch, bf16_sums=sums) for sums in (False, True))

@@ -1,4 +1,5 @@
-"""Planned bytes of a head and a loss in chunks of tokens are those of a built stage: what it keeps, and its peaks."""
+"""Planned bytes of an output layer and a loss in chunks of tokens equal those of a built stage: the kept ones and the
+peaks."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def forget_gradient(parameter: Tensor) -> None:
 
 
 def measured(batch: MicroBatch, stage: Stage, state: ParallelState | None = None) -> tuple[int, int, int]:
-    """Bytes that a built stage keeps between forward and backward, and the most in either, its weights and their
-    gradients excluded."""
+    """Return the bytes that a built stage keeps between forward and backward, and the peak of either, without its
+    weights and their gradients."""
     weights = WeightSetup("cpu", initialize=False)
     built = GPTModel(batch.model, batch.parallel, state, stage, weights=weights).train()
     dtype = getattr(torch, batch.parallel.params_dtype)
@@ -122,7 +123,7 @@ def test_chunks_leave_one_tensor_of_the_size_of_the_hidden_states() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "further tokens"])
 def test_chunks_multiply_no_more(name: str) -> None:
-    """Model FLOPs of a token do not depend on chunks, and a planned step multiplies as much."""
+    """The model FLOPs of a token do not depend on chunks, and neither do the FLOPs of a planned step."""
     model = MODELS[name]
     counted = []
     for size in (0, 16):
@@ -136,7 +137,7 @@ def test_chunks_multiply_no_more(name: str) -> None:
 
 
 def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
-    """Each chunk reads and writes the weight gradient, which a prediction of the step's time counts."""
+    """Each chunk reads and writes the weight gradient, which the predicted step time includes."""
     moved = []
     for size in (0, 15):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
@@ -149,7 +150,7 @@ def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
 
 
 def test_chunks_on_gpus_move_as_much_as_all_tokens_at_once() -> None:
-    """But for hidden states and gradients of weights: the regions of the loss are compiled in chunks too."""
+    """Hidden states and weight gradients are excluded: the regions of the loss are compiled in chunks too."""
     moved = []
     for size in (0, 16):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
@@ -167,7 +168,7 @@ SMALL_GPU_RUN = (
 
 
 def test_a_plan_names_the_chunk_that_saves_memory() -> None:
-    """And what it promises is what a plan with it says."""
+    """The promised saving equals that of a plan with the chunk."""
     device = read_device("h100")
     config, cache = resolve_legal(parse_args(SMALL_GPU_RUN.split()), 1), PlannerCache()
 
@@ -204,12 +205,12 @@ def test_a_plan_names_no_chunk_where_it_saves_nothing() -> None:
 
 
 FIGURES = {32768: (1.38, 0.69, 0.45), 131072: (4.38, 1.44, 0.64), 262144: (8.38, 2.44, 0.89)}
-"""Vocabulary -> GiB at the peak of all tokens at once, of chunks of 4,096 and of 1,024 tokens."""
+"""Peak GiB for all tokens at once, for chunks of 4,096 and for chunks of 1,024 tokens, by vocabulary size."""
 
 
 @pytest.mark.parametrize("vocab", FIGURES)
 def test_figures_of_the_docs(vocab: int) -> None:
-    """Those of docs/tuning.md."""
+    """The figures are those of docs/tuning.md."""
     wide = replace(LARGE, hidden_size=4096, kv_channels=128, num_attention_heads=32, seq_length=8192, vocab_size=vocab)
     plans = [
         ActivationPlan(MicroBatch(wide, ModelParallelConfig(bf16=True, loss_chunk_tokens=size), 2, "cuda")).stage(HEAD)

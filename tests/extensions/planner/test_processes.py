@@ -1,4 +1,4 @@
-"""Ends of forked processes with their parent, and of a command by Ctrl-C."""
+"""Forked processes that end with their parent, and a command that ends on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _starts_a_fork(sender: Connection) -> None:
         time.sleep(3600)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process does that this one is forked from
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process that this one is forked from may have changed it
     with at_interrupt(end_process):
         list(forked({0: job}, 1))
 

@@ -1,4 +1,5 @@
-"""A rehearsal against reality: the collectives that a rank of a gloo world calls, in order, are those rehearsed."""
+"""A rehearsal compared with a real run: the collectives that a rank of a gloo world calls equal those rehearsed, in
+order."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "
     "--moe-token-dispatcher-type alltoall"
 )
-"""Padded, as in a real run the sizes of other messages follow from the tokens."""
+"""Flags with padded messages: in a real run, the sizes of other messages depend on the tokens."""
 
 LAYOUTS = [
     "--tp 2 --pp 2 --sequence-parallel --global-batch-size 6 --overlap-grad-reduce --overlap-param-gather",
@@ -49,7 +50,8 @@ LAYOUTS = [
 
 
 class RealLog(CollectiveLog, TorchDispatchMode):
-    """The collectives of a rank of a real world; those of Python objects without what they call."""
+    """Log of the collectives of a rank in a real world; for collectives of Python objects, without the calls that they
+    make."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -76,12 +78,12 @@ def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
 
 
 def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
-    """In one process, which keeps what torch has learnt of fake tensors."""
+    """Rehearse all ranks in one process, which caches what torch has learned about fake tensors."""
     return [rehearse_rank(rehearsal, rank) for rank in range(4)]
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Without the questions whether all ranks have something, of which those on CPUs ask one more."""
+    """Leave out the checks that all ranks have something, because CPUs make one more of them."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --rehearse` as a user types it: faults that a cluster would show are found, with their places."""
+"""`pretrain_gpt.py --rehearse` as a user types it: it finds faults that a cluster would show, with their places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANTED = {
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
     "message": ("0,4", *OF_PP, "call 1: ", "a message is not the one that is received", "recv of 3 bfloat16"),
 }
-"""Fault -> the ranks that are rehearsed, and what is said of it."""
+"""Rehearsed ranks and the expected message of each fault."""
 
 
 @pytest.mark.grid("fault", ["skipped"], list(PLANTED))
@@ -90,7 +90,7 @@ def test_data_traffic_of_a_dense_model_is_not_called_that_of_experts() -> None:
 def test_a_killed_rank_is_reported_with_the_others_in_json() -> None:
     flags = f"{SMALL} --extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
     done = run_program("pretrain_gpt.py", *flags.split(), "--load", "no", "--exit-on-missing-checkpoint")
-    found = json.loads(done.stdout)  # and nothing else
+    found = json.loads(done.stdout)  # standard output holds nothing else
     assert done.returncode == 1 and found["not_rehearsed"] == [{"rank": 5, "ended_by": "SIGKILL"}]
     assert [rank["rank"] for rank in found["ranks"]] == [4]
     (problem,) = found["problems"]

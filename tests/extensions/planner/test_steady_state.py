@@ -1,4 +1,4 @@
-"""Steps whose updates are ahead of the norm, behind one another: their time, and where ranks wait."""
+"""Consecutive steps whose updates precede the norm: their time, and where ranks wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted time of a step: replay of events, collectives by formula, and properties of whole predictions."""
+"""Predicted step time: replay of events, formulas of collectives, and properties of whole predictions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_collective_overlaps_a_product_and_the_rest_is_exposed(device: DeviceF
 
 
 def test_products_that_run_at_one_time_share_their_last_waves(device: DeviceFile) -> None:
-    """144 tiles of a part, on 132 multiprocessors, fill two waves by half; those of eight parts fill nine."""
+    """The 144 tiles of one part fill two waves of 132 multiprocessors by half; those of eight parts fill nine waves."""
     part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
     assert 8 * part > 1.3 * whole
     parts = [Product("bf16", 512, 9216, 18432, at_one_time=8)] * 8
@@ -92,7 +92,7 @@ def test_a_step_of_small_kernels_is_bound_by_the_host(device: DeviceFile) -> Non
 FORMULAS = [
     ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
     ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
-    # One rank in each of four nodes: an adapter each.
+    # One rank in each of four nodes: one network adapter each.
     ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
     # All eight ranks of two nodes: eight adapters, 80 GB/s, slower than the node's 100.
     ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),
@@ -171,7 +171,7 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
 
 
 def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
-    """The first rank has one layer of eight and ends last: most of its time is idle, which bounds nothing."""
+    """The first rank has one layer of eight and ends last: most of its time is idle, which does not limit the step."""
     device = replace(read_device("h100"), step_overhead_ms=0.0, ranks_overhead_ms=0.0)
     step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1
@@ -199,7 +199,7 @@ OF_INDUCTOR = {
     "fp8 rowwise": ("fp8", "rowwise", 0.04),
     "experts": ("bf16", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", 0.16),
 }
-"""Run of tests/fixtures/gpu_bytes.json: precision, recipe or flags, and how far element-wise bytes may be off."""
+"""Runs of tests/fixtures/gpu_bytes.json: precision, recipe or flags, and the tolerance of element-wise bytes."""
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)
@@ -228,7 +228,7 @@ WIDE = (
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
 def test_collectives_that_overlap_with_products(precision: str) -> None:
-    """Their parts are products that run at one time, which are added to nothing, and no more is computed. In fp8 half
+    """Their parts are concurrent GEMMs that do not add to an output, and no more FLOPs are computed. In fp8, half of
     the bytes are gathered."""
 
     def events(flags: str) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Updates ahead of the gradient norm: to the bit what a step that waits for the norm computes, rolled back or not."""
+"""Updates before the gradient norm is known: bit-identical to a step that waits for the norm, rolled back or not."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
-"""By name: ranks, flags, and how many of the first three steps are rolled back, if that is known. The parity matrix has
-other layouts."""
+"""Ranks, flags, and how many of the first three steps are rolled back (if known), by name. The parity matrix has other
+layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -64,13 +64,13 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def waiting(config: RunConfig) -> RunConfig:
-    """The same run, in which every step waits for the norm."""
+    """Return the same configuration with every step waiting for the norm."""
     return config.with_options(PostValidationFlags())
 
 
 @contextmanager
 def verdicts() -> Iterator[list[bool]]:
-    """Whether each step that was made ahead was rolled back."""
+    """Record whether each update that did not wait was rolled back."""
     found: list[bool] = []
     true = PostValidatedOptimizer.validate
 
@@ -85,12 +85,12 @@ def verdicts() -> Iterator[list[bool]]:
 
 
 def always_ahead() -> AbstractContextManager[Any]:
-    """Steps do not wait for the norm where the one before was rolled back."""
+    """Make no step wait for the norm; normally, a step waits after a rollback."""
     return mock.patch.object(PostValidatedOptimizer, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
-    """What must be the same to the bit."""
+    """Return the values that must be bit-identical."""
     pieces = run.optimizer.sharded_state()
     found: dict[str, Any] = {f"{p.key} {p.meta.name} {p.start}": p.data.detach().clone() for p in pieces}
     for model in run.stages.values():
@@ -101,7 +101,7 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
-    """`state_of` behind some steps, with their results."""
+    """Return `state_of` after some steps, with their results."""
     interval = run.interval = Interval()
     if plant is not None:
         plant(run)
@@ -113,7 +113,7 @@ def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] |
 
 
 def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of what differs by a bit."""
+    """Return the names of values that differ by a bit."""
     assert a.keys() == b.keys() and len(a) > 20
     return [key for key, value in a.items() if not _same(value, b[key])]
 
@@ -125,8 +125,8 @@ def _same(x: Any, y: Any) -> bool:
 def both(
     rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
 ) -> tuple[list[str], list[bool], list[bool]]:
-    """(what differs between a run that waits and one that does not; which steps were rolled back, which skipped) of
-    four steps."""
+    """Return, for four steps, (differences between a run that waits and one that does not, rolled-back flags, skipped
+    flags)."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:
@@ -152,7 +152,7 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
-    """What differs between four steps that wait, and two made ahead, a checkpoint, and two more from it."""
+    """Return the differences between four steps that wait, and two that do not, a checkpoint, and two more from it."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
@@ -167,7 +167,7 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[
     with verdicts() as rolled_back, local_run(loading, rank, world_size) as run:
         assert run.progress.iteration == 2
         found = trained(run, 2)
-        assert rolled_back == [True]  # the step after one that was clipped waits
+        assert rolled_back == [True]  # the step after a clipped one waits
     for state in (expected, found):
         del state["results"], state["losses"]
     return [key for key in different(expected, found) if not key.startswith("tally")]

@@ -1,4 +1,4 @@
-"""Datagrams and connections of strangers: nothing that arrives at a port of a run ends it or holds it up."""
+"""Datagrams and connections of strangers: nothing that arrives at a port of a run ends or delays it."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ STRANGERS = [
 
 VALUES: list[Any] = [None, True, -1, 7, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\udcff", [], [[]], [1.5]]
 VALUES += [{}, {"x": 1}, {"7": 1.0}, {"1": "1"}, {"1": float("inf")}, {"1": -float("inf")}, {"1": True}, {"²": 1.0}]
-"""Values of wrong types behind a valid token. Some are right for some fields."""
+"""Values of wrong types after a valid token. Some are valid for some fields."""
 
 BEAT = {"from": 1, "ages": {"0": 0.1}, "end": ""}
 FINDINGS = {kind: {} for kind in KINDS} | {"gone": [], "fine": [1]}
 
 
 def with_token() -> list[bytes]:
-    """Datagrams that begin with the token, and are no messages."""
+    """Return datagrams that begin with the token but are not messages."""
     rest = [b"", b"{", b"3", b"[" * 5000, b'{"from":' * 7000, *STRANGERS]
     return [TOKEN.encode() + each for each in rest]
 
 
 def changed(message: dict[str, Any], right: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """The message without each of its fields, and with each wrong value of it."""
+    """Yield the message without each of its fields, and with each wrong value of each field."""
     for field in message:
         yield {name: value for name, value in message.items() if name != field}
         for value in VALUES:
@@ -71,7 +71,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
     check_beat(unseal(TOKEN, seal(TOKEN, BEAT)), 2)
     check_findings(unseal(TOKEN, seal(TOKEN, FINDINGS)), 2)
     for data in STRANGERS:
-        for token in (TOKEN, ""):  # a token that is not known yet holds for nobody
+        for token in (TOKEN, ""):  # a token that is not known yet admits nobody
             with pytest.raises(ValueError, match="does not begin with the token"):
                 unseal(token, data)
     for data in with_token():
@@ -86,7 +86,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
 
 
 def attack(ports: list[int]) -> int:
-    """Sends all of them to ports of loopback. Returns their number."""
+    """Send all of them to loopback ports, and return their number."""
     data = [*STRANGERS, *with_token(), *(seal(TOKEN, wrong) for wrong in (*WRONG_BEATS, *WRONG_FINDINGS))]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for each in data:
@@ -97,7 +97,7 @@ def attack(ports: list[int]) -> int:
 
 @contextmanager
 def heartbeat(peer: socket.socket, log: Path) -> Iterator[tuple[Any, int]]:
-    """The process of rank 0's host, which knows of `peer` as that of rank 1's. Gives it and its port."""
+    """Yield the heartbeat process of rank 0's host and its port. It knows `peer` as rank 1's host."""
     words = [os.getpid(), 0, 2, 6.0, int(socket.AF_INET)]
     command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
     pipe = subprocess.PIPE
@@ -122,7 +122,7 @@ def test_a_heartbeat_ignores_counts_and_names_what_strangers_send(tmp_path: Path
             count = attack([port])
             peer.sendto(seal(TOKEN, BEAT), ("127.0.0.1", port))
             while not unseal(TOKEN, peer.recv(65536))["ages"]:
-                pass  # until it has heard this host, behind all that
+                pass  # until it has heard this host, after all these messages
             assert process.poll() is None
             process.stdin.close()
             assert process.wait(HANG) == 0
@@ -136,7 +136,7 @@ def test_connections_never_close_the_door_of_a_heartbeat(tmp_path: Path) -> None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         with heartbeat(peer, tmp_path / "log") as (_, port):
-            for _ in range(300):  # more than a kernel holds for a process that takes none
+            for _ in range(300):  # more than a kernel queues for a process that accepts none
                 with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
                     assert connection.recv(1) == b""
 
@@ -162,7 +162,7 @@ def test_a_rank_ignores_what_strangers_send(capsys: pytest.CaptureFixture[str]) 
 
 
 def udp_ports() -> list[int]:
-    """All UDP ports of this machine, which any user can list."""
+    """Return all UDP ports of this machine, which any user can list."""
     lines = [line for name in ("udp", "udp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return [int(line.split()[1].rpartition(":")[2], 16) for line in lines]
 
@@ -181,7 +181,7 @@ def test_another_user_does_not_end_a_run_on_two_hosts(tmp_path: Path) -> None:
     with forked_ranks(2, flags, screen, start_host) as ranks:
         wait_for(lambda: " iteration " in screen.read_text(), ranks, screen.read_text)
         ports = set(udp_ports()) - before
-        assert len(ports) >= 4  # a heartbeat and an ear of each rank
+        assert len(ports) >= 4  # a heartbeat and a listener for each rank
         if not (child := os.fork()):
             as_nobody()
             attack([*ports])

@@ -1,5 +1,5 @@
-"""A cable that is pulled, or works one way only: both hosts name each other long before the timeout of collectives, and
-end by themselves."""
+"""A cable that is unplugged, or works in one direction only: both hosts name each other long before collectives time
+out, and exit by themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deafen(box: Box) -> None:
 
 
 def datagrams(box: Box, host: int) -> tuple[int, int]:
-    """UDP messages that processes of a host have read and sent."""
+    """Return the numbers of UDP messages that the processes of a host have read and sent."""
     lines = box.run(host, "cat", "/proc/net/snmp").splitlines()
     names, values = (line.split() for line in lines if line.startswith("Udp: "))
     counts = dict(zip(names, values, strict=True))
@@ -47,7 +47,8 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Until each host knows that the other one hears it: it has read what that has sent since it heard of this one."""
+    """Wait until each host knows that the other one hears it: it has read what the other has sent since hearing of this
+    host."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))
@@ -74,7 +75,7 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
         while early and rank == 1 and not struck.exists():
             time.sleep(0.05)
         look(watch)
-        if watch._told == 2:  # hosts, of which its heartbeat knows
+        if watch._told == 2:  # hosts that its heartbeat knows
             told[rank].touch()
 
     def all_told() -> bool:
@@ -100,7 +101,7 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
             struck.touch()
             assert join(ranks) == [1, 1]
     one, other = (log.read_text() for log in logs)
-    if early:  # the end of the other may come before what its own heartbeat finds
+    if early:  # the other host may end before this host's own heartbeat finds the fault
         assert one.count("RUN FAILED: ") == 1 and re.search(r"RUN FAILED: .*\bhost1\b", one), one
     else:
         assert one.count("RUN FAILED: host1 (rank 1 of 2)\n") == 1 and line in one, one

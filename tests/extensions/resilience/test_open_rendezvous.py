@@ -1,4 +1,4 @@
-"""torchrun's rendezvous for hosts that may be lost: calls of a store that does not answer end."""
+"""torchrun's rendezvous for hosts that may be lost: calls of a store that does not answer return."""
 
 from __future__ import annotations
 

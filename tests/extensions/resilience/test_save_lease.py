@@ -1,4 +1,4 @@
-"""The lease on a --save folder: held by one run, free when that has ended, was killed, or does not renew it."""
+"""Lease on a --save folder: held by one run, and free once that run has ended, was killed, or does not renew it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_machine(folder: Path) -> None:
-    """The file then looks like that of a process on a machine that this one cannot look into."""
+    """Change the file so that it looks like that of a process on a machine that this one cannot inspect."""
     file = folder / ".lease"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"namespace": "elsewhere", "host": "far"}))
 
@@ -90,7 +90,7 @@ def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_path: Path, stopped: bool) -> None:
-    """One that lives trains, though its disk may hold up the renewals."""
+    """A living process trains, although its disk may delay the renewals."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -140,7 +140,7 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp
 
 @pytest.fixture
 def held(tmp_path: Path) -> tuple[SaveLease, Path, list[LeaseError]]:
-    """A lease that only `check` renews, its folder, and what it has lost the lease by."""
+    """Return a lease that only `check` renews, its folder, and the errors by which it was lost."""
     folder, errors = tmp_path / "save", list[LeaseError]()
     lease = SaveLease(folder, errors.append)
     lease.acquire()
@@ -155,7 +155,7 @@ Held = tuple[SaveLease, Path, list[LeaseError]]
 
 
 def test_a_lease_that_is_gone_from_its_folder_is_lost(held: Held) -> None:
-    """Another run has taken it, finished, and given it back."""
+    """Another run has taken the lease, finished, and released it."""
     lease, folder, errors = held
     lease.check()
     (folder / ".lease").unlink()
@@ -210,7 +210,7 @@ def test_a_lease_that_a_deletion_of_the_folder_removes_first_is_not_lost(
 
 
 def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its disk was unmounted: saves would fill the disk of the mount point."""
+    """The folder's disk was unmounted: saves would fill the disk of the mount point."""
     lease, folder, errors = held
     assert lease._place is not None
     lease._place.file_system += 1
@@ -252,14 +252,14 @@ class Deletes(Callback):
 
 
 def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
-    """Six iterations, saved every two, of which the third executes `what` with the folder as `path`."""
+    """Run six iterations with a save every two; the third one executes `what` with the folder as `path`."""
     (tmp_path / "deletes.py").write_text(DELETES.format(what=what))
     flags = f"{TINY} --train-iters 6 --log-interval 1 --save {tmp_path / 'save'} --save-interval 2 --no-async-save"
     return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)
 
 
 def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) -> None:
-    # At once, so that the run never sees the folder without its lease.
+    # The rename is atomic, so the run never sees the folder without its lease.
     save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path.rename(path.with_name('gone')))", tmp_path, 0)
     assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
     assert read_latest(save) == 6 and [record["iteration"] for record in read_records(save / "metrics.jsonl")] == [
@@ -275,7 +275,7 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
 
 
 class Objects(Storage):
-    """Objects in memory. `before` runs once before the next replacement, as what another run does meanwhile."""
+    """Storage in memory. `before` runs once before the next replacement and stands for another run's actions."""
 
     content_of: ClassVar[dict[str, bytes]] = {}
     before: ClassVar[list[Callable[[], None]]] = []
@@ -321,7 +321,7 @@ def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: py
     assert not Objects.content_of
     first.acquire()
     first.check()
-    first._closed.set()  # which ends its own renewals
+    first._closed.set()  # ends its own renewals
     time.sleep(0.1)
     Objects.content_of[str(URL / LEASE)] = first._next().replace(first._owner["token"].encode(), b"other")
     with pytest.raises(LeaseError, match="and has taken over: this run stood still"):

@@ -32,7 +32,7 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Products per token, thrice: three projections, and both gates of each block."""
+    """Count the FLOPs per token, three times: three projections, and both gates of each block."""
     hidden, channels, block = 32, 48, 12
     assert mixer_flops(RG_LRU, "R") == 6 * (3 * hidden * channels + 2 * channels * block)
 

@@ -1,4 +1,4 @@
-"""Runs on data of which one document makes a spike."""
+"""Runs on data in which one document causes a spike."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MODEL = (
     "--check-for-spiky-loss --spiky-loss-factor 1.2 --lr 3e-2 --lr-decay-style constant --split 100,0,0"
 ).split()
 AT = 90
-"""The document that makes the spike."""
+"""Number of the document that causes the spike."""
 
 
 def poisoned(folder: Path) -> str:
-    """Documents that count, and one of other tokens, which no text before has. Returns the prefix."""
+    """Write documents that count up, and one with other tokens, which no earlier text has. Returns the prefix."""
     noise = np.random.default_rng(1).integers(20, 50, 18)
     documents = [noise if number == AT else np.arange(9) for number in range(DOCUMENTS)]
     return write_documents(folder / "data", documents)
 
 
 class Run:
-    """A run with a --save folder of its own."""
+    """Run with its own --save folder."""
 
     def __init__(self, folder: Path, data: str, flags: str = "", ranks: int = 1) -> None:
         self.save, self.ranks = folder / "save", ranks
@@ -41,22 +41,22 @@ class Run:
         self.flags = [*MODEL, "--data-path", data, "--save", str(self.save), "--load", str(self.save), *flags.split()]
 
     def start(self, flags: str = "", ranks: int | None = None, code: int = 0) -> str:
-        """Runs to the end, and returns what was printed."""
+        """Run to the end, and return the output."""
         return run_forked(ranks or self.ranks, [*self.flags, *flags.split()], self.screen, code)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of a name."""
+        """Return the events of a name."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def losses(self) -> dict[int, tuple[float, float]]:
-        """Iteration -> loss and gradient norm. A record for each iteration, in order."""
+        """Return loss and gradient norm by iteration. Asserts that there is one record per iteration, in order."""
         records = [json.loads(line) for line in (self.save / "metrics.jsonl").read_text().splitlines()]
         assert [each["iteration"] for each in records] == list(range(1, len(records) + 1))
         return {each["iteration"]: (each["lm_loss"], each["grad_norm"]) for each in records}
 
     def assert_equal(self, other: Run, ignored: Sequence[str] = ()) -> None:
-        """Asserts that losses, and final checkpoints, are bitwise those of another run."""
+        """Assert that losses and final checkpoints are bitwise equal to those of another run."""
         assert self.losses() == other.losses()
         one, two = (choose_checkpoint(run.save, Axis()) for run in (self, other))
         assert one is not None and two is not None and one.tensors.keys() == two.tensors.keys()

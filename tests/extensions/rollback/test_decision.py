@@ -1,4 +1,4 @@
-"""What follows from a spike and the flags."""
+"""Decision that follows from a spike and the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run that goes back at a spike is bitwise the run that was told to skip these batches, from any source of states."""
+"""A run that rolls back at a spike is bitwise equal to one that was told to skip these batches, from any source of
+states."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_goodput_names_steps_that_were_taken_back(interval: int, data: str, tmp_
 
 
 def ends_after_going_back(rank: int) -> None:
-    """Prepares a rank that is killed before the first step that follows a rollback, once."""
+    """Prepare a rank that is killed once, before the first step after a rollback."""
     os.environ[HOST], made = f"host{rank}", training.train_step
 
     def step(run: TrainingRun) -> None:
@@ -107,7 +108,7 @@ def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:
 
 
 def resumes_before_the_spike(folder: Path, data: str) -> None:
-    """Asserts that a run that has lost its memory goes back to the disk, and computes the state of iteration 12."""
+    """Assert that a run that has lost its memory rolls back to the disk, and computes the state of iteration 12."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --save-interval 5")
     told.start("--iterations-to-skip 13 14")
     run.start("--exit-interval 13")
@@ -121,7 +122,7 @@ def test_a_run_that_lost_its_memory_goes_back_to_the_disk(data: str, tmp_path: P
 
 
 def resumes_after_the_rollback(folder: Path, data: str) -> None:
-    """Asserts that a checkpoint in the middle of what is passed over says so, at another layout."""
+    """Assert that a checkpoint in the middle of skipped batches records that, under another layout."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --rollback-batches 4")
     told.start("--iterations-to-skip 13 14 15 16")
     run.start("--exit-interval 15")

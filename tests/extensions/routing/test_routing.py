@@ -1,4 +1,5 @@
-"""Sinkhorn routing and random choices; tests/pure/test_moe.py compares all ways to route with what is written out."""
+"""Sinkhorn routing and random choices; tests/pure/test_moe.py compares all routing methods with plain
+implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of pieces have the rates of their formulas, and branches go on exactly from the run that they left."""
+"""Piecewise schedules have the rates of their formulas, and branches continue exactly from the run that they left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rates(text: str, *samples: float, total: float = 1000) -> list[float]:
 
 
 def of_run(flags: str) -> list[float]:
-    """The rates of each step of a run of 20 steps, 80 samples of 8 tokens."""
+    """Return the rates of each step in a run of 20 steps, with 80 samples of 8 tokens."""
     flags = f"{TINY} --train-samples 80 --lr 0.02 --min-lr 0.002 {flags}".replace("--train-iters 4", "")
     plan = plan_of(resolve_legal(parse_args(words(flags)), 1))
     return [plan.schedule().lr_at(4 * step) for step in range(21)]
@@ -83,7 +83,7 @@ def test_pieces_are_the_schedules_that_have_names(text: str, flags: str) -> None
 
 
 def test_a_schedule_goes_by_samples_under_a_ramp(tmp_path: Path) -> None:
-    """A file's text is kept in place of its name; a step of another size moves on by its own samples."""
+    """The text of a file replaces its name; a step of another size advances by its own samples."""
     file = tmp_path / "schedule.txt"
     file.write_text("warm-up 8 samples  # a comment\nhold 50%\n\n1-sqrt rest\n")
     flags = f"{TINY} --train-samples 80 --lr-schedule-file {file}".replace("--train-iters 4", "")
@@ -186,7 +186,7 @@ BRANCH = "--decay-tokens 100 --decay-shape linear --save-interval 2"
 
 
 def trained(folder: Path, flags: str) -> list[dict[str, float]]:
-    """Trains, and returns the records of steps."""
+    """Train, and return the records of steps."""
     argv = f"{RUN} {flags} --save {folder}".split()
     run_forked(1, [*argv, "--lr-schedule", STABLE], folder.with_suffix(".screen"))
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -200,8 +200,8 @@ def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) 
     steps = trained(tmp_path / "branch", branch)
     assert [step["iteration"] for step in steps] == [5, 6, 7, 8]  # 100 tokens are 3.125 steps of 32
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # the next data, weights and dropout
-    assert steps[1]["lm_loss"] == stable[5]["lm_loss"]  # the optimizer's states: its rate is the run's still
+    assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # shows the next data, weights and dropout
+    assert steps[1]["lm_loss"] == stable[5]["lm_loss"]  # shows the optimizer's states: its rate is still the run's
     assert "linear 16 samples; 128 tokens to its end" in (tmp_path / "branch.screen").read_text()
     trained(tmp_path / "killed", f"{branch} --exit-interval 6")
     shutil.rmtree(tmp_path / "stable")

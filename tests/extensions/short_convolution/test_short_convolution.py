@@ -16,7 +16,7 @@ CONVOLUTION = model_of("convolution")
 
 
 def test_flops() -> None:
-    """Products of both projections; a convolution has none."""
+    """Only the two projections are products; the convolution is not."""
     assert mixer_flops(CONVOLUTION, "C") == 6 * 4 * CONVOLUTION.hidden_size**2
 
 

@@ -1,4 +1,4 @@
-"""The simulator against published bubble rates, and lists that cannot run."""
+"""Simulator compared with published bubble rates, and action lists that cannot run."""
 
 import pytest
 
@@ -52,7 +52,8 @@ def test_micro_batches_in_flight_at_the_peak():
 
 
 def test_passes_in_turns_compute_while_the_other_exchanges():
-    """F 1 1 1 and B 2 2 2 with all-to-alls between: F0 B0 F1 B1 F2 B2, which wait only where they outlast the other."""
+    """F takes 1 1 1 and B 2 2 2, with all-to-alls in between: F0 B0 F1 B1 F2 B2. They wait only where an all-to-all
+    outlasts the other pass."""
     pair = (F(1, 1), B(1, 0))
     times = {0.5: (9, 0), 1: (9, 0), 1.5: (10, 1), 3: (15, 6)}
     for exchange, (time, waited) in times.items():

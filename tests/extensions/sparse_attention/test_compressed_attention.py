@@ -1,5 +1,5 @@
-"""Compressed attention against a literal form, its indexer's loss, memory. Tests of Hugging Face families
-compare logits and gradients with those of DeepSeek-V4."""
+"""Compressed attention compared with a plain implementation, its indexer's loss, and memory. The tests of Hugging Face
+families compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE = 8, 4, 4, 3, 2, 500.0
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
-    """x [..., d] at each position of `tables`, its last channels turned"""
+    """Return x [..., d] with its last channels rotated by `tables` at each position."""
     cos, sin = tables
     turned = apply_rotary_interleaved(x[..., -ROTARY:], cos, -sin if back else sin)
     return torch.cat((x[..., :-ROTARY], turned), dim=-1)
 
 
 def literal_keys(compressor: Any, x: Tensor, start: int, stop: int, tables: Any) -> tuple[list[Tensor], list[int]]:
-    """Compressed keys of the tokens `start` to `stop` of a text x [s, h], and the last token that each is made of."""
+    """Return the compressed keys of tokens `start` to `stop` of a text x [s, h], and the last token that each is made
+    from."""
     kv, gate = x @ compressor.linear_wkv.weight.t(), x @ compressor.linear_wgate.weight.t()
     ratio, width, found, ends = len(compressor.ape), compressor.width, [], []
     for first in range(start, stop - ratio + 1, ratio):
@@ -55,7 +56,8 @@ def literal_keys(compressor: Any, x: Tensor, start: int, stop: int, tables: Any)
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> tuple[Tensor, Tensor, int]:
-    """Output of a layer for x [s, b, h], token by token, the sum of divergences, and their number."""
+    """Return the output of a layer for x [s, b, h], computed token by token, the sum of divergences, and their
+    number."""
     out, total, count = torch.zeros_like(x), x.new_zeros(()), 0
     sinks = layer.core.softmax_offset
     for sample in range(x.shape[1]):
@@ -111,7 +113,7 @@ CASES = [
 def test_gradients_match_the_literal_form(
     number: int, chunk: int, packed: bool, sparse_loss: bool, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows alone (layer 0), selected keys of two windows (1), all keys of 3 tokens (2)."""
+    """Layer 0 has only windows, layer 1 selected keys of two windows, layer 2 all keys of 3 tokens."""
     monkeypatch.setattr(compressed_attention, "CHUNK", chunk)
     options: dict[str, Any] = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss}
     if recompute:
@@ -122,7 +124,7 @@ def test_gradients_match_the_literal_form(
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Kept are operands, outputs, selected keys and gradients of the index."""
+    """Saved are operands, outputs, selected keys and gradients of the index."""
     assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 
@@ -137,7 +139,7 @@ def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
 
 @pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
 def test_channels_without_position_follow_from_value_channels(flags: str, expected: int) -> None:
-    """A key is a value too."""
+    """A key also serves as a value."""
     variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
     config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)
     assert config.options(LatentAttentionFlags).qk_head_dim == expected

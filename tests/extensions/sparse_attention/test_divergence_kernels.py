@@ -1,4 +1,4 @@
-"""Kernels of the indexer's loss: Triton's, interpreted, against plain torch, and compiled for GPUs."""
+"""Kernels of the indexer's loss: Triton's, interpreted, compared with plain torch, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.tiny import TINY
 from tests.triton_cases import apart, compiled, stack_of, stack_tool
 
 Drawn = tuple[Case, int, int]
-"""Attention, and heads and channels of the indexer."""
+"""Attention case, and the heads and channels of the indexer."""
 
 PLAIN: Drawn = Case(documents=True), 3, 20
 MOST: tuple[Drawn, ...] = (
@@ -52,7 +52,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def given(each: Drawn) -> tuple[Index, Loss]:
-    """The operands of `divergence`. Some scores are equal."""
+    """Return the operands of `divergence`. Some scores are equal."""
     case, heads, width = each
     q, sinks, seen, k, _ = operands(case)
     found = attend_to_selected(*(q.float(), sinks, seen, tuple(x.float() for x in k), SCALE, case.values, False))
@@ -73,7 +73,7 @@ def tensors_of(found: tuple[Tensor, Index]) -> tuple[Tensor, ...]:
 
 
 def interpreted_divergence() -> Any:
-    """The kernels in small blocks, on the CPU."""
+    """Return the kernels with small blocks, on the CPU."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, divergence, divergence_triton
 
     kernels: Any = divergence
@@ -104,7 +104,7 @@ def check(cases: Sequence[Drawn]) -> None:
 @pytest.mark.grid("seeds", [range(2)], [range(12)])
 @apart(interpret=True)
 def test_interpreted_kernels_are_plain_torch(seeds: Sequence[int]) -> None:
-    """Divergence and all gradients: of odd sizes, sets of keys, documents and both ways to sum."""
+    """Divergence and all gradients agree for odd sizes, sets of keys, documents and both ways to sum."""
     check([*MOST, *map(drawn, seeds)])
 
 
@@ -126,7 +126,7 @@ def test_edited_kernels_differ(names: Sequence[str]) -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out() -> None:
-    """At the start of a run, on the operands of its layers."""
+    """The comparison is that at the start of a run, on the operands of its layers."""
     interpreted()
     kernels = interpreted_divergence()
     flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS['dsa']}"
@@ -151,7 +151,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
 def test_kernels_compile_to_products_of_tensor_cores(heads: Sequence[int], capabilities: Sequence[int]) -> None:
-    """At the width of DeepSeek-V3.2's indexer. Registers suffice."""
+    """The width is that of DeepSeek-V3.2's indexer. The kernels fit into the registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 
     for capability in capabilities:

@@ -1,4 +1,4 @@
-"""Kernels of attention to selected keys: Triton's, interpreted, against plain torch, and compiled for GPUs."""
+"""Kernels of attention to selected keys: Triton's, interpreted, compared with plain torch, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALE = 0.3
 
 
 class Case(NamedTuple):
-    """What is computed: the last n queries of a sequence."""
+    """Attention problem: the last n queries of a sequence."""
 
     n: int = 5
     s: int = 40
@@ -50,7 +50,8 @@ class Case(NamedTuple):
     values: int = 20
     samples: int = 2
     sets: tuple[tuple[int, int | None], ...] = ((11, None),)
-    """Of each set of keys, how many a query sees, and the window that they are in; None for selected keys."""
+    """For each set of keys, the number of keys that a query attends to, and the window that they are in; None for
+    selected keys."""
     sinks: bool = False
     documents: bool = False
     dtype: torch.dtype = torch.float32
@@ -71,7 +72,7 @@ MANY = [
 
 
 def keys_of(case: Case, count: int, window: int | None, generator: torch.Generator) -> Keys:
-    """What the queries see of one set. The first ones see fewer keys than others."""
+    """Return the keys of one set that the queries attend to. The first queries attend to fewer keys than the others."""
     places = torch.arange(case.s - case.n, case.s)[:, None].repeat(1, case.samples)
     places[0] = min(1, case.s - 1)
     begins = (places - torch.arange(case.samples) - 8).clamp(min=0) if case.documents else torch.zeros_like(places)
@@ -108,7 +109,7 @@ def operands(case: Case) -> Operands:
 
 
 def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
-    """By torch, in fp32 from the same operands."""
+    """Compute the result with torch, in fp32 from the same operands."""
     q, sinks, seen, k, grad = given
     q, grad, k = q.float(), grad.float(), tuple(x.float() for x in k)
     found = attend_to_selected(q, sinks, seen, k, SCALE, case.values, True)
@@ -116,7 +117,7 @@ def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
 
 
 def interpreted() -> Any:
-    """The kernels in small blocks, on the CPU."""
+    """Return the kernels with small blocks, on the CPU."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, attention_triton
 
     multiply_bf16()
@@ -146,7 +147,7 @@ def tensors_of(found: tuple[Attended, tuple[Tensor, ...]]) -> Iterator[Tensor]:
 
 
 def weights_by_both(kernels: Any, case: Case, given: Operands, found: Attended) -> tuple[Tensor, Tensor]:
-    """Weights of selected keys, summed over heads: by the kernel, and by plain torch in fp32."""
+    """Return the weights of selected keys, summed over heads, from the kernel and from plain torch in fp32."""
     q, sinks, seen, k, _ = given
     queries, picked = seen[-1]
     beside = None
@@ -182,7 +183,8 @@ def check(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_are_plain_torch(cases: str) -> None:
-    """Forward and all gradients: odd sizes, sets of keys, windows, documents, sinks; additions and ordered sums."""
+    """Forward and all gradients agree for odd sizes, sets of keys, windows, documents and sinks, with additions and
+    with ordered sums."""
     check(FEW if cases == "few" else MANY)
 
 
@@ -207,7 +209,7 @@ MUTANTS = {
 
 @contextmanager
 def with_edit(edited: str, old: str, new: str) -> Iterator[None]:
-    """Loads the modules of kernels anew, one with an edit. Triton reads their sources when they first run."""
+    """Reload the kernel modules, one with an edit. Triton reads their sources when they first run."""
     package = import_module("megatron.extensions.attention.sparse_attention.kernels")
     with tempfile.TemporaryDirectory() as folder:
         for part in ("rows", "key_sums", "attention", "selection", "divergence"):
@@ -243,7 +245,7 @@ RUNS = {
 @pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
-    """At the start of a run, on the operands of its layers."""
+    """The comparison is that at the start of a run, on the operands of its layers."""
     kernels = interpreted()
     kernels.suits = lambda q, width: True
     kernels.adds_gradients = lambda device, keys, count: True
@@ -269,7 +271,8 @@ def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
 
 
 def check_selection(device: str) -> None:
-    """Scores, and the selected keys to the last one: of equal scores, of zeros of both signs, and of few keys."""
+    """Check the scores, and the selected keys down to the last one: with equal scores, zeros of both signs, and few
+    keys."""
     from megatron.extensions.attention.sparse_attention.kernels import selection
 
     generator = torch.Generator().manual_seed(3)
@@ -310,7 +313,8 @@ def interpreted_selection() -> None:
 
 
 def check_on_gpu() -> None:
-    """At widths of models. Gradients of keys that are summed in a second pass have the same bits in every run."""
+    """Check widths of real models. Gradients of keys that are summed in a second pass have the same bits in every
+    run."""
     from megatron.extensions.attention.sparse_attention.kernels import attention
 
     check_selection("cuda")
@@ -333,7 +337,7 @@ def check_on_gpu() -> None:
 
 
 def moved(given: Operands) -> Operands:
-    """The operands on the GPU."""
+    """Move the operands to the GPU."""
 
     def on_gpu(keys: Keys) -> Keys:
         queries = keys.queries._replace(first=keys.queries.first.cuda(), last=keys.queries.last.cuda())
@@ -357,7 +361,7 @@ TYPES: dict[str, Any] = {
 }
 OF_KEYS = {"WIDTH": 576, "VALUES": 512, "SLICES": 3, "HEADS": 32}
 MOST_STACK = {80: 0, 90: 520, 100: 16}
-"""Bytes that a thread spills at most. On Hopper these are descriptors of operands, made before the loop."""
+"""Largest number of bytes that a thread spills. On Hopper, these are operand descriptors, created before the loop."""
 
 
 @pytest.mark.grid(
@@ -367,7 +371,7 @@ MOST_STACK = {80: 0, 90: 520, 100: 16}
 )
 @apart(interpret=False)
 def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], capabilities: Sequence[int]) -> None:
-    """Shared memory and registers suffice."""
+    """The kernels fit into shared memory and registers."""
     from megatron.extensions.attention.sparse_attention.kernels import attention_triton, key_sums_triton
 
     rows: Any = attention_triton.Rows(*ROWS)  # type: ignore[arg-type]
@@ -375,7 +379,7 @@ def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], cap
         tiling = {90: attention_triton.HOPPER, 100: attention_triton.BLACKWELL}.get(capability, attention_triton.SMALL)
         for name in kernels:
             if name == "adding" and capability == 80:
-                continue  # which sums in a second pass
+                continue  # sums in a second pass
             kernel, least = {
                 "forward": (attention_triton.selected_forward, 9),
                 "of_keys": (key_sums_triton.selected_sum, 4),
@@ -402,7 +406,7 @@ def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], cap
 @pytest.mark.grid("capabilities", [[90]], [[80, 90, 100]])
 @apart(interpret=False)
 def test_kernels_of_selection_compile(capabilities: Sequence[int]) -> None:
-    """With two spilled registers at most."""
+    """At most two registers are spilled."""
     from megatron.extensions.attention.sparse_attention.kernels import selection_triton as triton
 
     types = {**dict.fromkeys(("q", "k", "weights"), "*bf16"), "out": "*fp32", "sizes": ("i32",) * 4}

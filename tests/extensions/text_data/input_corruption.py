@@ -1,8 +1,8 @@
-"""Files of text, tokens and vocabularies that are damaged at random: what reads them says so in a clear line, or reads
-them right.
+"""Randomly damaged files of text, tokens and vocabularies: readers report the damage in a clear line, or read them
+correctly.
 
-Each trial damages one file and lets a tool or the data of a training run read it in a process of its own, whose memory
-and time are limited. It fails if that process
+Each trial damages one file and lets a tool or a training run's data read it in a separate process with limited memory
+and time. It fails if that process
 
 - ends by an error that is not one of the user's (a traceback), by a signal, or not at all;
 - says something that does not name the file;
@@ -10,8 +10,8 @@ and time are limited. It fails if that process
   that the damage did not touch must be there, but for its two neighbours. Where a file was cut off at its end, what
   comes before must be right.
 
-Of token ids and of vocabularies no format has a checksum: those must be within the vocabulary, and the data must have
-as many tokens as it says.
+No format has a checksum of token ids or vocabularies: ids must be within the vocabulary, and the data must have as many
+tokens as it states.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parquet(texts: Sequence[str]) -> bytes:
 
 
 def arrow(texts: Sequence[str], as_file: bool = False) -> bytes:
-    """A stream, or a file, whose strings may be long."""
+    """Return an Arrow stream, or a file whose strings may be long."""
     import pyarrow as pa
 
     rows, out = pa.table({"text": pa.array(texts, pa.large_string() if as_file else pa.string())}), io.BytesIO()
@@ -114,20 +114,20 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def content_of(name: str, texts: Sequence[str]) -> bytes:
-    """What a file of this name has that holds the texts."""
+    """Return the content of a file with this name that holds the texts."""
     suffix, *compression = Path(name).suffixes
     return COMPRESS["".join(compression)](FORMATS[suffix](texts))
 
 
 CHECKED = (".parquet", *(f".jsonl{compression}" for compression in COMPRESS if compression))
-"""Formats with checksums of what they hold."""
+"""Formats with checksums of their contents."""
 
 DAMAGED = (".jsonl", ".json", ".csv", ".txt", ".arrow", *CHECKED)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Content after damage of bytes [start, stop) of the original."""
+    """Content after damage to bytes [start, stop) of the original."""
 
     name: str
     content: bytes
@@ -136,7 +136,8 @@ class Damage:
 
 
 def _in_another_encoding(dice: Random, data: bytes) -> bytes:
-    """As an editor saves it in another encoding, where it is text; else as one that takes bytes for text does."""
+    """Convert text as an editor that saves in another encoding would, or other bytes as a program that takes them for
+    text would."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -151,7 +152,7 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "remove": lambda dice, lost, behind: b"",
     "insert": lambda dice, lost, behind: dice.randbytes(dice.randrange(1, 9)),
     "double": lambda dice, lost, behind: behind,
-    # A record as long as a file may be that has lost its ends of lines.
+    # A record as long as a file may be that has lost its line ends.
     "huge": lambda dice, lost, behind: (
         dice.choice((b"x", b"[", b"\0", b'"', b'{"text":')) * (1 << dice.randrange(16, 22))
     ),
@@ -159,7 +160,7 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "encoding": lambda dice, lost, behind: _in_another_encoding(dice, lost),
     "other": lambda dice, lost, behind: content_of(f"a{dice.choice(DAMAGED)}", TEXTS[2:9]),
 }
-"""Damage -> what stands in the place of the bytes that are lost, given these and those from there on."""
+"""Replacement of the lost bytes for each kind of damage, given these bytes and those from there on."""
 
 
 def damaged(dice: Random, data: bytes) -> Damage:
@@ -173,17 +174,17 @@ def damaged(dice: Random, data: bytes) -> Damage:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of input."""
+    """One kind of input, with its reader and its judge."""
 
     name: str
     files: Mapping[str, bytes]
-    """By name: the first is damaged."""
+    """Files by name; the first one is damaged."""
 
     read: Callable[[Path], Any]
-    """Reads those of a folder, in a process of its own."""
+    """Function that reads the files of a folder, in a separate process."""
 
     judge: Callable[[Damage, Any], str | None] = lambda damage, found: None
-    """What is wrong with what was read, if anything."""
+    """Function that returns what is wrong with the result, or None."""
 
 
 def _documents(prefix: str) -> list[str]:
@@ -192,7 +193,7 @@ def _documents(prefix: str) -> list[str]:
 
 
 def _tool(main: Callable[[Sequence[str]], int], *argv: object) -> None:
-    """Raises ValueError with what a tool said if its code is not 0."""
+    """Run a tool. Raises ValueError with its output if its exit code is not 0."""
     said = io.StringIO()
     with redirect_stderr(said), redirect_stdout(io.StringIO()):
         code = main([str(word) for word in argv])
@@ -229,7 +230,7 @@ def _text_trial(suffix: str, by: str) -> Trial:
 
 
 def _samples(prefix: str) -> list[list[int]]:
-    """What a training run would read."""
+    """Return the samples that a training run would read."""
     config = DatasetConfig(data_path=(prefix,), split="90,10,0", data_cache_path=str(Path(prefix).parent / "cache"))
     made = build_datasets(config, seq_length=32, seed=3, sizes=(60, 5, 0), eod=256, vocab_size=257)
     return [split.text(n).tolist() for split in made if split is not None for n in range(len(split))]
@@ -276,7 +277,7 @@ def _first(name: str, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
 
 
 def _tokenizer_trials(kind: str, files: Mapping[str, bytes], **flags: str) -> list[Trial]:
-    """One for each of the files; `flags` are their fields of the configuration."""
+    """Return one trial per file; `flags` are the configuration fields of the files."""
 
     def read(folder: Path) -> tuple[int, list[int]]:
         config = TokenizerConfig(tokenizer_type=kind, **{field: str(folder / name) for field, name in flags.items()})
@@ -294,7 +295,7 @@ def _tokenizer_trials(kind: str, files: Mapping[str, bytes], **flags: str) -> li
 
 
 def _tokenizers(folder: Path) -> list[Trial]:
-    """Trains small ones."""
+    """Train small tokenizers and return their trials."""
     (folder / "b.jsonl").write_bytes(json_lines(TEXTS * 3))
     _tool(train_tokenizer, "--input", folder / "b.jsonl", "--output-prefix", folder / "sp", "--vocab-size", 300)
     bpe = byte_level(TEXTS * 3, ["<|endoftext|>"], 320)
@@ -312,11 +313,11 @@ def _tokenizers(folder: Path) -> list[Trial]:
 
 
 TOO_LITTLE = "SentencePiece: Vocabulary size"
-"""How an error begins that is not about a file, but about how little is in it."""
+"""Beginning of an error that is not about a file, but about its size."""
 
 
 def _training_trial(suffix: str) -> Trial:
-    """Of train_tokenizer nothing but its ways to end can be judged."""
+    """Return a trial of train_tokenizer, which can only be judged by how it ends."""
     name = f"a{suffix}"
 
     def read(folder: Path) -> None:
@@ -326,7 +327,7 @@ def _training_trial(suffix: str) -> Trial:
 
 
 def trials(folder: Path) -> list[Trial]:
-    """All kinds of input, each by all that reads it. The folder takes what is made for them."""
+    """Return trials of all kinds of input with all their readers. The folder receives the files made for them."""
     found = [_text_trial(suffix, by) for suffix in DAMAGED for by in ("preprocess_data", "data-path")]
     found += [*_token_trials(folder), *_tokenizers(folder)]
     return [*found, _training_trial(".jsonl"), _training_trial(".parquet")]
@@ -338,7 +339,7 @@ def _limit_memory(rank: int) -> None:
 
 
 def run_trial(trial: Trial, dice: Random, folder: Path) -> tuple[str, str]:
-    """(whether the damage was told, read or failed; what is wrong, if anything)"""
+    """Return (whether the damage was reported, read, or failed; what is wrong, if anything)."""
     name = next(iter(trial.files))
     damage = damaged(dice, trial.files[name])
     folder.mkdir()

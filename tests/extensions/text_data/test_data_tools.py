@@ -1,4 +1,4 @@
-"""The data tools as a user runs them: outside the repository."""
+"""Data tools as a user runs them, outside the repository."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ BYTES = ("--tokenizer-type", "ByteTokenizer")
 
 
 def tool(name, *flags, code=0):
-    """Runs a tool in a fork of this process, and returns what it printed."""
+    """Run a tool in a fork of this process, and return its output."""
     done = run_program(ROOT / "tools" / name, *flags, cwd=Path("/"))
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
@@ -49,7 +49,7 @@ def content(prefix):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Four files of 3 documents: plain, gzip, and zstandard in two frames."""
+    """Write four files of 3 documents: plain, gzip, and zstandard in two frames."""
     import zstandard
 
     texts = [f"document {i}\n" + "é" * (i * 500) for i in range(12)]
@@ -185,7 +185,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
-    """Its pool would not know of it."""
+    """The pool would not know of such a worker."""
 
     class Pool:
         def __init__(self, *_):
@@ -214,7 +214,7 @@ def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
     assert [(pool.started, pool.ended) for pool in pools] == [(True, True)]
 
 
-# train_tokenizer, and the whole way
+# train_tokenizer, and the whole workflow
 
 
 def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
@@ -304,7 +304,7 @@ def test_merge_refuses_what_does_not_fit(tmp_path):
 
 
 def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
-    """Of a blend; `tests/pure/test_data_order.py` has all cases."""
+    """The case is a blend; `tests/pure/test_data_order.py` has all cases."""
     case = next(case for case in CASES if case["blend"][1])
     prefixes, weights = case["blend"]
     paths = [value for weight, prefix in zip(weights, prefixes, strict=True) for value in (weight, FIXTURES / prefix)]

@@ -1,4 +1,4 @@
-"""gigatoken stands in for tokenizers where its ids are the same, and nowhere else."""
+"""gigatoken replaces tokenizers only if its ids are equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def saved(folder: Path, around: bool) -> HuggingFaceTokenizer:
-    """A byte-level BPE as GPT-2's, which puts two special tokens around a text if `around`."""
+    """Return a byte-level BPE like GPT-2's, which puts two special tokens around a text if `around`."""
     from tokenizers import processors
 
     tokenizer = byte_level(TEXTS[:10], ["<|endoftext|>", "<s>"], 700)
@@ -68,7 +68,7 @@ def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
 
 
 def test_gpt2_files(folder: Path) -> None:
-    """<|endoftext|> in a text is text for this one."""
+    """This tokenizer reads <|endoftext|> in a text as plain text."""
     from tokenizers import ByteLevelBPETokenizer
 
     trainer = ByteLevelBPETokenizer()

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle samples: documents rearranged and nothing else, by draws that depend on the sample's number."""
+"""Fill-in-the-middle samples: documents are only rearranged, by draws that depend on the sample's number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX, MIDDLE, SUFFIX, PAD, END, FILE = range(256, 262)
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A token a byte, and the special ones of StarCoder."""
+    """Return a tokenizer with one token per byte and the special tokens of StarCoder."""
     made = byte_level(special=["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"])
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save(str(folder / "tokenizer.json"))
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Plain(TextDataset):
-    """Samples of whole documents, and one that the end of the sample cuts."""
+    """Dataset with samples of whole documents, and one that the end of the sample cuts."""
 
     fingerprint = "plain"
 
@@ -65,7 +65,8 @@ def documents(text: NDArray[np.int64], at: int = END) -> list[list[int]]:
 
 
 def restored(ids: list[int]) -> list[int]:
-    """A rearranged document as it was, in either order: with the suffix first, no prefix stands before it."""
+    """Return the original of a rearranged document, in either order: if the suffix comes first, no prefix precedes
+    it."""
     if not ids or ids[0] != PREFIX:
         return ids
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
@@ -84,7 +85,7 @@ def test_documents_are_rearranged_and_nothing_else(tokenizer: Tokenizer) -> None
             kinds.append("spm" if ids[:2] == [PREFIX, SUFFIX] else "psm" if ids[0] == PREFIX else "plain")
     shares = {kind: kinds.count(kind) / len(kinds) for kind in set(kinds)}
     assert shares["plain"] == pytest.approx(0.3, abs=0.05)
-    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # and those whose prefix is empty by chance
+    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # plus those whose prefix is empty by chance
 
 
 def test_a_sample_depends_on_seed_and_number_alone(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Documents of text files of every format: the same whatever holds them, or an error that names the place."""
+"""Documents of text files in every format: the same in each, or an error that names the place."""
 
 from __future__ import annotations
 

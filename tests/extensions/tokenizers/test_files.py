@@ -1,4 +1,5 @@
-"""Tokenizers of files: what goes in comes back, special tokens are where Megatron has them, mistakes are named."""
+"""Tokenizers with files: decoding restores the text, special tokens have the ids of Megatron's, and errors name the
+mistake."""
 
 import json
 import subprocess
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(folder):
-    """A model trained by the tool, which has <EOD>."""
+    """Return a model trained by the tool, which has <EOD>."""
     (folder / "text.txt").write_text(TEXT * 50)
     command = [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), "--input", str(folder / "text.txt")]
     command += ["--vocab-size", "300", "--output-prefix", str(folder / "own")]
@@ -40,7 +41,7 @@ def sentencepiece_model(folder):
 
 @pytest.fixture(scope="module")
 def foreign_model(folder):
-    """A SentencePiece model without <EOD>, as Llama's."""
+    """Return a SentencePiece model without <EOD>, like Llama's."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -352,7 +353,7 @@ def write_parts(folder, **parts):
 
 
 def template(*ids, pattern="<A"):
-    """A post-processor that adds these ids at each "<" of the pattern, and the text at each "A"."""
+    """Return a post-processor that adds these ids at each "<" of the pattern, and the text at each "A"."""
     parts = {"<": {"SpecialToken": {"id": "<s>", "type_id": 0}}, "A": {"Sequence": {"id": "A", "type_id": 0}}}
     around = [parts[letter] for letter in pattern]
     special = {"<s>": {"id": "<s>", "ids": list(ids), "tokens": ["<s>"] * len(ids)}}
