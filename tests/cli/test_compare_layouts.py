@@ -107,7 +107,7 @@ def test_bad_configurations_are_refused(a: str, b: str, message: str) -> None:
         ("--world-b 0 --tolerance -1", "--world-b 0: must be at least 1\n--tolerance -1.0: must be at least 0"),
     ],
 )
-def test_bad_flags_of_its_own_are_refused(flags: str, message: str) -> None:
+def test_invalid_flags_of_the_tool_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         main(["--a", "", "--b", "--tp 2", *flags.split(), "--", *MODEL, "--train-iters", "1"])
 
@@ -117,7 +117,7 @@ def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[st
     assert "1 step on 3 ranks in " in capsys.readouterr().out
 
 
-def test_bf16_judges_what_rounding_leaves_comparable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bf16_compares_only_tensors_that_rounding_leaves_comparable(capsys: pytest.CaptureFixture[str]) -> None:
     """The gradient of a key bias is zero up to rounding, but Adam makes a full step of it."""
     assert compare("", "--tp 2 --pp 2 --sequence-parallel", "--bf16", steps=2) == 0
     out = capsys.readouterr().out

@@ -22,7 +22,7 @@ def records(folder: Path) -> dict[int, dict]:
     return {line["iteration"]: line for line in read_records(folder / "metrics.jsonl") if "lm_loss" in line}
 
 
-def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
+def test_a_run_with_custom_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train = (*FLAGS, "--extension", str(EXTENSION))
     done = run_program("pretrain_gpt.py", *train, "--save", str(whole), code=0)

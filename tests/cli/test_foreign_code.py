@@ -69,13 +69,13 @@ def test_a_file_runs_no_code(command: str, folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("command", [GENERATE, HELP])
-def test_what_the_command_line_names_runs(command: str, folder: Path, tmp_path: Path) -> None:
+def test_extensions_named_on_the_command_line_run(command: str, folder: Path, tmp_path: Path) -> None:
     words = command.format(run=folder / "downloaded").split()
     run_program(*words, "--extension", folder / "own.py", code=0, RAN=str(tmp_path / "ran"))
     assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("command", [GENERATE, HELP])
-def test_a_run_of_ones_own_needs_no_flag(command: str, folder: Path, tmp_path: Path) -> None:
+def test_the_users_own_run_needs_no_flag(command: str, folder: Path, tmp_path: Path) -> None:
     run_program(*command.format(run=folder / "run").split(), code=0, RAN=str(tmp_path / "ran"))
     assert (tmp_path / "ran").exists()

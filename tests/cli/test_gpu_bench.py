@@ -44,7 +44,7 @@ def test_compared_in_turns() -> None:
 
 
 @pytest.mark.grid("precision", ["bf16"], list(PRECISIONS))
-def test_as_much_as_fits(precision: str) -> None:
+def test_the_largest_model_that_fits_is_chosen(precision: str) -> None:
     flags = PRECISIONS[precision].format(format="hybrid", recipe="delayed")
     layers, room = SHAPES["llama-8b-layers"], 72 * 2**30
     config = largest_that_fits(layers, flags, room)

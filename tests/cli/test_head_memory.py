@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.apart import python_apart
 
 
-def test_a_plan_is_what_a_process_grows_by(tmp_path: Path) -> None:
+def test_the_plan_equals_the_growth_of_a_process(tmp_path: Path) -> None:
     sizes = "--vocab 16384 --tokens 256 --chunks 0".split()
     done = python_apart("tools/bench/head_memory.py", *sizes, "--json", str(tmp_path / "head.json"), code=0)
     assert done.stdout.splitlines()[1].split()[:2] == ["16,384", "all"]

@@ -84,7 +84,7 @@ def test_every_module_and_data_file_is_installed(environment: Path) -> None:
     assert [path for path in here if not (site / inside / path).exists()] == []
 
 
-def test_each_command_says_how_it_is_used(environment: Path, tmp_path: Path) -> None:
+def test_each_command_prints_its_usage(environment: Path, tmp_path: Path) -> None:
     out = run(environment, tmp_path, "python", "-c", COMMANDS)
     names = [path.stem for path in ROOT.glob("tools/*.py") if path.stem not in ("__init__", "common", "jsonl")]
     assert len(names) > 8

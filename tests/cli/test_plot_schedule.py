@@ -30,7 +30,7 @@ def test_a_picture_of_every_schedule(schedule, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_a_long_schedule_the_two_ends_are_drawn(tmp_path, capsys):
+def test_only_the_two_ends_of_a_long_schedule_are_drawn(tmp_path, capsys):
     path = tmp_path / "schedule.png"
     assert main(["--pp", "16", "--num-microbatches", "192", "--output", str(path)]) == 0
     width, height = struct.unpack(">II", path.read_bytes()[16:24])

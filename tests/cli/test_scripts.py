@@ -138,7 +138,7 @@ def test_a_gpu_that_shares_the_memory_of_the_host_does_not_count_as_one_without_
     assert found.startswith("no GPU that states its memory was found; set GPU_MEMORY_GIB to the memory of the card")
 
 
-def test_a_script_hands_dry_run_on() -> None:
+def test_a_script_passes_dry_run_on() -> None:
     done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8", "--json", code=0)
     assert "parameters 1,315,819,520" in json.loads(done.stdout)["plan"]["Model"]
     assert done.stderr.startswith("+ ")

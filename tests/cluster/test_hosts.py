@@ -46,7 +46,9 @@ def write_other_data(prefix: Path) -> None:
     write_documents(prefix, map(np.arange, range(20, 40)))
 
 
-def test_hosts_with_a_disk_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+def test_hosts_without_a_shared_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system here caches directories
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")

@@ -41,7 +41,7 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torc
     return saver, part, tensors
 
 
-def test_the_latest_checkpoint_of_another_run_is_not_taken_back(tmp_path: Path) -> None:
+def test_a_save_keeps_the_newer_latest_checkpoint_of_another_run(tmp_path: Path) -> None:
     """Another run saves to the same folder between two saves of this run."""
     saver, tensors = CheckpointWriter(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
     saver.pause = 0.0
@@ -176,7 +176,7 @@ def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) 
         assert read_latest(tmp_path) == 6
 
 
-def test_in_the_background_or_not_the_same_is_saved(tmp_path: Path) -> None:
+def test_background_saves_equal_synchronous_saves(tmp_path: Path) -> None:
     for name, flag in (("back", "--async-save"), ("front", "--no-async-save")):
         run_world(2, train_on_a_bad_disk, "", "--save", str(tmp_path / name), flag)
     back, front = (choose_checkpoint(tmp_path / name, Axis()) for name in ("back", "front"))

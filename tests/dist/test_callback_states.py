@@ -109,7 +109,7 @@ def test_averaged_weights_are_evaluated_and_training_continues_with_its_own(layo
     assert expected[0] != expected[1]
 
 
-def test_nothing_is_offered_before_the_first_update() -> None:
+def test_no_averages_are_offered_before_the_first_update() -> None:
     run_world(1, not_offered, config_of("--fp32 --eval-averaged", 1))
 
 

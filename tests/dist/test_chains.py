@@ -274,6 +274,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "told"), REFUSED)
-def test_what_no_chain_supports_is_refused(flags, told):
+def test_options_that_no_chain_supports_are_refused(flags, told):
     found = problems(f"--optimizer adafactor --global-batch-size 8 {flags}", 4)
     assert any(told in problem for problem in found), found

@@ -122,7 +122,7 @@ def test_without_grouped_products_experts_wait(dispatcher: str) -> None:
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 4})
 
 
-def test_what_waits_is_found() -> None:
+def test_waiting_calls_are_found() -> None:
     x = torch.arange(4.0)
     with HostWaits() as seen:
         for wait in (

@@ -52,7 +52,7 @@ def sizes_of_messages(rank: int, size: int) -> list[int]:
     return sent
 
 
-def test_only_groups_of_keys_travel() -> None:
+def test_only_key_groups_are_sent() -> None:
     """The forward pass sends a rank's keys and values cp - 1 times. The backward pass sends them as often, and their
     gradients cp times."""
     for sent in run_world(4, sizes_of_messages):

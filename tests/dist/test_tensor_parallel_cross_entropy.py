@@ -54,7 +54,7 @@ def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: 
 @pytest.mark.parametrize("size", [1, 4])
 # 14: with ranks of 4 columns, some have only padding and some have a few tokens
 @pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
-def test_against_torch(size: int, vocab_size: int, z_loss: float) -> None:
+def test_losses_and_gradients_match_torch(size: int, vocab_size: int, z_loss: float) -> None:
     loss, grad = oracle(torch.float64, vocab_size, z_loss)
     for rank_loss, rank_grad in run_world(size, parallel, torch.float64, vocab_size, z_loss):
         torch.testing.assert_close(rank_loss, loss, rtol=1e-13, atol=1e-13)

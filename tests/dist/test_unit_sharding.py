@@ -189,7 +189,7 @@ def test_pipelines_hold_few_units(schedule: str) -> None:
         assert found["whole"][0] <= 3 and found["held"] == 0
 
 
-def test_order_is_learned_and_given_up_when_it_changes() -> None:
+def test_the_order_of_units_is_learned_and_dropped_when_it_changes() -> None:
     order, (a, b, c) = Order(), "abc"
     order.begin(2)
     for unit in (a, b, c):

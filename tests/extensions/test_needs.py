@@ -32,7 +32,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_needs_are_the_imports(name: str) -> None:
+def test_needs_match_the_imports(name: str) -> None:
     modules = list(Path(extensions.__path__[0], PLACES[name]).rglob("*.py"))
     assert modules
     assert set().union(*map(imported, modules)) - {name} == NEEDS[name]

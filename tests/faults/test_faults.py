@@ -32,7 +32,7 @@ def test_one_report_ends_the_screen(tmp_path: Path) -> None:
     assert "train_step" in (tmp_path / "save" / "stacks" / "rank-00000.txt").read_text()
 
 
-def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_silently_is_named(tmp_path: Path) -> None:
     ended = run_with_fault("kill", tmp_path, "--pp", "1", rank=1, processes=2)
     assert ended.code != 0 and not ended.left
     assert "RUN FAILED: rank 1 of 2" in ended.screen.partition("Root Cause")[2]

@@ -177,7 +177,9 @@ def test_no_reader_stumbles_over_a_wrong_type(saved: Saved, capsys: pytest.Captu
         ),
     ],
 )
-def test_programs_tell_it_in_one_line(saved: Saved, tmp_path: Path, entry: str, value: Any, rule: str) -> None:
+def test_programs_report_a_wrong_value_in_one_line(
+    saved: Saved, tmp_path: Path, entry: str, value: Any, rule: str
+) -> None:
     saved.forge(saved.whole | {entry: value})
     (saved.root / "metrics.jsonl").touch()
     for words, code in (

@@ -164,7 +164,7 @@ def test_the_time_of_a_run_begins_with_its_first_start_in_the_job(monkeypatch: p
         watchdog.close()
 
 
-def test_a_signal_to_a_child_is_none_to_the_run() -> None:
+def test_a_signal_to_a_child_does_not_stop_the_run() -> None:
     """Otherwise, an extension that ends a worker process with SIGTERM would stop the run."""
     listener = SignalListener()
     listener.start(True)

@@ -63,7 +63,7 @@ def test_a_rank_that_counts_another_world_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
+def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def prepare(rank: int) -> None:
@@ -83,7 +83,7 @@ def test_another_program_at_the_port_is_told_in_time(tmp_path: Path) -> None:
     assert "waited for --startup-timeout-minutes" not in text
 
 
-def test_another_program_at_the_port_of_another_host_is_told_in_time(tmp_path: Path) -> None:
+def test_another_program_at_the_port_of_another_host_is_reported_in_time(tmp_path: Path) -> None:
     """If the failure of rank 0 cannot be seen, the time limit ends the wait."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -100,7 +100,7 @@ def test_another_program_at_the_port_of_another_host_is_told_in_time(tmp_path: P
     assert text.count("waited for --startup-timeout-minutes") == 1, text
 
 
-def test_what_the_port_of_the_store_does_is_described() -> None:
+def test_the_program_at_the_port_of_the_store_is_described() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
@@ -133,7 +133,7 @@ def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest
     assert left_failure("host", 1) is None
 
 
-def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     text = end_of_run(tmp_path, late=0, slow="sleep")
     assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: start-up\nrank 1 did not find the store", text), text
     assert f"waited for --startup-timeout-minutes {LIMIT}" in text and "Traceback" not in text
@@ -152,7 +152,7 @@ def test_a_rank_that_is_stopped_at_start_up_is_named(tmp_path: Path) -> None:
     assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\n", text) and f"process {ranks[1].pid} is stopped" in text, text
 
 
-def test_the_death_of_the_rank_that_holds_the_store_is_told(tmp_path: Path) -> None:
+def test_the_death_of_the_rank_that_holds_the_store_is_reported(tmp_path: Path) -> None:
     """Without torchrun, the process of rank 0 holds the store."""
     screen = tmp_path / "screen"
     flags = [*MODEL, "--pp", "1", "--log-interval", "1"]

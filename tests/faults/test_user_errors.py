@@ -88,7 +88,7 @@ def test_a_users_error_is_reported_once(case: str, folder: Path, tmp_path: Path)
     assert all(word not in text for word in ("Traceback", "RUN FAILED", "TCPStore")), text
 
 
-def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_path: Path) -> None:
+def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> None:
     """Other ranks find one of the problems first and let rank 0 report all of them."""
     flags, message = (text.format(folder) for text in CASES["paths"])
 
@@ -119,7 +119,7 @@ def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_pa
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=None: must be a whole number"),
     ],
 )
-def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
+def test_contradictory_launcher_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Launch.from_environment(environ)
 

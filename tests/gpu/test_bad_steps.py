@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
 
 
 @pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
-def test_a_diverging_run_is_looked_into_and_replayed(precision: str, tmp_path: Path) -> None:
+def test_a_diverging_run_is_searched_and_replayed(precision: str, tmp_path: Path) -> None:
     huge = [*FLAGS, precision, "--lr", "1e30", "--clip-grad", "0", "--save", str(tmp_path)]
     ended = python_apart("pretrain_gpt.py", *huge)
     assert ended.returncode == 1 and "is not finite (loss" in ended.stderr, ended.stderr

@@ -142,7 +142,7 @@ def expected(rank: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [GLOO, SHARED_GPU, NCCL], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives_are_what_they_say(ranks: Ranks, size: int, request: pytest.FixtureRequest) -> None:
+def test_collectives_match_their_definitions(ranks: Ranks, size: int, request: pytest.FixtureRequest) -> None:
     """All ranks get bit-identical results."""
     here = ranks_of(request, ranks)
     results = run_world(size, computed, here.device, backend=here.backend)

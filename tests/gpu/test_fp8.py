@@ -123,7 +123,7 @@ print("agree")
 """
 
 
-def test_kernels_are_their_twins() -> None:
+def test_kernels_match_their_twins() -> None:
     assert_agrees(KERNELS)
 
 

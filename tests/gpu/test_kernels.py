@@ -77,10 +77,10 @@ print("agree")
 
 
 @pytest.mark.parametrize("program", [RESIDUALS, LOSSES, GROUPED], ids=["residual additions", "losses", "experts"])
-def test_kernels_are_their_twins(program: str) -> None:
+def test_kernels_match_their_twins(program: str) -> None:
     assert_agrees(program)
 
 
 @pytest.mark.skipif(not multiplies_in_fp8(), reason="needs a GPU of compute capability 8.9 or above")
-def test_norms_and_activations_with_casts_are_their_twins() -> None:
+def test_norms_and_activations_with_casts_match_their_twins() -> None:
     assert_agrees(CASTS)

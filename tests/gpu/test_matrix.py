@@ -93,7 +93,7 @@ def differing(world_size: int, ranks: Ranks, folder: Path, most: int) -> Iterato
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, SHARED_GPU), (2, SHARED_GPU), (2, NCCL), (4, NCCL)], ids=str)
-def test_combinations_compute_what_the_cpu_does(
+def test_combinations_compute_the_same_as_the_cpu(
     world_size: int, ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     here = ranks_of(request, ranks)

@@ -27,7 +27,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", ["none", "full", "core_attn", "all"])
 @pytest.mark.parametrize("name", MODELS)
-def test_kept_is_the_plans(name: str, kind: str) -> None:
+def test_saved_activations_match_the_plan(name: str, kind: str) -> None:
     """Agreement is within one percent: kernels keep a few more numbers, such as states of random generators. Nothing is
     compiled, because the memory of compiled regions is not visible."""
     model = replace(MODELS[name], **RECOMPUTE[kind])

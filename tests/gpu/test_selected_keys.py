@@ -16,5 +16,5 @@ print("agree")
 """
 
 
-def test_kernels_are_plain_torch_and_sums_have_the_same_bits() -> None:
+def test_kernels_match_plain_torch_and_sums_are_reproducible() -> None:
     assert_agrees(KERNELS)

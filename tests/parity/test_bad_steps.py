@@ -103,7 +103,7 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
         (2, "--dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"),
     ],
 )
-def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: str) -> None:
+def test_a_step_skipped_automatically_equals_one_skipped_by_the_user(world_size: int, flags: str) -> None:
     by_itself = config_of(f"{flags} --max-skipped-iterations 1", world_size)
     by_user = config_of(f"{flags} --iterations-to-skip 2", world_size)
     for (one, progress), (other, expected) in zip(

@@ -32,6 +32,6 @@ def test_position_ids_restart_for_learned_positions_only(tmp_path: Path, positio
 
 
 @pytest.mark.parametrize("style", ["gpt", "mistral", "bloom"])
-def test_packed_documents_have_the_logits_they_have_alone(style: str) -> None:
+def test_packed_documents_have_the_same_logits_as_alone(style: str) -> None:
     config = STYLES[style]
     check_documents_apart(GPTModel(config, FP64).eval(), random_batch(config, **packed_documents(config)))

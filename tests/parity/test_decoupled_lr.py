@@ -13,7 +13,7 @@ MODEL = f"{TINY} --fp64 --attention-dropout 0 --hidden-dropout 0 "
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_only_the_two_matrices_have_it(optimizer: str) -> None:
+def test_only_the_embedding_and_output_layer_have_the_decoupled_rate(optimizer: str) -> None:
     """After one step without earlier momentum, the change of a parameter is proportional to its rate."""
     flags = MODEL + f"--untie-embeddings-and-output-weights --weight-decay 0 --clip-grad 0 --optimizer {optimizer} "
     plain, own = (train_in_world(1, (flags + more).split()) for more in ("", "--decoupled-lr 0.3"))
@@ -26,7 +26,7 @@ def test_only_the_two_matrices_have_it(optimizer: str) -> None:
         assert own_change.allclose(change * factor, rtol=1e-9, atol=1e-12), name
 
 
-def test_it_follows_the_shape_of_the_schedule() -> None:
+def test_the_decoupled_rate_follows_the_schedule() -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.0, decoupled_lr=3.0, decoupled_min_lr=1.0, lr_warmup_iters=10)
     scheduler = OptimizerParamScheduler(config, ScheduleLength(warmup=10, decay=110, anneal=0, total=110))
     assert [scheduler.decoupled_lr_at(samples) for samples in (5, 10, 60, 110)] == pytest.approx([1.5, 3.0, 2.0, 1.0])

@@ -162,7 +162,7 @@ def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
         assert sum(elsewhere, ()) == pytest.approx(sum(whole[2:], ()), rel=1e-9)
 
 
-def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
+def test_a_custom_mixer_has_a_letter_and_generates() -> None:
     """It also handles packed documents, and texts given in parts."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
     config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
@@ -173,7 +173,7 @@ def test_a_mixer_of_your_own_has_a_letter_and_generates() -> None:
     check_documents_apart(model, batch)
 
 
-def test_an_attention_of_your_own_generates_and_is_self_attention_with_factors_of_one() -> None:
+def test_a_custom_attention_generates_and_equals_self_attention_with_factors_of_one() -> None:
     load_extensions([str(ROOT / "examples" / "head_scaled_attention.py")])
     plain = with_fields(model_of("llama"), {"qk_layernorm": False})
     config = with_fields(plain, {"attention_module": "head_scaled"})

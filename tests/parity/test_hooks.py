@@ -33,7 +33,7 @@ def alone(flags: str) -> Snapshot:
 
 
 @pytest.mark.parametrize(("flags", "ranks", "layout"), CASES)
-def test_every_layout_computes_what_one_process_does(flags: str, ranks: int, layout: str) -> None:
+def test_every_layout_computes_the_same_as_one_process(flags: str, ranks: int, layout: str) -> None:
     found = train_in_world(ranks, (flags + layout).split())
     assert found.replica_errors == []
     assert first_difference(alone(flags), found, 1e-9) is None

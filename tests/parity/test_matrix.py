@@ -25,17 +25,17 @@ every pair."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
-def test_many_choices_compute_what_one_process_does(combination: Combination) -> None:
+def test_many_choices_compute_the_same_as_one_process(combination: Combination) -> None:
     assert difference(combination) is None
 
 
 @pytest.mark.grid("name", list(NAMED)[::3], list(NAMED))
-def test_named_combination_computes_what_one_process_does(name: str) -> None:
+def test_named_combination_computes_the_same_as_one_process(name: str) -> None:
     assert difference(NAMED[name]) is None
 
 
 @pytest.mark.grid("combination", [*every_choice()[FEW:], *many_pairs(MORE)], pairwise())
-def test_combination_computes_what_one_process_does(combination: Combination) -> None:
+def test_combination_computes_the_same_as_one_process(combination: Combination) -> None:
     assert difference(combination) is None
 
 

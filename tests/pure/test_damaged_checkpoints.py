@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_damage_is_skipped_and_said(root: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_damaged_checkpoints_are_skipped_and_reported(root: Path, damage: Callable[[Path], None], said: str) -> None:
     assert load(root) == (30, [])
     damage(root / "iter_0000030")
     loaded, lines = load(root)
@@ -198,7 +198,7 @@ def test_everything_in_the_folder_is_listed(root: Path) -> None:
     assert sorted(read_manifest(folder)) == sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
 
 
-def test_a_disk_that_is_full_is_named_as_the_reason(root: Path) -> None:
+def test_a_full_disk_is_named_as_the_reason(root: Path) -> None:
     """A limit on the file size stands in for a full disk: the write fails in the middle of torch's."""
     with largest_file(100_000), pytest.raises(CheckpointError, match="File too large"):
         save_at(root, 40, elements=1_000_000)

@@ -278,7 +278,7 @@ def test_a_read_only_folder_serves_its_index_files(tmp_path, caplog, monkeypatch
     assert "in memory" in caplog.text
 
 
-def test_processes_without_locks_end_with_whole_files(tmp_path, monkeypatch):
+def test_processes_without_locks_leave_complete_files(tmp_path, monkeypatch):
     """On a network disk without locks, every process builds the index, and the last rename wins."""
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
     test_index_files_are_reused_and_named_by_content(tmp_path)

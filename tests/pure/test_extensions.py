@@ -167,7 +167,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())
-def test_one_that_fails_is_one_message_with_file_and_line(
+def test_a_failing_extension_is_one_message_with_file_and_line(
     source: str, flags: str, line: int, what: str, tmp_path: Path
 ) -> None:
     done = run(tmp_path, source, *flags.split(), code=2)
@@ -180,7 +180,7 @@ def test_one_that_fails_is_one_message_with_file_and_line(
         assert problem["text"].startswith(place) and problem["flag"] == "--extension"
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--extension", "absent.py", code=2)
     assert "--extension: absent.py: there is no such file" in done.stderr
 

@@ -86,7 +86,7 @@ def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHand
     ],
     ids=["fail", "report_gone", "follow"],
 )
-def test_a_store_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
+def test_a_hanging_store_delays_no_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
     monkeypatch.setattr(failure_handler, "LAST_RESORT", 0.05)
     monkeypatch.setattr(failure_handler, "PARTING", HANG)
     assert "most recent call first" in ended(tmp_path, hang, end)

@@ -29,7 +29,7 @@ def resources() -> Iterator[ExitStack]:
     assert gc.isenabled()
 
 
-def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
+def test_garbage_is_collected_at_the_interval(resources: ExitStack) -> None:
     old = weakref.ref(Knot())
     collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_interval=3), resources)
     assert old() is None and not gc.isenabled()
@@ -42,7 +42,7 @@ def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_it_goes_around_evaluations(wanted: bool, resources: ExitStack) -> None:
+def test_garbage_is_collected_around_evaluations(wanted: bool, resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_eval=wanted), resources)
     before = weakref.ref(Knot())
     during: list[weakref.ref[Knot]] = []

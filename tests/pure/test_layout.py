@@ -121,7 +121,7 @@ def test_virtual_stages(flags: dict[str, Any], chunks: int, schedule: str) -> No
     assert (pipeline_layout(MODEL, config).chunks, config.schedule) == (chunks, schedule)
 
 
-def test_who_holds_a_tied_embedding() -> None:
+def test_the_ranks_that_hold_a_tied_embedding() -> None:
     def tied(pp: int, **flags: Any) -> tuple[int, ...]:
         return tied_stages(MODEL, pipeline_layout(MODEL, parallel(pp, **flags)))
 
@@ -153,7 +153,7 @@ class ByTimes:
         return {0: 1}
 
 
-def test_a_split_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(STAGE_SPLITS, "_entries", dict(STAGE_SPLITS._entries))
     STAGE_SPLITS.register("by times", ByTimes, when=lambda parallel: parallel.pipeline_model_parallel_size == 3)
     assert counts(parallel(2)) != [1, 29] and counts(parallel(3)) == [1, 15, 14]

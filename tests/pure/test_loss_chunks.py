@@ -89,7 +89,7 @@ def assert_equal(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("main_grad", [False, True], ids=["autograd", "main_grad"])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_compute_what_all_tokens_at_once_do(head: str, chunk: int, main_grad: bool) -> None:
+def test_chunks_compute_the_same_as_all_tokens_at_once(head: str, chunk: int, main_grad: bool) -> None:
     model = replace(HEADS[head], attention_dropout=0.0, hidden_dropout=0.0)
     assert_equal(trained(model, chunk, main_grad), trained(model, 0, main_grad))
 
@@ -138,7 +138,7 @@ class Squared(CrossEntropy):
         return super().__call__(logits, labels).square()
 
 
-def test_a_loss_of_a_users_own() -> None:
+def test_a_custom_loss() -> None:
     LOSSES.register("squared", Squared, multi_token=True)
     model = replace(LLAMA, loss_func="squared")
     assert_equal(trained(model, 7, True), trained(model, 0, True))

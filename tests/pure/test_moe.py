@@ -44,7 +44,7 @@ def gradients(layer: MoELayer, x: Tensor, objective: Tensor) -> dict[str, Tensor
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("case", CASES)
-def test_layer_is_what_it_is_written_out(case: str, dispatcher: str) -> None:
+def test_the_layer_matches_its_plain_implementation(case: str, dispatcher: str) -> None:
     config = replace(CASES[case], moe_token_dispatcher_type=dispatcher)
     layer, x = build_layer(config), random_input(config)
     direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
@@ -136,7 +136,7 @@ def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_the_loss_is_that_of_running_means_however_the_batch_is_cut() -> None:
+def test_the_loss_uses_running_means_for_any_micro_batch_size() -> None:
     """The loads of sample n are those of samples 0 to n. With one sample per micro-batch, this is Megatron-LM's running
     mean."""
     layer = build_layer(AUXILIARY)
@@ -233,7 +233,7 @@ class Doubled(TorchFunctionMode):
         return func(*args, **named)
 
 
-def test_known_states_depend_on_no_mode_of_the_first_caller() -> None:
+def test_cached_states_do_not_depend_on_the_first_callers_mode() -> None:
     """Values read from a model on the meta device are cached for all callers."""
     with Doubled(), Doubled():
         found = model_states(moe_model(seq_length=48))

@@ -60,7 +60,7 @@ def settings(window: Window) -> dict[str, float]:
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
 @pytest.mark.parametrize(("groups", "sinks"), [(1, None), (4, None), (2, SINKS)], ids=["one", "four", "sinks"])
-def test_it_is_attention_with_the_dense_mask(
+def test_packed_attention_equals_attention_with_the_dense_mask(
     groups: int, sinks: Tensor | None, window: int | None, documents: Tensor | None
 ) -> None:
     inputs = operands(groups)
@@ -70,7 +70,7 @@ def test_it_is_attention_with_the_dense_mask(
     assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), sinks=sinks), leaves, leaves, 1e-13)
 
 
-def test_whole_samples_take_it_and_parts_do_not() -> None:
+def test_whole_samples_use_the_packed_kernel_and_parts_do_not() -> None:
     kernel, twin = FlashCPUKernel(SCALE), Twin()
     inputs, starts = operands(2), document_starts(DOCUMENTS.tolist())
     expected = local_attention(*inputs, Causal(kernel, starts))

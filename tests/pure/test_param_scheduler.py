@@ -119,7 +119,7 @@ def test_flags_that_make_no_schedule(flags, named):
         (lambda samples, length, config: 1 / 0, "at 7 consumed samples: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_schedule_of_a_users_own_that_fails_is_named(schedule, message, monkeypatch):
+def test_a_failing_custom_schedule_is_named(schedule, message, monkeypatch):
     monkeypatch.setattr(LR_SCHEDULES, "_entries", dict(LR_SCHEDULES._entries))
     LR_SCHEDULES.register("own", schedule)
     with pytest.raises(ValueError, match=message) as error:

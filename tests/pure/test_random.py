@@ -176,7 +176,7 @@ def test_masks_are_independent_in_every_direction() -> None:
     assert abs((heads == heads.roll(1, 1)).float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(heads.numel())
 
 
-def test_pairs_of_rows_and_columns_do_not_conspire() -> None:
+def test_corners_of_mask_rectangles_are_independent() -> None:
     """The hash takes the sum of a row's and a column's bits; the corners of a rectangle must still be independent."""
     mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
     corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))

@@ -95,7 +95,7 @@ def test_the_index_is_read_in_one_request(objects: Counted) -> None:
     assert objects.reads == [1 << 20]
 
 
-def test_a_ranged_file_is_the_file(objects: Counted) -> None:
+def test_a_ranged_file_reads_like_the_whole_file(objects: Counted) -> None:
     """Reads agree inside and outside the ranges, where ranges overlap, and past the end."""
     generator, path = random.Random(5), PurePath("file")
     whole = generator.randbytes(1 << 20)

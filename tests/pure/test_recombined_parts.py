@@ -38,7 +38,7 @@ def norms_of_sums(layer: Any, x: Tensor, context: BatchContext) -> Tensor:
     ("config", "formula"),
     [(SIDE_BY_SIDE, one_norm_and_norms_of_outputs), (replace(BASE, norm_placement="sum"), norms_of_sums)],
 )
-def test_a_layer_is_its_formula(config: Any, formula: Callable[[Any, Tensor, BatchContext], Tensor]) -> None:
+def test_a_layer_matches_its_formula(config: Any, formula: Callable[[Any, Tensor, BatchContext], Tensor]) -> None:
     model = with_random_parameters(GPTModel(config, FP64))
     layer, context = model.decoder.layers[0], BatchContext.of(random_batch(config))
     x = torch.randn(config.seq_length, 3, config.hidden_size, dtype=torch.float64, requires_grad=True)

@@ -31,7 +31,7 @@ def named_halves(pair: Pair) -> tuple[Tensor, Tensor]:
     [(torch.cat, halves), (tuple, halves), (lambda parts: Pair(*parts), named_halves)],
     ids=["tensor", "tuple", "named tuple"],
 )
-def test_gradients_are_those_without(join: Callable[..., object], produce: Callable[..., object]) -> None:
+def test_gradients_equal_those_of_saved_results(join: Callable[..., object], produce: Callable[..., object]) -> None:
     torch.manual_seed(3)
     parts = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     product = lambda a, b: (a * b.exp()).sum()  # noqa: E731

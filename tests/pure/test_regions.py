@@ -122,7 +122,7 @@ def check_region(run: Callable[[Tensor, bool], Tensor]) -> None:
 
 @compiles
 @pytest.mark.grid("name", PART, list(REGIONS))
-def test_a_compiled_region_is_the_plain_one(name: str) -> None:
+def test_a_compiled_region_matches_the_plain_one(name: str) -> None:
     check_region(REGIONS[name])
 
 

@@ -248,7 +248,7 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
         ),
     ],
 )
-def test_a_storage_has_all_its_methods(left_out: str, changed: dict[str, Any], said: str) -> None:
+def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: dict[str, Any], said: str) -> None:
     """The check runs at registration: otherwise only a save would find the missing method."""
     methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
     methods.pop(left_out, None)

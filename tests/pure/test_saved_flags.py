@@ -70,7 +70,7 @@ def test_each_flag_takes_its_own_part(folder: Path) -> None:
     assert with_saved_flags(parse_args(["--load", str(folder)]))[1] == []
 
 
-def test_modules_go_on_as_in_the_checkpoint(tmp_path: Path) -> None:
+def test_modules_keep_the_layer_kind_of_the_checkpoint(tmp_path: Path) -> None:
     flags = f"{SAVED} --vocab-size 9 --mtp-num-layers 1 --window-size 4 --window-attn-skip-freq 2".split()
     saved = parse_args([*flags, "--mtp-layer-kind", "last_layer"])
     (tmp_path / "metadata.json").write_text(json.dumps({"config": values_by_section(saved)}))

@@ -149,7 +149,7 @@ def test_interleaved_order_is_megatrons_where_p_divides_m():
 
 
 @given(st.integers(1, 20), st.none() | st.integers(0, 20), st.integers(1, 100))
-def test_groups_are_of_the_size_asked_for_where_the_rest_is_not_too_small(p, more, m):
+def test_groups_have_the_requested_size_unless_the_rest_is_too_small(p, more, m):
     """Without a requested size, groups have p micro-batches."""
     group = p + (more or 0)
     groups = groups_of(m, p, None if more is None else group)
@@ -190,7 +190,7 @@ def test_a_broken_list_is_refused(change, message):
 
 
 @pytest.mark.parametrize(("schedule", "v"), [("zigzag", 1), ("1f1b", 2), ("gpipe", 3), ("zb-v", 1), ("interleaved", 0)])
-def test_a_schedule_that_is_not_there_names_the_flag(schedule, v):
+def test_an_unknown_schedule_names_the_flag(schedule, v):
     with pytest.raises(ValueError, match=f"--pipeline-schedule {schedule}"):
         build_schedule(schedule, 2, 2, v)
 
@@ -210,7 +210,7 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
-def test_a_rank_sends_or_receives_on_a_lane(schedule):
+def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
     """No send waits for a receive if the messages of each lane run in order, as NCCL's do. With an odd number of
     interleaved ranks, the first and the last are both even: a lane between them is used in both directions."""
     for v in ANY_V.get(schedule, (None,)):

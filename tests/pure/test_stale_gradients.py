@@ -53,7 +53,7 @@ def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_gradients_have_the_bits_that_they_have_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_bit_identical_to_sums_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding, which enters norms, is equal too. Small gradients are handled together or one by one."""
     expected = gradients(overwrite=False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
@@ -64,7 +64,7 @@ def test_gradients_have_the_bits_that_they_have_from_zeros(together: bool, monke
 
 @pytest.mark.parametrize("sums", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("operands", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_product_written_is_one_added_to_zeros(sums: torch.dtype, operands: torch.dtype) -> None:
+def test_a_written_product_equals_one_added_to_zeros(sums: torch.dtype, operands: torch.dtype) -> None:
     torch.manual_seed(1)
     dy, x = torch.randn(24, 40).to(operands), torch.randn(24, 16).to(operands)
     added, written = torch.zeros(40, 16, dtype=sums), torch.full((40, 16), torch.nan, dtype=sums)

@@ -128,7 +128,7 @@ def test_every_private_name_states_its_purpose() -> None:
         assert "torch 2." in text, ast.unparse(node)
 
 
-def test_names_do_what_they_say() -> None:
+def test_private_names_behave_as_described() -> None:
     """Functions look names up when they are called; aliases, when the module is imported."""
     x = torch.ones(2, 3)
     view = x[1:]

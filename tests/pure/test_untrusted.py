@@ -63,7 +63,7 @@ GARBAGE = [b"[" * 5000, b"\xff\xfe\x00", b"3", b"null", b'{"kind": "save"}', b'{
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_board_without_a_valid_value_has_none(garbage: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_on_the_board_count_as_missing(garbage: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     board = Board(dist.HashStore(), Launch(0, 1))
     for key in ("cause", "told", "ask/0", "agreed/0", "at/0/0", "peer/0", "place/0", "beat/0"):
         board.store.set(key, garbage)
@@ -84,7 +84,7 @@ def test_a_board_without_a_valid_value_has_none(garbage: bytes, capsys: pytest.C
     assert "ignored 5 malformed messages" in capsys.readouterr().err
 
 
-def test_a_cause_of_no_rank_and_a_request_of_no_kind_are_none() -> None:
+def test_causes_of_unknown_ranks_and_requests_of_unknown_kinds_are_ignored() -> None:
     board = Board(dist.HashStore(), Launch(0, 2))
     cause = asdict(Failure(0, "rank 0", "step 3", "an error", "what", "advice"))
     wrong: list[dict[str, Any]] = [{"reporter": -1}, {"code": 0}, {"code": 1000}]

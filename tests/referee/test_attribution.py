@@ -58,7 +58,7 @@ def test_a_cause_is_named(found: Tensor, cause: str) -> None:
         assert verdict.cause is not None and verdict.cause.startswith(cause)
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_does_not_count_as_a_difference() -> None:
     verdict = judge(noisy(right(), ALLOWED / 10), right(), ALLOWED)
     assert verdict.equal and verdict.cause is None and 0 < verdict.difference < ALLOWED
 

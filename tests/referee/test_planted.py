@@ -16,7 +16,7 @@ def test_a_planted_fault_is_attributed() -> None:
     assert "| name the gradient that the fault spoils first | 1 |" in summary([found, Found("lost", "")])
 
 
-def test_every_expectation_is_of_a_mutant() -> None:
+def test_every_expectation_belongs_to_a_mutant() -> None:
     assert FAULT in EXPECTED.keys() & MUTANTS.keys()
     for pattern in EXPECTED.values():
         re.compile(pattern)

@@ -100,7 +100,7 @@ def wrong(found: dict[str, object]) -> list[str]:
     return [name for name, row in rows.items() if row["difference"] > row["allowed"]]
 
 
-def test_a_right_program_is_found_right(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_program_passes(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
     found = llama.judged()
     assert found["equal"] and found["missing"] == []
     assert len(found["gradients"]) == 15  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_gradients_are_read_from_a_folder_of_dcp(tmp_path: Path, names: str) -> 
     assert all(torch.equal(dump.read(name), ours[name].double()) for name in source.metas)
 
 
-def test_experts_are_found_right(mixtral: Other) -> None:
+def test_correct_experts_pass(mixtral: Other) -> None:
     assert mixtral.judged()["equal"]
 
 
@@ -134,7 +134,7 @@ def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.
     assert "all gradients share it: is 1/2 times as large" in capsys.readouterr().out
 
 
-def test_the_sum_over_tokens_of_a_norm_that_one_rank_did_not_get(llama: Other) -> None:
+def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) -> None:
     """The fault is sequence parallelism without the all-reduce of norms: the first of two ranks has only its half of
     the sequence."""
     norm = llama.model.model.layers[1].post_attention_layernorm
@@ -216,7 +216,7 @@ def test_a_wrong_forward_pass_shows_in_the_loss(llama: Other, capsys: pytest.Cap
     assert "differs from" in capsys.readouterr().out
 
 
-def test_what_a_dump_lacks_is_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_parts_of_a_dump_are_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
     found = llama.judged(lambda gradients: gradients.pop("model.layers.0.self_attn.k_proj.weight"))
     assert found["equal"] and found["missing"] == ["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert "the dump has none of 1 parameters" in capsys.readouterr().out

@@ -95,7 +95,7 @@ def batch(tmp_path: Path) -> Batch:
         ("", 75, True),
     ],
 )
-def test_each_end(batch: Batch, ends: str, code: int, back: bool) -> None:
+def test_each_exit_decides_whether_the_job_is_requeued(batch: Batch, ends: str, code: int, back: bool) -> None:
     assert batch.start(ends)[:2] == (code, back)
 
 
@@ -164,7 +164,7 @@ def test_a_cancelled_job_stays_cancelled(batch: Batch, state: str, back: bool) -
 
 
 @pytest.mark.parametrize("loads", ["", "/elsewhere"])
-def test_what_would_begin_anew_does_not_come_back(batch: Batch, loads: str) -> None:
+def test_a_job_that_would_start_from_scratch_is_not_requeued(batch: Batch, loads: str) -> None:
     code, back, said = batch.start("TO_BE_RESUMED", saves="4", LOADS=loads)
     assert (code, back) == (1, False) and "--save and --load must name one folder" in said
 
@@ -186,7 +186,7 @@ def test_ranks_use_the_store_of_the_launcher_unless_it_restarts_them(
     assert (batch.folder / "own_store").read_text() == f"{own}\n"
 
 
-def test_a_task_of_an_array_puts_back_itself_alone(batch: Batch) -> None:
+def test_a_task_of_an_array_requeues_only_itself(batch: Batch) -> None:
     assert batch.start("FAILED", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")[1]
     assert (batch.folder / "requeued").read_text() == "5_3\n"
 

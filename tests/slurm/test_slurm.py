@@ -47,7 +47,7 @@ def assert_same_end(job: Job, undisturbed: Path) -> None:
     assert not differences(one, other)
 
 
-def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
+def test_a_signal_saves_and_requeues_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
     job = jobs["signal"]
     job.paused()
     command("scancel", "--signal=USR1", job.id)
@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undi
     assert_same_end(job, undisturbed)
 
 
-def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
+def test_the_time_limit_saves_and_requeues_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
     """SLURM sends its own signal some time before the limit, which is set once the run is in its step."""
     job = jobs["limit"]
     job.paused()
@@ -72,7 +72,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]
     assert_same_end(job, undisturbed)
 
 
-def test_a_duration_of_the_run_is_no_end_of_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
+def test_a_run_stopped_by_its_duration_is_requeued(jobs: dict[str, Job], undisturbed: Path) -> None:
     """Megatron-LM's scripts use --exit-duration-in-mins to stay below the limit of a queue."""
     job = jobs["duration"]
     fields = job.ended()
@@ -90,7 +90,7 @@ def test_a_crash_loop_ends(jobs: dict[str, Job]) -> None:
     assert "start 2: gives up: 2 crashes and no checkpoint newer than iteration 0 (MAX_CRASHES)" in job.log
 
 
-def test_a_wrong_configuration_does_not_come_back(jobs: dict[str, Job]) -> None:
+def test_a_job_with_a_wrong_configuration_is_not_requeued(jobs: dict[str, Job]) -> None:
     job = jobs["wrong"]
     fields = job.ended()
     assert (fields["JobState"], fields["Restarts"], fields["ExitCode"]) == ("FAILED", "0", "2:0"), job.all_logs

@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_found_and_the_rank_named(flags: str, ranks: int, fault
     assert bool(found.ended) == (kind == WEIGHT)
 
 
-def test_a_step_with_a_wrong_message_is_made_as_if_it_were_right() -> None:
+def test_a_corrupted_audit_message_does_not_change_the_step() -> None:
     sound, found = audited(PP, 4), audited(PP, 4, [Flip("message", 3)])
     assert found.findings and not sound.findings
     assert found.losses == sound.losses and len(sound.losses) == 4

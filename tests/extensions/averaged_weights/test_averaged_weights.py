@@ -186,7 +186,7 @@ def test_a_checkpoint_is_evaluated_with_its_averages(tmp_path: Path) -> None:
     assert found["ema"] == of_run != found["trained"]
 
 
-def test_an_average_that_is_not_there_is_not_replaced_in_silence(tmp_path: Path) -> None:
+def test_a_missing_average_is_not_replaced_silently(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", 1, f"{AVERAGES} --eval-weights ema --ema-interval 3")
     assert (tmp_path / "run.screen").read_text().count("decay_0_5 has not begun, so the trained weights") == 1
     steps = checkpoint(run, STEPS).payload["callbacks"]["ema"]["steps"]

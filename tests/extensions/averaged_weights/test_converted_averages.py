@@ -55,7 +55,7 @@ def test_averages_are_converted_to_each_format(tmp_path: Path) -> None:
         ("", "ema", "has no averaged weights; train with --ema-decay"),
     ],
 )
-def test_weights_that_are_not_there_are_refused(averages: str, wanted: str, rule: str, tmp_path: Path) -> None:
+def test_missing_weights_are_refused(averages: str, wanted: str, rule: str, tmp_path: Path) -> None:
     run_forked(1, f"{TINY} --train-iters 1 {averages} --save {tmp_path / 'run'}".split(), tmp_path / "screen")
     with pytest.raises(ValueError, match=rule):
         convert("--input", tmp_path / "run", "--output", tmp_path / "out", "--weights", wanted)

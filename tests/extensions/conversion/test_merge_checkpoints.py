@@ -109,7 +109,7 @@ def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weigh
         assert ((tensor.double() - terms.sum(0)).abs() <= bound).all(), name
 
 
-def test_the_last_k_are_a_literal_mean(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_k_checkpoints_are_averaged(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     merge("--input", run, "--last", 3, "--output", tmp_path / "out")
     models = [parameters(at(run, iteration)) for iteration in (6, 7, 8)]
     assert_mean(parameters(tmp_path / "out"), models, [1 / 3] * 3)
@@ -118,7 +118,7 @@ def test_the_last_k_are_a_literal_mean(run: Path, tmp_path: Path, capsys: pytest
     assert f"  0.33333333  {at(run, 6)}\n" in out and "the learning rate was not constant from iteration 6 to 8" in err
 
 
-def test_the_last_stable_k_leave_the_decay_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_stable_k_exclude_the_decay(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Update 7 still uses the peak rate: the decay of the schedule begins with the next rate."""
     merge("--input", run, "--last", 6, "--stable", "--output", tmp_path / "out", "--workers", 2)
     assert_mean(parameters(tmp_path / "out"), [parameters(at(run, each)) for each in range(2, 8)], [1 / 6] * 6)

@@ -115,7 +115,7 @@ def test_a_floor_of_one_means_no_decay() -> None:
     assert decay_weights(Decay("cosine", 1.0), [0, 4, 8], [0, 1, 2]) == [0, 0, 1]
 
 
-def test_weights_by_hand() -> None:
+def test_weights_match_values_computed_by_hand() -> None:
     assert equal_weights(4) == [0.25] * 4
     assert given_weights([0.333333, 0.333333, 0.333334], 3, False) == [0.333333, 0.333333, 0.333334]
     assert given_weights([2, -0.5], 2, True) == [2, -0.5]

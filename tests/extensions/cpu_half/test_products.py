@@ -76,7 +76,7 @@ def both_ways(rank: int, world_size: int) -> None:
                 wrong()
 
 
-def test_products_in_fp32_are_torchs_within_a_rounding() -> None:
+def test_products_in_fp32_equal_torchs_within_one_rounding() -> None:
     run_world(1, both_ways)
 
 

@@ -51,21 +51,21 @@ def test_the_rank_that_enters_another_collective_is_named() -> None:
 
 
 @pytest.mark.parametrize("guilty", WORLD)
-def test_the_rank_that_brings_another_tensor_is_named(guilty: int) -> None:
+def test_the_rank_with_another_tensor_size_is_named(guilty: int) -> None:
     """Each rank waits in the same collective of its group; one rank's tensor has another size."""
     sizes = {rank: "all_reduce [7]" if rank == guilty else "all_reduce [4]" for rank in WORLD}
     found = blame({rank: standing(rank, 4, 9, 5, "tp", what) for rank, what in sizes.items()})
     assert found is not None and found.ranks == (guilty,)
 
 
-def test_the_rank_that_leaves_one_out_is_named() -> None:
+def test_the_rank_that_skips_a_collective_is_named() -> None:
     """The waits form a circle: 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0. Rank 2 has skipped a pp collective."""
     found = blame(with_rank_2(4, 7, 4, "tp"))
     assert found is not None and found.ranks == (2,)
     assert "left out what all others entered over pp" in found.why
 
 
-def test_two_that_disagree_are_both_named() -> None:
+def test_two_ranks_that_disagree_are_both_named() -> None:
     pair = (0, 1)
     entered = [(Entered("tp", pair, 2, what, True),) for what in ("all_reduce [4]", "all_gather [4]")]
     found = blame({rank: Waiting("here", entered=each) for rank, each in enumerate(entered)})
@@ -84,18 +84,18 @@ def test_the_missing_rank_is_named() -> None:
     assert "rank 2 was at line_of_2" in found.why
 
 
-def test_nobody_is_named_where_nobody_waits() -> None:
+def test_no_rank_is_named_if_no_rank_waits() -> None:
     assert blame({rank: standing(rank, 4, 6, 5) for rank in WORLD}) is None
     assert blame({}) is None
 
 
-def test_what_a_rank_waits_for_travels_as_json() -> None:
+def test_the_collective_that_a_rank_waits_for_is_sent_as_json() -> None:
     before = standing(2, 5, 6, 4, "world", sender=1)
     said = Standing("step 3", before.place, "stack", [[asdict(each) for each in before.entered], before.message_from])
     assert Waiting.of(Standing.from_json(said.to_json())) == before
 
 
-def test_a_meeting_at_start_up_is_evidence() -> None:
+def test_a_rendezvous_at_start_up_counts_as_evidence() -> None:
     """Rank 1 has not reached the second rendezvous, in which rank 0 waits."""
     standings = {}
     for rank, number in enumerate((2, 1)):

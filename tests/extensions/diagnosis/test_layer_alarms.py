@@ -25,7 +25,7 @@ def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, fl
 
 @pytest.mark.parametrize("noise", [0.0001, 0.01, 0.02])
 @pytest.mark.parametrize("trend", [0.0, 0.05])
-def test_a_layer_that_grows_by_a_twentieth_a_record(noise: float, trend: float) -> None:
+def test_a_layer_that_grows_by_five_percent_per_record_is_named(noise: float, trend: float) -> None:
     for seed in range(10):
         dice = random.Random(seed)
         layer, first = dice.randrange(8), dice.randrange(60, 130)
@@ -61,7 +61,7 @@ def shards(iteration: int, weights: list[float], sharded: bool, init: str = "nor
     return record
 
 
-def test_copies_are_equal_and_parts_are_not() -> None:
+def test_replicas_must_be_equal_and_shards_must_differ() -> None:
     for sharded, weights, said in (
         (False, [1.0, 1.0], ""),
         (False, [1.0, 1.0001], "p should be equal on all tensor-parallel ranks and is not"),

@@ -65,7 +65,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("flags", "layouts"), LAYOUTS.items(), ids=["dense", "experts", "unfused"])
-def test_every_layout_records_what_one_process_does(flags: str, layouts: dict[str, int]) -> None:
+def test_every_layout_records_the_same_as_one_process(flags: str, layouts: dict[str, int]) -> None:
     alone = [flat(record) for record in run_world(1, recorded, flags)[0]]
     assert len(alone) == 2
     for layout, size in layouts.items():

@@ -110,7 +110,7 @@ def once(run: TrainingRun) -> None:
     run.stages[0].decoder.layers[0].register_forward_hook(hook)
 
 
-def test_what_does_not_happen_again_is_called_so() -> None:
+def test_a_nan_that_does_not_recur_is_reported_as_such() -> None:
     ((message, _),) = run_world(1, message_of, config_of(""), once)
     assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
 

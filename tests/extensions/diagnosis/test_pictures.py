@@ -96,7 +96,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGE)
-def test_what_damage_to_a_trace_is_named(tmp_path: Path, damage: Callable[[Any], Any], said: str) -> None:
+def test_damage_to_a_trace_is_named(tmp_path: Path, damage: Callable[[Any], Any], said: str) -> None:
     trace = simulated_trace()
     damage(trace)
     (tmp_path / "t.json").write_text(json.dumps(trace))

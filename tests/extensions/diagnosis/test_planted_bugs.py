@@ -138,7 +138,7 @@ def test_a_bug_is_named_within_ten_steps(tmp_path: Path, name: str) -> None:
     assert any(bug.names in line for _, line in told)
 
 
-def test_nothing_is_said_of_a_run_without_a_bug(tmp_path: Path) -> None:
+def test_a_run_without_a_bug_raises_no_alarm(tmp_path: Path) -> None:
     found = records(tmp_path / "metrics.jsonl", 1, f"{MODEL} --train-iters 75", nothing, 0)
     assert alarms(found) == []
     assert [record["iteration"] for record in found if "layers" in record] == [*range(1, 76)]

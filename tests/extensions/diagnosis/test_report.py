@@ -179,7 +179,7 @@ def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest
         main([str(tmp_path / "worse"), str(tmp_path / "best"), "--against", str(tmp_path / "best")])
 
 
-def test_curves_of_several_runs_lie_over_each_other(run: Path, tmp_path: Path) -> None:
+def test_several_runs_share_each_chart(run: Path, tmp_path: Path) -> None:
     """Loss, gradient norm, learning rate and throughput, including validation, have one colour per run."""
     for name in ("b", "c"):
         write_metrics(tmp_path / name, 10)
@@ -229,7 +229,7 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
     assert sections.cell_look("three words that are long enough to wrap") == ""
 
 
-def test_a_run_that_went_on_at_another_layout(run: Path) -> None:
+def test_a_run_resumed_under_another_layout(run: Path) -> None:
     """Statements about ranks concern the last start, and an older trace is marked as such. A start that follows another
     start indicates a kill."""
     record_event(run, "start", iteration=30, world_size=8)
@@ -276,7 +276,7 @@ REMAINS: list[Any] = [
 
 
 @pytest.mark.parametrize("remains", REMAINS)
-def test_a_run_of_which_little_is_left(tmp_path: Path, remains: Any) -> None:
+def test_a_run_with_few_remaining_files(tmp_path: Path, remains: Any) -> None:
     files, *said = remains
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -317,7 +317,7 @@ def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:
     assert [rank["pp_rank"] for rank in plan] == [0, 1] and all(rank["weights"] > 0 for rank in plan)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent is missing: .*; name the --save folder of a run"):
         main([str(tmp_path / "absent")])
     write_metrics(tmp_path / "a" / "checkpoints", 1)
@@ -327,7 +327,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         main([str(tmp_path / "a" / "checkpoints"), "--no-plan", "--output", str(tmp_path)])
 
 
-def test_runs_are_called_after_their_folders(tmp_path: Path) -> None:
+def test_runs_are_named_after_their_folders(tmp_path: Path) -> None:
     def labels(*names: str) -> list[str]:
         return labels_of([RunFolder(tmp_path / name) for name in names])
 

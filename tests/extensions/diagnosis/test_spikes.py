@@ -52,7 +52,7 @@ def test_non_finite_values_are_not_spikes_and_enter_no_mean() -> None:
     assert judge.state.tolist() == [5.0, 1.0, 50.0]
 
 
-def test_the_mean_forgets() -> None:
+def test_old_losses_fade_from_the_running_mean() -> None:
     judge = judge_of("--check-for-spiky-loss")
     for loss in [9.0] * WINDOW + [3.0] * 10 * WINDOW:
         feed(judge, loss)

@@ -101,7 +101,7 @@ def test_every_layout_scores_as_one_process_does(style: str, world_size: int, la
 
 
 @pytest.mark.parametrize("style", ["gpt", "experts", needs("fp8", "fp8")])
-def test_training_does_not_see_the_evaluation(style: str) -> None:
+def test_an_evaluation_does_not_change_the_training(style: str) -> None:
     (_, samples, losses), (_, none, without) = alone(style), run_world(1, evaluated, STYLES[style] + FLAGS, False)[0]
     assert samples and not none
     assert losses == without, "bit for bit"

@@ -175,7 +175,7 @@ def test_generated_texts_end() -> None:
     assert ended == ""
 
 
-def test_a_suite_scores_what_a_model_says() -> None:
+def test_a_suite_scores_the_answers_of_a_model() -> None:
     """The model prefers the letter e: each row's score is the number of e's among its scored tokens."""
     loaded = suite(TASKS)
 

@@ -131,7 +131,7 @@ def test_the_largest_value_becomes_the_largest_number(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_what_outgrows_its_history_saturates(dtype: torch.dtype) -> None:
+def test_values_beyond_their_amax_history_saturate(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, -3.0, 1e30, -1e30]])
     scaled, amax = by_multiplier(x, multiplier_of(torch.tensor(2.0), torch.finfo(dtype).max), dtype)
     assert amax == x.abs().max()
@@ -160,7 +160,7 @@ def test_non_finite_values_reach_the_product(bad: float, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype) -> None:
+def test_a_product_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out: torch.dtype) -> None:
     x, w, bias = spread(48, 64), spread(32, 64), spread(32)
     for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
         added = bias if out == torch.bfloat16 else None  # CUDA's kernel supports a bias only with 16-bit results

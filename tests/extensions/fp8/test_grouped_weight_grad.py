@@ -68,7 +68,7 @@ def distance_of_divisions() -> float:
     return ((at_once - by_rank).norm() / at_once.norm()).item()
 
 
-def test_which_tokens_share_a_tile_changes_no_value_but_tiny_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The multipliers are powers of two; other multipliers would change every value."""
     assert distance_of_divisions() <= 1e-5
     monkeypatch.setattr(grouped, "power_of_two", lambda multiplier: multiplier)
@@ -76,7 +76,7 @@ def test_which_tokens_share_a_tile_changes_no_value_but_tiny_ones(monkeypatch: p
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_casts_hide_nothing_that_is_not_finite(bad: float) -> None:
+def test_casts_hide_no_nonfinite_values(bad: float) -> None:
     """A non-finite value reaches the column of a weight gradient, only for the expert that owns its row."""
     out, dy, x = operands([130, 7], 0)
     x[129, 3] = bad

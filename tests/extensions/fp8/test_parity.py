@@ -188,7 +188,7 @@ def broken(rank: int, world_size: int, recipe: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_casts_hide_nothing_that_is_not_finite(recipe: str) -> None:
+def test_casts_hide_no_nonfinite_values(recipe: str) -> None:
     assert run_world(1, broken, recipe) == [True]
 
 

@@ -51,7 +51,7 @@ def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], floa
 RUNS = {"flash": lambda: "flash", "cudnn": lambda: "cudnn"}
 
 
-def test_one_that_is_missing_loses() -> None:
+def test_a_missing_kernel_is_not_chosen() -> None:
     choice = compare({**RUNS, "flash": missing}, clock_of({"cudnn": 9.0}), CPU, Axis())
     assert choice.seconds == {"flash": math.inf, "cudnn": 9.0} and choice.winner == "cudnn"
     assert "flash unavailable" in choice.times and "cudnn 9000.00 ms" in choice.times
@@ -104,7 +104,7 @@ def test_torch_is_set_to_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_kernel(SHAPE, CPU, Axis()).winner is None and not told
 
 
-def test_a_fixed_one_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "use", lambda winner: None)
     monkeypatch.setattr(sdpa, "device_clock", lambda run: 1.0)
     assert choose_kernel(SHAPE, CPU, Axis(), "cudnn").seconds == {"cudnn": 1.0}

@@ -53,7 +53,7 @@ def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[A
 
 @pytest.mark.parametrize("documents", [None, PACKED, ((0, 5), (0, 5))], ids=["one", "packed", "alike"])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
-def test_bands_are_the_pairs_of_their_tiles(documents: Documents | None, window: int | None) -> None:
+def test_bands_cover_the_pairs_of_their_tiles(documents: Documents | None, window: int | None) -> None:
     """The bands are those of one rank and of every step of a ring."""
     length = 24
     ranks = [(size, *pair) for size in (1, 3) for pair in product(range(size), repeat=2)]
@@ -174,7 +174,7 @@ def compare(cases: Sequence[Case]) -> None:
 
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
-def test_interpreted_kernels_are_the_twin(cases: str) -> None:
+def test_interpreted_kernels_match_their_twin(cases: str) -> None:
     """The cases cover the forward and all gradients for odd lengths, groups, widths, windows, documents, sinks and
     ranks of a ring, and the bits of the masks."""
     interpreted()
@@ -251,7 +251,7 @@ TYPES: dict[str, Any] = {
     [(["attention_forward", "attention_dq", "attention_dkdv"], [64, 128, 256], [80, 90])],
 )
 @apart(interpret=False)
-def test_kernels_compile_to_products_of_tensor_cores(
+def test_kernels_compile_to_tensor_core_instructions(
     kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
 ) -> None:
     """The kernels also fit into shared memory."""

@@ -69,7 +69,7 @@ def test_errors_match_the_docstring() -> None:
     assert of_weights[0] < 0.02 and max(of_weights[1:]) < 0.01, of_weights
 
 
-def test_casts_are_of_a_sample_and_a_group() -> None:
+def test_each_sample_and_group_is_cast_separately() -> None:
     """The casts do not depend on the layout or on other samples, and 16 bits represent the values that they stand
     for."""
     qkv = heads_of(32, 3, 4, 2, 16)
@@ -111,7 +111,7 @@ def check_kernel(device: str = "cpu") -> None:
 
 
 @apart(interpret=True)
-def test_the_interpreted_kernel_is_the_definition() -> None:
+def test_the_interpreted_kernel_matches_the_definition() -> None:
     round_to_fp8_as_torch()
     check_kernel()
 
@@ -198,7 +198,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
     monkeypatch.setattr(sdpa, "use", lambda winner: None)
 
 
-def test_one_in_16_bits_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_in_16_bits_is_chosen_if_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {"fp8_flash3": 2.0, "fp8_triton": 4.0, "cudnn": 3.0, "flash": 5.0})
     assert choose_kernel(SHAPE, CPU, Axis(), "fp8").winner == "fp8_flash3"
     timed(monkeypatch, {"fp8_triton": 4.0, "cudnn": 3.0})
@@ -213,7 +213,7 @@ def test_without_a_kernel_in_fp8_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> 
             choose_kernel(SHAPE, CPU, Axis(), asked)
 
 
-def test_one_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_wrong_results_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(attention_run(SHAPE, CPU, "fp8")()) == 3  # type: ignore[arg-type]
 
     class Wrong(Twin):

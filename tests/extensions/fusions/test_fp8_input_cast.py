@@ -90,7 +90,7 @@ def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("name", "fp8"), GIVEN)
-def test_what_neighbours_make_is_what_the_layer_makes(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_of_neighbours_equal_those_of_the_layer(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given, none = Counter[str](), Counter[str]()
     with_neighbours = trained(name, fp8, given, monkeypatch, gives=True)
     alone = trained(name, fp8, none, monkeypatch, gives=False)

@@ -115,7 +115,9 @@ LINES = [
 
 
 @pytest.mark.parametrize(("run", "slow", "line"), LINES)
-def test_a_kernel_that_loses_is_left_out_in_a_line(run: Callable[..., Tensor], slow: float, line: str | None) -> None:
+def test_a_wrong_or_slow_kernel_is_left_out_with_one_line(
+    run: Callable[..., Tensor], slow: float, line: str | None
+) -> None:
     assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
 
 
@@ -151,7 +153,7 @@ def _on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return chosen(raises if rank else right, world=world), chosen(right, 1.31 if rank else 0.5, world)
 
 
-def test_all_ranks_leave_out_what_loses_on_one() -> None:
+def test_all_ranks_leave_out_a_kernel_that_fails_on_one() -> None:
     (first, slow), (second, also_slow) = run_world(2, _on_rank)
     assert first == [" kernel doubled_ left out: raises an error on another rank"]
     assert second == [" kernel doubled_ left out: raises ValueError: no kernel for this GPU"]
@@ -199,7 +201,7 @@ def test_no_fusions_turns_all_off() -> None:
     KernelChoice(config).on_model(config, {}, runtime)
 
 
-def test_a_run_without_fusions_computes_what_one_with_them_does() -> None:
+def test_a_run_without_fusions_computes_the_same_as_one_with_them() -> None:
     flags = f"{MODEL} --fp64 --no-compile"
     with_fusions, without = (train_in_world(1, f"{flags} {more}".split(), 1) for more in ("", "--no-fusions"))
     assert all(torch.equal(with_fusions.tensors[key], without.tensors[key]) for key in with_fusions.tensors)

@@ -47,7 +47,7 @@ def matrices() -> Iterator[Tensor]:
 
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
-def test_interpreted_casts_are_the_twins(stride: int) -> None:
+def test_interpreted_casts_match_their_twins(stride: int) -> None:
     """The operators run on CPU tensors in this test only. Every fifth case covers each matrix, and each format in each
     orientation."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton

@@ -42,7 +42,7 @@ def losses_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int, z_loss:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("width", "vocab_size", "z_loss"), [(64, 64, 0.0), (64, 50, 0.0), (96, 90, 1e-3)])
-def test_the_definition_is_what_autograd_makes(dtype: torch.dtype, width: int, vocab_size: int, z_loss: float) -> None:
+def test_the_definition_matches_autograd(dtype: torch.dtype, width: int, vocab_size: int, z_loss: float) -> None:
     logits, labels = example(dtype, width, vocab_size)
     losses, gradient = losses_and_gradient(logits, labels, vocab_size, z_loss)
     found = twins.loss_and_gradient_twin_(logits, labels, vocab_size, z_loss)
@@ -53,7 +53,7 @@ def test_the_definition_is_what_autograd_makes(dtype: torch.dtype, width: int, v
 
 
 @apart(interpret=True)
-def test_interpreted_losses_and_gradients_are_the_definition() -> None:
+def test_interpreted_losses_and_gradients_match_the_definition() -> None:
     """The rows are shorter than a block, or span several with an end within one, and there are more rows than
     programs."""
     from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels

@@ -75,7 +75,7 @@ def test_grouped_sums_compile() -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_grouped_sums_are_the_definition() -> None:
+def test_interpreted_grouped_sums_match_the_definition() -> None:
     check_grouped()
 
 

@@ -116,7 +116,7 @@ def check_rows(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", s
 
 
 @apart(interpret=True)
-def test_interpreted_casts_along_tokens_are_the_twin() -> None:
+def test_interpreted_casts_along_tokens_match_their_twin() -> None:
     from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
 
     round_to_fp8_as_torch()

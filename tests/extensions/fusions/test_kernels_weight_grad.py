@@ -37,7 +37,7 @@ def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
 
 
 @apart(interpret=True)
-def test_interpreted_sums_are_the_definition() -> None:
+def test_interpreted_sums_match_the_definition() -> None:
     """The sizes are no multiples of a tile, there are more tiles than in a group, and there may be nothing to sum."""
     from triton import language as tl
     from triton.runtime import interpreter
@@ -173,7 +173,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.cache_clear()
 
 
-def test_cublaslt_is_asked_for_the_definition(library: None) -> None:
+def test_calls_of_cublaslt_compute_the_definition(library: None) -> None:
     for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
         a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
         out = torch.randn(o, i)

@@ -102,5 +102,5 @@ regions.REGIONS |= NORMS | SPLITS
 
 @compiles
 @pytest.mark.grid("name", ("centered norm", "norm of dropout", "split, biased rotary"), [*NORMS, *SPLITS])
-def test_a_compiled_region_is_the_plain_one(name: str) -> None:
-    regions.test_a_compiled_region_is_the_plain_one(name)
+def test_a_compiled_region_matches_the_plain_one(name: str) -> None:
+    regions.test_a_compiled_region_matches_the_plain_one(name)

@@ -101,7 +101,9 @@ def loss_and_gradients(model: GPTModel, batch: Batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_what_a_layer_leaves_to_add_is_added(case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_that_a_layer_defers_are_made(
+    case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     style, settings, left, in_products = STREAMS[case]
     config = replace(STYLES[style], num_layers=3, **settings)
     batch = random_batch(config)

@@ -51,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return line
 
 
-def test_there_and_back_in_shards_by_two_workers(
+def test_a_round_trip_in_shards_with_two_workers(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--workers", "2", "--max-shard-size", "40KB", "--check", "some text")

@@ -22,7 +22,7 @@ FAMILIES = [
 """Families with a class in transformers whose layers are installed."""
 
 
-def test_table_of_defaults_is_that_of_the_installed_transformers() -> None:
+def test_table_of_defaults_matches_the_installed_transformers() -> None:
     stated = json.loads(class_defaults.TABLE.read_text())
     if stated["transformers"] != class_defaults.transformers.__version__:
         pytest.skip(f"the table is that of transformers {stated['transformers']}")
@@ -135,7 +135,7 @@ def test_older_keys_and_other_names(model_type: str) -> None:
         assert "num_experts" in changes or not unread, changes
 
 
-def test_no_key_that_classes_write_is_unknown() -> None:
+def test_every_key_that_classes_write_is_known() -> None:
     """The test covers each family's config.json with defaults and of a tiny model. A key that a class only writes is
     listed if its value differs."""
     found = {}

@@ -50,7 +50,7 @@ def published_model(settings: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("recipe", "size"), PUBLISHED, ids=[" ".join(key) for key in PUBLISHED])
-def test_model_is_the_published_one(recipe: str, size: str) -> None:
+def test_each_recipe_builds_the_published_model(recipe: str, size: str) -> None:
     ranks, family, parameters = PUBLISHED[recipe, size]
     done = run("bash", f"scripts/recipes/{recipe}.sh", SIZE=size, LAUNCH="echo")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,7 +94,7 @@ def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
     assert chosen == "llama" and str(notice).endswith("this family is not known; add --hf-family FILE")
 
 
-def test_an_origin_of_wrong_types_is_none() -> None:
+def test_an_origin_of_wrong_types_is_ignored() -> None:
     """metadata.json may come from anyone."""
     ids = {"bos_token_id": "x", "eos_token_id": [3, 4], "pad_token_id": -1}
     assert Origin.of({"model_type": ["llama"], "token_ids": ids}) == Origin(None, {"eos_token_id": [3, 4]})

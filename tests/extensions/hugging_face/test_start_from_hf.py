@@ -117,7 +117,7 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     )
 
 
-def test_no_notice_is_about_a_flag_that_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_notice_mentions_a_flag_that_was_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config.json of Falcon-H1 gives the place of a norm that the model may not have."""
     config = json.loads(FALCON_H1) | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -201,7 +201,7 @@ def test_a_scaling_replaces_that_of_the_folder(
     assert f"{kind}: {shown}" == expected
 
 
-def test_sequences_beyond_the_folders_positions_must_be_meant(
+def test_sequences_beyond_the_folders_positions_need_a_flag(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 64 --load {llama}".split()
@@ -381,7 +381,7 @@ def test_a_run_exports_as_the_family_that_it_started_from(tmp_path: Path) -> Non
     assert json.loads((other / "hf/iter_0000002/config.json").read_text())["model_type"] == "biogpt", screen
 
 
-def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
+def test_a_failed_or_terminated_export_is_reported(tmp_path: Path) -> None:
     config = RunConfig(model=GPT, checkpoint=CheckpointConfig(save=str(tmp_path)))
     held: list[Path] = []
     exporter = HFExporter(config.with_options(HuggingFaceConfig(export_hf_interval=2)), held)

@@ -46,7 +46,7 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
         assert parameter.equal(found[name][0]) and parameter.grad.equal(found[name][0].grad), name
 
 
-def test_initial_factors_are_megatrons() -> None:
+def test_initial_factors_match_megatron() -> None:
     """The factor of the sum after the last layer is 1; only the factors of sublayers are --mhc-init-gating-factor."""
     found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
     sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
@@ -70,7 +70,7 @@ def test_weights_of_sixteen_bits_are_computed_in_fp32() -> None:
     assert found.equal(whole.bfloat16())
 
 
-def test_streams_are_kept_once_in_a_layer() -> None:
+def test_streams_are_saved_once_per_layer() -> None:
     """--recompute-modules mhc drops the streams between the two sublayers of a layer: with two layers, two of four sets
     of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
@@ -79,7 +79,7 @@ def test_streams_are_kept_once_in_a_layer() -> None:
     assert kept - again == 2 * tokens * N * H * 2
 
 
-def test_streams_alone_are_kept_for_their_weights() -> None:
+def test_streams_outputs_and_weights_are_all_that_is_saved() -> None:
     """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. It saves
     no projection and no Sinkhorn-Knopp iteration."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
@@ -117,5 +117,5 @@ def weighted_streams(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_regions_are_the_plain_ones() -> None:
+def test_the_compiled_regions_match_the_plain_ones() -> None:
     check_region(weighted_streams)

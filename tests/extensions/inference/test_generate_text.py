@@ -55,7 +55,9 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.startswith("one two")
 
 
-def test_a_prompt_that_is_too_long_keeps_no_other(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_is_too_long_does_not_stop_the_others(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
     assert main(flags) == 2
     said = capsys.readouterr()
@@ -139,7 +141,7 @@ def test_answers_stand_in_the_order_of_requests_whatever_the_layout(checkpoint: 
         assert_same(others, deepcopy(found))
 
 
-def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint: str, tmp_path: Path) -> None:
+def test_a_wrong_line_gets_an_error_and_does_not_stop_the_others(checkpoint: str, tmp_path: Path) -> None:
     lines = [b'{"prompt": "a", "id": 1}', *(line for line, _ in WRONG), b'{"prompt": "b"}']
     found = answers(checkpoint, tmp_path, lines, "--max-new-tokens", "2", code=2)
     assert found[0]["id"] == 1 and found[0]["text"] and found[-1]["text"]

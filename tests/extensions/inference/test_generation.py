@@ -37,7 +37,7 @@ def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list
 
 
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
-def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
+def test_batched_texts_have_the_same_logprobs_as_alone(style: str) -> None:
     """Requests wait, end early and are padded, one by one and together. Experts drop no token in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
     requests = [
@@ -134,7 +134,7 @@ def test_logits_of_any_size_give_tokens_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(101)], ids=["bytes", "numbers"])
-def test_pieces_of_text_are_the_text(tokenizer: Tokenizer) -> None:
+def test_streamed_pieces_join_to_the_text(tokenizer: Tokenizer) -> None:
     """The text has characters of up to four bytes, and bytes that are no characters."""
     tokens = list("aß漢😀".encode() + b"\xff\xe6\xbcA\xf0\x9f\x98") if tokenizer.vocab_size > 256 else [5, 17, 3]
     for length in range(len(tokens) + 1):

@@ -253,7 +253,7 @@ def test_other_methods_and_broken_http(served: Served) -> None:
     assert served.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
 
 
-def test_fifty_clients_at_once_have_the_texts_they_have_alone(served: Served) -> None:
+def test_fifty_clients_at_once_get_the_same_texts_as_alone(served: Served) -> None:
     bodies = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "seed": i, "max_tokens": 5 + i % 9} for i in range(50)]
     with ThreadPoolExecutor(50) as clients:
         found = list(clients.map(lambda body: served.ask(COMPLETIONS, body), bodies))

@@ -24,7 +24,7 @@ operands = partial(delta_operands, 3, (3, 5))
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
-def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
+def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> None:
     """The lengths give one chunk and several, some of them partial."""
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
@@ -50,5 +50,5 @@ def region_of_gates(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_region_is_the_plain_one() -> None:
+def test_the_compiled_region_matches_the_plain_one() -> None:
     check_region(region_of_gates)

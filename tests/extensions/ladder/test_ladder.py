@@ -67,7 +67,7 @@ def test_an_outlier_counts_less_than_in_least_squares() -> None:
     assert fit(points)(Point(1e8, 2e9, 0)) == pytest.approx(loss_of(1e8, 2e9), rel=1e-2)
 
 
-def test_four_runs_have_predicted_a_fifth() -> None:
+def test_four_runs_predict_a_fifth() -> None:
     """The prediction was committed before the fifth run began; this fit of the four runs gives the same one."""
     found = json.loads(MEASURED.read_text())
     points = [Point(*(each[name] for name in ("parameters", "tokens", "loss"))) for each in found["points"]]
@@ -117,7 +117,7 @@ def ladder_of(*flags: str, **wanted: Any) -> Ladder:
     return build_ladder([*TARGET, *flags], Wanted(**{"widths": (16, 32), "evaluations": 4} | wanted))
 
 
-def test_rungs_are_the_target_at_smaller_sizes() -> None:
+def test_rungs_are_smaller_versions_of_the_target() -> None:
     ladder = ladder_of("--lr-warmup-iters", "40")
     small, large = ladder.rungs
     changes = dict(small.changes)

@@ -71,5 +71,5 @@ def latent_heads(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_region_is_the_plain_one() -> None:
+def test_the_compiled_region_matches_the_plain_one() -> None:
     check_region(latent_heads)

@@ -45,7 +45,7 @@ operands = partial(delta_operands, 2, (6,))
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 16), (70, 64)])
-def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
+def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> None:
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
@@ -238,5 +238,5 @@ def delta_net(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_region_is_the_plain_one() -> None:
+def test_the_compiled_region_matches_the_plain_one() -> None:
     check_region(delta_net)

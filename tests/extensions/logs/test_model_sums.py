@@ -46,7 +46,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("flags", "layouts"), LAYOUTS)
-def test_every_layout_counts_what_one_process_does(flags: str, layouts: list[str]) -> None:
+def test_every_layout_counts_the_same_as_one_process(flags: str, layouts: list[str]) -> None:
     logged, plain = run_world(1, counted, flags)[0]
     assert logged == pytest.approx(plain, rel=1e-12)
     assert "freeze" in flags or logged["num_zeros"] > 90 * 16 / 2  # rows of tokens that did not occur

@@ -41,7 +41,7 @@ def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 16), (70, 64)])
-def test_chunks_are_the_recurrence(length: int, chunk: int, packed: bool) -> None:
+def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> None:
     check_chunks(ssd_chunks, ssd_steps, operands(length), chunk, packed)
 
 
@@ -128,5 +128,5 @@ def region_of_mamba(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_region_is_the_plain_one() -> None:
+def test_the_compiled_region_matches_the_plain_one() -> None:
     check_region(region_of_mamba)

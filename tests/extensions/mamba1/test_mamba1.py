@@ -46,7 +46,9 @@ def token_by_token(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "at_a_time"), [(1, 2**26), (13, 2**26), (48, 2**26), (53, 300), (60, 700)])
-def test_scan_is_the_recurrence(length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_matches_the_recurrence(
+    length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scan processes the channels in one part or several, for lengths with and without divisors."""
     monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
     *tokens, state = operands(length)

@@ -88,7 +88,7 @@ def test_tables_do_not_overlap() -> None:
         assert known.spec.choices and not set(values) & set(known.spec.choices), flag
 
 
-def test_what_flags_stand_for_exists() -> None:
+def test_replacements_of_flags_exist() -> None:
     """Replacements, switches and remedies name existing flags."""
     foreign = TABLE
     known = {*spelling_table(), *foreign.spellings(), *options()}
@@ -249,7 +249,7 @@ def test_a_rotary_embedding_of_a_file_survives_no_position_embedding(tmp_path: P
     assert parse_args(["--config", path]).model.position_embedding_type == "none"
 
 
-def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
+def test_flags_override_switches_in_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, "use-rotary-position-embeddings: true\n")
     assert parse_args(["--config", path]).model.position_embedding_type == "rope"
     argv = ["--config", path, "--position-embedding-type", "alibi"]

@@ -75,7 +75,7 @@ def test_arithmetic_with_an_unknown_name_is_not_translated(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("loop", ["for i in 1 2; do N=$((N + 1))", "while ((N < 2)); do ((N += 1))"])
-def test_what_a_loop_counts_is_not_translated(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_counters_are_not_translated(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = f"N=0\n{loop}\ndone\npython pretrain_gpt.py --num-layers 2 --seed $N"
     assert "the script gives no value to N; give a number" in translated(script, tmp_path, capsys, code=1)
 

@@ -50,7 +50,7 @@ def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "nproc" not in command + rest and "Not translated" not in rest
 
 
-def test_what_has_no_translation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_translation_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-layers 24 --mtp-use-repeated-layer --deepspeed --optimizer adaptive_muon"
     assert main(["--", *flags.split()]) == 1
     printed = capsys.readouterr().out

@@ -17,7 +17,7 @@ from tests.moe_cases import DEEPSEEK
 DELAYED = DEEPSEEK.with_options(ShortcutFlags(moe_shortcut=True))
 
 
-def test_one_layer_is_the_plain_one() -> None:
+def test_one_layer_equals_the_plain_layer() -> None:
     """Logits and gradients are equal: there is no later layer to wait for."""
     found = []
     for config in (DEEPSEEK, DELAYED):

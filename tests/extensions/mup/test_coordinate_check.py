@@ -36,7 +36,7 @@ def test_widths_and_their_like_are_in_proportion() -> None:
     assert model.query_groups == 4
 
 
-def test_flat_with_and_not_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slopes_are_flat_with_mup_and_not_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "check.png"
     sizes = ["--widths", "64", "256", "--depths", "2", "8"]
     assert main([*sizes, "--output", str(picture), "--", *MUP]) == 0
@@ -49,7 +49,7 @@ OPTIMIZERS = ("muon --muon-extra-scale-factor 0.2", "muon --muon-scale-mode unit
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_flat_with_every_optimizer(optimizer: str) -> None:
+def test_slopes_are_flat_with_every_optimizer(optimizer: str) -> None:
     assert main(["--widths", "64", "256", "--", *MUP, "--optimizer", *optimizer.split()]) == 0
 
 

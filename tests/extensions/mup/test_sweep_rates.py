@@ -25,7 +25,7 @@ def test_the_minimum_of_a_parabola_is_found() -> None:
     assert found is not None and found.rate == 2e-3
 
 
-def test_a_minimum_at_an_end_asks_for_another_rate() -> None:
+def test_a_minimum_at_an_end_needs_another_rate() -> None:
     assert best_rate(curve(1e-4)) is None and next_rate(curve(1e-4)) == pytest.approx(5e-4)
     assert best_rate(curve(1.0)) is None and next_rate(curve(1.0)) == pytest.approx(16e-3)
     assert next_rate(curve(2e-3)) is None
@@ -53,7 +53,7 @@ def test_a_sweep_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         main([*own, "--", *flags, "--weight-decay", "0.5"])
 
 
-def test_a_loss_that_is_text_is_one_that_diverged(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_counts_as_diverged(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     for text, found in (('"NaN"', None), ('"Infinity"', None), ("NaN", None), ("2.5", 2.5)):
         metrics.write_text(f'{{"iteration": 1, "valid_loss": 2.0}}\n{{"iteration": 2, "valid_loss": {text}}}\n')

@@ -244,7 +244,7 @@ def test_a_store_that_stops_reading_does_not_stop_the_upload(
     assert LIMITS.traffic.repeated >= 1 and storage.read(ROOT / "stalled") == data
 
 
-def test_retries_end_clearly_and_tell_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_with_a_clear_error_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LIMITS, "retry_seconds", 6.0)
     given = credentials(9)
     with environment(given), pytest.raises(OSError, match=r"s3://bucket/run/a: .*\(\d+ attempts in \d+ s\)") as error:
@@ -274,7 +274,7 @@ def test_an_error_that_stays_is_raised_at_once() -> None:
     assert calls == [0]
 
 
-def test_time_for_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_the_process_is_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests in flight fail when the process continues, long after the limit."""
     now = [0.0]
     monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])

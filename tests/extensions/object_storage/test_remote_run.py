@@ -81,7 +81,7 @@ def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
     assert "test-secret-key" not in kept + screen.read_text() and "test-access-key" not in kept
 
 
-def test_a_run_outlives_a_store_that_fails(tmp_path: Path, port: int) -> None:
+def test_a_run_survives_a_failing_store(tmp_path: Path, port: int) -> None:
     """Connections are cut at random, and all are refused for some seconds."""
     faults = Faults(seed=11, cut=0.05)
 

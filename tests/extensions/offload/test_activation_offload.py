@@ -95,7 +95,7 @@ def test_a_layers_activations_are_fetched_while_the_next_layer_computes(monkeypa
     assert order.index("fetch") < order.index("end 2") and len(fetches) % 2 == 0
 
 
-def test_what_stays_and_what_travels_once() -> None:
+def test_each_tensor_is_offloaded_once_or_not_at_all() -> None:
     offload = ActivationOffload(1, 8, "cpu")
     weight, table = nn.Parameter(torch.ones(4, 8)), torch.rand(4, 8)
     given = torch.ones(4, 8, requires_grad=True)
@@ -158,5 +158,5 @@ def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> No
     assert [each.flag for each in validate(many, 2) if "offloading" in each.flag] == ["--cpu-offloading-num-layers"]
 
 
-def test_a_layout_that_is_wrong_is_reported_by_its_own_rule() -> None:
+def test_a_wrong_layout_is_reported_by_its_own_rule() -> None:
     assert not any("offloading" in problem for problem in problems("--cpu-offloading --pp 0", 1))

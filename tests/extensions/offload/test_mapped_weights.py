@@ -60,7 +60,7 @@ def _taken(rank: int, world_size: int, flags: str, folder: str) -> tuple[int, in
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, f"--bf16 {AWARE}"), (2, f"--fp32 {ZERO3}")])
-def test_the_room_that_is_asked_for_is_what_files_take(ranks: int, flags: str, tmp_path: Path) -> None:
+def test_the_checked_space_equals_the_size_of_the_files(ranks: int, flags: str, tmp_path: Path) -> None:
     for asked, taken in run_world(ranks, _taken, flags, str(tmp_path)):
         assert asked == taken > 0
 

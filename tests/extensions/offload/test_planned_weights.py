@@ -71,7 +71,7 @@ def test_a_plan_says_what_a_host_lacks() -> None:
         assert not list(fit.lines) and not fit.record
 
 
-def test_files_take_what_host_memory_does_not() -> None:
+def test_files_hold_the_matrices_instead_of_host_memory() -> None:
     """Llama 3.1 8B on a host of any size: 18 bytes per element of its matrices are in files."""
     memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
     assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20
@@ -93,7 +93,7 @@ def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     assert slow.parts["offload"] + slow.parts["matmul"] > 0.9 * passes
 
 
-def test_what_comes_and_leaves_beside_a_pass_is_exposed_where_it_takes_longer() -> None:
+def test_copies_that_take_longer_than_a_pass_are_exposed() -> None:
     forward, backward = UnitPass(1.0, 2e9), UnitPass(2.0, 3e9, left=5e9)
     # the gradients of the previous step are copied for 5 seconds
     assert exposed([forward, backward], 1.0) == [4.0, 0.0]

@@ -39,7 +39,7 @@ def test_every_layout_makes_the_same_updates_in_fp8() -> None:
         assert first_difference(alone, train_in_world(ranks, (flags + layout).split()), 1e-9) is None, layout
 
 
-def test_with_all_in_the_main_dtype_it_is_adam() -> None:
+def test_states_in_the_main_dtype_give_plain_adam() -> None:
     plain = train_in_world(1, f"{MODEL} --fp64".split())
     assert first_difference(plain, train_in_world(1, f"{MODEL} --fp64 {AWARE}".split()), 1e-9) is None
 
@@ -84,7 +84,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
     assert torch.equal(again.read(*again.tensors(0, 640)), values)
 
 
-def test_a_moment_that_changes_little_does_not_stand_still() -> None:
+def test_small_changes_of_a_moment_are_not_lost() -> None:
     """0.99 times an fp8 number is nearest to that number itself."""
     state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)

@@ -138,7 +138,7 @@ MODEL = (
 ).replace("--mock-data ", "")
 
 
-def test_layouts_compute_what_one_process_does(tmp_path: Path) -> None:
+def test_layouts_compute_the_same_as_one_process(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(1, 24, 90).tolist())
     flags = f"{MODEL} --data-path {prefix}".split()
     alone = train_in_world(1, flags)

@@ -153,7 +153,7 @@ def test_a_holder_stays_while_a_rank_is_connected(tmp_path: Path) -> None:
     wait_for(lambda: not (tmp_path / "host").exists())
 
 
-def test_a_damaged_header_is_none(tmp_path: Path) -> None:
+def test_a_damaged_header_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "0-own.0").write_bytes(b"1234")
     whole = header(b"1234")
     header_of(tmp_path / "0-own.0").write_bytes(whole)
@@ -176,7 +176,7 @@ def held(*copies: tuple[str, int, str], parts: tuple[str, ...] = ("a", "b")) -> 
     return Inventory(found, {copy.generation: parts for copy in found})
 
 
-def test_a_set_is_of_one_step_of_one_start() -> None:
+def test_a_set_belongs_to_one_step_of_one_start() -> None:
     assert not complete_sets([held((1, 3, "a")), held((2, 3, "b"))])
     assert not complete_sets([held((1, 3, "a")), held((1, 4, "b"))])
     sets = complete_sets([held((1, 9, "a"), (2, 3, "a")), held((1, 9, "b"), (2, 3, "b"), (2, 4, "b"))])
@@ -185,7 +185,7 @@ def test_a_set_is_of_one_step_of_one_start() -> None:
     assert why_none([Inventory()]) == ""
 
 
-def test_a_set_is_not_of_an_iteration_before_and_after_going_back() -> None:
+def test_a_set_does_not_mix_iterations_before_and_after_a_rollback() -> None:
     copies = [
         Copy("host", GENERATION, 13, part, f"{part}.{number % 2}", number) for number, part in ((7, "a"), (8, "a"))
     ]
@@ -230,7 +230,7 @@ def test_copies_whose_holder_was_killed_are_deleted_after_a_time(tmp_path: Path)
     Link(holder).end()
 
 
-def test_a_holder_that_does_not_start_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(client, "PROGRAM", tmp_path / "slow.py")
     monkeypatch.setattr(client, "OPENS", 0.1)

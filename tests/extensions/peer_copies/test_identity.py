@@ -29,7 +29,7 @@ def test_copies_of_a_deleted_folder_are_not_loaded(tmp_path: Path) -> None:
         run.end()
 
 
-def test_copies_that_are_gone_are_missed(tmp_path: Path) -> None:
+def test_missing_copies_are_reported(tmp_path: Path) -> None:
     run = Run(tmp_path, 1)
     try:
         run.start(Planned("copied", 0, 2))

@@ -101,7 +101,7 @@ def test_a_flipped_bit_is_found_before_and_while_it_is_read(tmp_path: Path) -> N
         checkpoint.load({"model.x": cut(values(), [0, ROWS], 1)["model.x"]}, Axis())
 
 
-def test_a_state_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     store(tmp_path, cut(values(), [0, ROWS], 2), "here")
     with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.y"):
         opened(tmp_path).load({"model.y": cut(values(), [0, ROWS], 2)["model.x"]}, Axis(), ignore=lambda key: True)

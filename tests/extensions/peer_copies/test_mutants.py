@@ -44,19 +44,19 @@ MUTANTS: dict[str, tuple[str, str, str, Check]] = {
         "sets.complete_sets",
         "setdefault((copy.generation, copy.number, copy.iteration), {})",
         "setdefault((next(iter(parts)), copy.number, copy.iteration), {})",
-        lambda folder: test_holder.test_a_set_is_of_one_step_of_one_start(),
+        lambda folder: test_holder.test_a_set_belongs_to_one_step_of_one_start(),
     ),
     "copies from before and after going back mixed": (
         "sets.complete_sets",
         "setdefault((copy.generation, copy.number, copy.iteration), {})",
         "setdefault((copy.generation, 0, copy.iteration), {})",
-        lambda folder: test_holder.test_a_set_is_not_of_an_iteration_before_and_after_going_back(),
+        lambda folder: test_holder.test_a_set_does_not_mix_iterations_before_and_after_a_rollback(),
     ),
     "incomplete sets accepted": (
         "sets.complete_sets",
         "if there.keys() >= set(",
         "if there.keys() or set(",
-        lambda folder: test_holder.test_a_set_is_of_one_step_of_one_start(),
+        lambda folder: test_holder.test_a_set_belongs_to_one_step_of_one_start(),
     ),
     "identity ignored": (
         "sets.Inventory.of_folder",

@@ -107,7 +107,7 @@ def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[flo
 
 
 @pytest.mark.grid("model", [""], ["", EXPERTS])
-def test_one_process_is_the_formula(model: str) -> None:
+def test_one_process_follows_the_formula(model: str) -> None:
     """The parity matrix tests the layouts."""
     plain = f"{MODEL} --fp64 {model}".split()
     (expected,) = run_world(1, by_copies, plain)
@@ -204,7 +204,7 @@ def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float
         return torch.stack(own).flatten().tolist() if own else [], losses
 
 
-def test_an_evaluation_in_the_midst_sees_the_newest_weights() -> None:
+def test_an_evaluation_during_training_uses_the_newest_weights() -> None:
     ((expected, losses),) = run_world(1, evaluated, config_of("--fp64", 1))
     ranks = run_world(2, evaluated, config_of("--fp64 --pp 2", 2))
     assert ranks[-1][0] == pytest.approx(expected, rel=1e-9)
@@ -242,7 +242,7 @@ def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
-def test_a_step_that_is_looked_at_runs_alone() -> None:
+def test_a_step_with_layer_statistics_runs_alone() -> None:
     """The pipeline is empty at both ends of such a step: its passes do not begin in the previous step."""
     ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
     assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2

@@ -229,7 +229,7 @@ def test_a_runs_own_layout_is_recognized_from_its_flags(tried: Tried) -> None:
         assert SearchedRun(found.config, WORLD).own_layout == found.layout
 
 
-def test_where_nothing_fits_nothing_is_timed_and_the_nearest_layout_is_named(tried: Tried) -> None:
+def test_if_no_layout_fits_the_nearest_is_named_and_none_is_timed(tried: Tried) -> None:
     search = LayoutSearch(tried.costs, 1000)
     assert search.best(10) == [] and search.effort.traced == search.effort.predicted == 0
     nearest = search.nearest()

@@ -224,7 +224,7 @@ PLANNED = [
 
 
 @pytest.mark.parametrize(("world_size", "flags"), PLANNED)
-def test_states_and_activations_are_the_plans(world_size: int, flags: str) -> None:
+def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> None:
     check(world_size, flags)
 
 
@@ -246,7 +246,7 @@ def test_alternating_passes_hold_the_planned_bytes() -> None:
         assert 0.6 * planned.peak < measured.peak < 1.2 * planned.peak
 
 
-def test_states_of_frozen_weights_are_the_plans() -> None:
+def test_states_of_frozen_weights_match_the_plan() -> None:
     """Fewer bytes of activations are kept than planned."""
     frozen = r"--pp 2 --optimizer sgd --freeze layers\\.[01]\\. --freeze word_embeddings"
     for measured, planned in compare(4, f"{PADDED} {frozen}"):
@@ -274,7 +274,7 @@ def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, 
 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
-def test_states_of_chains_are_the_plans(world_size: int, flags: str) -> None:
+def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
     """The bytes are compared for each rank; the plan of a pipeline rank has those of the fullest rank."""
     load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
     config = config_of(flags, world_size)
@@ -304,7 +304,7 @@ WITH_SCALARS = [
 
 
 @pytest.mark.parametrize("flags", WITH_SCALARS)
-def test_all_but_scalars_is_planned(flags: str) -> None:
+def test_everything_except_scalars_is_planned(flags: str) -> None:
     """Experts keep one scalar per micro-batch, and norms that are known later keep some."""
     check(4, flags, beyond=100)
 

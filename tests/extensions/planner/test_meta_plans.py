@@ -67,7 +67,7 @@ def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemor
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_on_meta_tensors_equal_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(CASES[case])
     found = []
     for meta in (True, False):
@@ -101,7 +101,7 @@ def totals(events: Iterable[Event]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_some_parts_of_a_loop_stand_for_all_of_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_parts_of_a_loop_represent_all_of_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "CHUNK", 2**18)
     monkeypatch.setattr(selection, "MERGED_ROWS", 64)
     batch, run = batch_of(LOOPS[case]), Counter[str]()

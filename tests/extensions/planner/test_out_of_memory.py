@@ -72,7 +72,7 @@ def test_a_change_is_named_if_it_fits_and_no_cheaper_one_does(change: dict[str, 
     assert expected is not None and f"cheapest change that fits: {expected} (plan: " in found
 
 
-def test_what_others_hold_on_the_device_is_held_after_a_change_too() -> None:
+def test_memory_of_other_processes_counts_after_a_change() -> None:
     size = planned("", SHARDED) + 1
     others = 10**6
     device = mock.Mock(total_memory=size)

@@ -82,7 +82,7 @@ def measured(batch: MicroBatch, stage: Stage, state: ParallelState | None = None
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("chunk", [0, 16, 1000])
 @pytest.mark.parametrize("model", MODELS)
-def test_bytes_are_the_plans(model: str, chunk: int, dtype: dict[str, bool]) -> None:
+def test_planned_bytes_match_the_measured_ones(model: str, chunk: int, dtype: dict[str, bool]) -> None:
     batch = MicroBatch(MODELS[model], ModelParallelConfig(**dtype, loss_chunk_tokens=chunk), SAMPLES, "cpu")
     for stage in (HEAD, LAST):
         plan = ActivationPlan(batch).stage(stage)
@@ -95,7 +95,7 @@ LAYOUTS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tp", "sp"])
-def test_bytes_kept_over_tensor_parallel_ranks_are_the_plans(layout: dict[str, object]) -> None:
+def test_saved_bytes_with_tensor_parallelism_match_the_plan(layout: dict[str, object]) -> None:
     batches = [
         MicroBatch(model, parallel_config(bf16=True, loss_chunk_tokens=16, **layout), SAMPLES, "cpu")
         for model in MODELS.values()

@@ -60,7 +60,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("flags", "why"), ALONE)
-def test_of_one_rank_nothing_is_said_to_agree(flags: str, why: str) -> None:
+def test_a_rehearsal_of_one_rank_claims_no_agreement(flags: str, why: str) -> None:
     code, text = rehearse(*flags.split())
     lines = text.splitlines()
     assert code == 0 and f"no collectives could be compared: {why}" in lines, text
@@ -82,7 +82,7 @@ def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
     assert 0 < first["built_bytes"] < first["peak_bytes"] and first["sent"]["pp"]["calls"] == 10
 
 
-def test_data_traffic_of_a_dense_model_is_not_called_that_of_experts() -> None:
+def test_messages_of_a_dense_model_are_not_attributed_to_experts() -> None:
     code, text = rehearse(*"--world-size 4 --tp 1 --pp 1 --cp 2 --ranks 0".split())
     assert code == 0 and "\n  dp_cp  " in text and "expt" not in text, text
 

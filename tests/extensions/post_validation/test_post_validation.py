@@ -135,7 +135,7 @@ def both(
 
 
 @pytest.mark.grid("name", IN_CI, [needs("fp8", name) if "fp8" in name else name for name in CASES])
-def test_an_update_ahead_has_the_bits_of_one_that_waits(name: str) -> None:
+def test_an_update_before_the_norm_is_bit_identical_to_one_that_waits(name: str) -> None:
     load_extensions([str(ROOT / "examples" / "shampoo.py")])
     world_size, flags, rolls_back = CASES[name]
     for wrong, rolled_back, skipped in run_world(world_size, both, config_of(flags, world_size), None):

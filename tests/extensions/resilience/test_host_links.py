@@ -118,7 +118,7 @@ def test_a_failed_host_is_found_without_other_signs(end: str) -> None:
     assert cluster.found(0) == {"failed": [1]} and cluster.found(2) == {"silent": [1]}
 
 
-def test_the_last_word_counts_though_the_heartbeat_of_its_host_stood_still() -> None:
+def test_the_last_message_counts_although_the_heartbeat_of_its_host_paused() -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -130,7 +130,7 @@ def test_the_last_word_counts_though_the_heartbeat_of_its_host_stood_still() -> 
     assert cluster.found(0) == {"failed": [1]}
 
 
-def test_the_last_word_of_a_host_that_hears_nothing_is_kept_though_this_host_stood_still() -> None:
+def test_the_last_message_of_a_deaf_host_is_kept_although_this_host_paused() -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -144,7 +144,7 @@ def test_the_last_word_of_a_host_that_hears_nothing_is_kept_though_this_host_sto
     assert cluster.found(0) == {"deaf": [1]}
 
 
-def test_a_host_that_stood_still_blames_nobody_for_that_time() -> None:
+def test_a_paused_host_blames_nobody_for_the_pause() -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.asleep = {1}

@@ -109,7 +109,7 @@ def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_pat
         os.waitpid(child, 0)
 
 
-def test_of_two_over_a_dead_lease_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_runs_that_take_a_dead_lease_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
 
     @contextmanager
@@ -332,7 +332,7 @@ def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: py
     assert errors
 
 
-def test_a_renewal_whose_answer_was_lost_is_this_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewal_whose_answer_was_lost_keeps_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Objects, "content_of", {})
     lease = StoredLease(URL, never)
     lease.acquire()

@@ -17,7 +17,7 @@ def test_the_state_and_the_batches_of_a_spike() -> None:
     assert decide(16, 5, None, interval=1, last_to=12) == Decision(16, 12, 13, 16), "not behind a rollback before"
 
 
-def test_two_states_suffice_and_the_spike_is_passed_over() -> None:
+def test_two_states_suffice_to_skip_a_spike() -> None:
     draw = random.Random(1)
     for _ in range(2000):
         steps, spike = draw.randrange(1, 40), draw.randrange(1, 400)

@@ -39,7 +39,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
-def test_a_spike_is_passed_over(ranks: int, flags: str, data: str, tmp_path: Path) -> None:
+def test_the_batches_of_a_spike_are_skipped(ranks: int, flags: str, data: str, tmp_path: Path) -> None:
     told, run = (Run(tmp_path / name, data, flags, ranks) for name in ("told", "run"))
     told.start("--iterations-to-skip 13 14")
     said = run.start(BACK)

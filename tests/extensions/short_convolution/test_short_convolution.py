@@ -27,5 +27,5 @@ def region_of_convolution(x: Tensor, compiled: bool) -> Tensor:
 
 
 @compiles
-def test_the_compiled_region_is_the_plain_one() -> None:
+def test_the_compiled_region_matches_the_plain_one() -> None:
     check_region(region_of_convolution)

@@ -103,7 +103,7 @@ def check(cases: Sequence[Drawn]) -> None:
 
 @pytest.mark.grid("seeds", [range(2)], [range(12)])
 @apart(interpret=True)
-def test_interpreted_kernels_are_plain_torch(seeds: Sequence[int]) -> None:
+def test_interpreted_kernels_match_plain_torch(seeds: Sequence[int]) -> None:
     """Divergence and all gradients agree for odd sizes, sets of keys, documents and both ways to sum."""
     check([*MOST, *map(drawn, seeds)])
 
@@ -150,7 +150,7 @@ TYPES: dict[str, Any] = {
 
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
-def test_kernels_compile_to_products_of_tensor_cores(heads: Sequence[int], capabilities: Sequence[int]) -> None:
+def test_kernels_compile_to_tensor_core_instructions(heads: Sequence[int], capabilities: Sequence[int]) -> None:
     """The width is that of DeepSeek-V3.2's indexer. The kernels fit into the registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 

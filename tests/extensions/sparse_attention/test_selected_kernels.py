@@ -182,7 +182,7 @@ def check(cases: Sequence[Case]) -> None:
 
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
-def test_interpreted_kernels_are_plain_torch(cases: str) -> None:
+def test_interpreted_kernels_match_plain_torch(cases: str) -> None:
     """Forward and all gradients agree for odd sizes, sets of keys, windows, documents and sinks, with additions and
     with ordered sums."""
     check(FEW if cases == "few" else MANY)
@@ -298,7 +298,7 @@ def check_selection(device: str) -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_selection_is_plain_torch() -> None:
+def test_interpreted_selection_matches_plain_torch() -> None:
     interpreted_selection()
 
 
@@ -370,7 +370,7 @@ MOST_STACK = {80: 0, 90: 520, 100: 16}
     [(["forward", "of_queries", "adding", "of_keys"], [80, 90, 100])],
 )
 @apart(interpret=False)
-def test_kernels_compile_to_products_of_tensor_cores(kernels: Sequence[str], capabilities: Sequence[int]) -> None:
+def test_kernels_compile_to_tensor_core_instructions(kernels: Sequence[str], capabilities: Sequence[int]) -> None:
     """The kernels fit into shared memory and registers."""
     from megatron.extensions.attention.sparse_attention.kernels import attention_triton, key_sums_triton
 

@@ -255,7 +255,7 @@ def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fp8_trains_what_bf16_does(variant: str) -> None:
+def test_training_in_fp8_follows_bf16(variant: str) -> None:
     """Linear layers run in fp8, but the projection of latents, whose weights multiply queries and outputs, stays in
     bf16."""
     flags = f"{variant} --optimizer sgd --sgd-momentum 0 --lr 10"
