@@ -1,11 +1,12 @@
-"""Layers that mix tokens beside those of transformers, in turns: forward and backward of whole models of few layers.
+"""Time this program's token-mixing layers against those of transformers: forward and backward of whole models with few
+layers, in turns.
 
     python research/mixers.py                                # all, one sample of 2,048 tokens in float32
     python research/mixers.py --only mamba2 --compile --rounds 7
     python research/mixers.py --only deepseek_v32 --seq-length 8192
 
-A model has a small vocabulary, so that its layers are its time. Ours is built from the configuration of theirs.
-"products" are the matrix products of our forward and backward alone, each with the operands' shapes and strides.
+The models have a small vocabulary, so that layers take most of the time. Our model is built from the configuration of
+theirs. "products" are only the GEMMs of our forward and backward, each with the shapes and strides of its operands.
 """
 
 from __future__ import annotations

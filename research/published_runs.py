@@ -1,17 +1,17 @@
-"""Predicted step times, or planned peaks of device memory, beside published ones, run by run.
+"""Compare predicted step times, or planned peaks of device memory, with published ones, run by run.
 
     python research/published_runs.py
     python research/published_runs.py --only a100 --parts
     python research/published_runs.py --memory --only zero-bubble --parts
 
-Prints each run's published and predicted step time and the error, then the median and the 90th percentile of errors,
-of runs that constants were fitted to and of those held out. The runs and their sources are in
+Prints each run's published and predicted step time and the error. Then prints the median and the 90th percentile of the
+errors, separately for runs that constants were fitted to and for runs held out. The runs and their sources are in
 research/published_runs.yaml.
 
-With --memory, prints each run's published and planned peak of the rank that holds most, the scores of attention that
-the published program keeps and this one does not, as derived, and the relative error without and with them; then the
-median and the largest of the errors that count. Plans are those of `pretrain_gpt.py --dry-run`. The runs, their
-sources and what the published programs do otherwise are in research/published_memory.yaml.
+With --memory, prints each run's published and planned peak on the rank with the most memory. It also prints the derived
+size of the attention scores that the published program keeps, unlike this one, and the relative error without and with
+them. Then it prints the median and the largest of the errors that count. The plans are those of `pretrain_gpt.py
+--dry-run`. The runs, their sources and the differences of the published programs are in research/published_memory.yaml.
 """
 
 from __future__ import annotations

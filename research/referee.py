@@ -1,4 +1,4 @@
-"""Other programs before the referee: one step of each, saved, and judged by `tools/referee.py`.
+"""Judge other programs: save one step of each, and check it with `tools/referee.py`.
 
     python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
     python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches

@@ -1,4 +1,4 @@
-"""Speed of this program beside transformers, litgpt, torchtitan, megatron-core and PyTorch's own parallelism.
+"""Compare the speed of this program with transformers, litgpt, torchtitan, megatron-core and PyTorch's own parallelism.
 
     python research/speed.py --only "llama float32 eager" --rounds 7
     python research/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two rows of another
@@ -7,8 +7,9 @@ Adds the other programs to the cells of tools/bench/speed.py, whose other option
 package: `pip install -r research/requirements.txt`, in a separate environment.
 
 In one process, the models of the other programs (research/peers.py) train with torch's fused AdamW and gradient
-clipping. In bf16 they have bf16 parameters that are updated in bf16, the fastest way to train them; this program keeps
-its fp32 main parameters and fp32 gradient sums. TP, PP and DP are compared with research/torch_parallel.py.
+clipping. In bf16, their parameters are bf16 and are updated in bf16, which is the fastest way to train them. This
+program keeps its fp32 main parameters and fp32 gradient sums. TP, PP and DP are compared with
+research/torch_parallel.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # Sourced by the other scripts, from the repository root.
 # shellcheck shell=bash
 
-# Sets PYTHON to an interpreter with the packages of the given requirements file: that of .venv in the repository, which is
-# created on first use and updated whenever the file has changed. To use your own environment (a container, a cluster
-# module), set PYTHON to its interpreter. Nothing is installed then; it must import the modules named after the file.
+# Sets PYTHON to an interpreter with the packages of the given requirements file: the interpreter of .venv in the
+# repository, which is created on first use and updated whenever the file has changed. To use your own environment (a
+# container, a cluster module), set PYTHON to its interpreter. Then nothing is installed, and it must be able to import
+# the modules named after the file.
 ensure_environment() {
     local requirements="$1" venv=.venv installed
     if [[ -n "${PYTHON:-}" ]]; then
@@ -20,7 +21,7 @@ ensure_environment() {
             "or set PYTHON to an environment of your own" >&2
         return 1
     fi
-    # What was installed, kept beside it: nothing to do while the files are the same.
+    # A copy of the installed requirements: nothing needs to be done while the files are equal.
     installed="$venv/$requirements"
     if ! cat requirements.txt "$requirements" | cmp -s - "$installed"; then
         echo "installing $requirements into $venv (a minute or two; torch is large)"
@@ -63,8 +64,8 @@ except ImportError as error:
 print(max(1, torch.cuda.device_count()))
 '
 
-# Runs pretrain_gpt.py with the given flags under LAUNCH (the words of a launcher, as train_gpt_slurm.sh sets them), or
-# else under torchrun on this machine with a process for each GPU. A dry run and a rehearsal need no launcher.
+# Runs pretrain_gpt.py with the given flags under LAUNCH (the words of a launcher, as set by train_gpt_slurm.sh), or
+# otherwise under torchrun on this machine with one process per GPU. A dry run and a rehearsal need no launcher.
 launch_training() {
     if [[ -z "${PYTHON:-}" ]]; then
         PYTHON=python3
@@ -86,7 +87,7 @@ launch_training() {
 }
 
 # Sets `data` to the flags of the data set: DATA_PATH (a prefix, or "weight prefix weight prefix ...") with its
-# tokenizer from the environment, else made-up tokens of the given vocabulary.
+# tokenizer from the environment, or otherwise mock tokens of the given vocabulary.
 data_flags() {
     local vocab_size="$1" default_tokenizer="$2" paths
     if [[ -z "${DATA_PATH:-}" ]]; then

@@ -6,7 +6,7 @@
 #       sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/gpt3_175b.sh
 #   bash scripts/gpt3_175b.sh --dry-run --world-size 1024
 #
-# Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags win over those
+# Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags override those
 # below. Unlike the paper's model, attention is dense in every layer; the paper alternates dense and banded sparse ones.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

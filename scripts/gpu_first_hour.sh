@@ -11,15 +11,15 @@
 #                                                     at most 10, the next three at most 27
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
-# FOLDER, by default $OUT or else runs/gpu (runs/gpu-trial with --cpu), gets JSON files, a log for each part, calls.jsonl
-# (every command, its exit code and seconds) and, after every part, page.md. A part that runs again first removes its own
-# files. A command that fails or takes too long is named at the end, and the others run. Figures are written as they are
-# found, so a command that is killed leaves those that it had. SIGINT, SIGTERM and SIGHUP end the running command, and
-# the page is written.
+# FOLDER, by default $OUT or otherwise runs/gpu (runs/gpu-trial with --cpu), receives JSON files, a log for each part,
+# calls.jsonl (every command, its exit code and seconds) and, after every part, page.md. A part that runs again first
+# removes its own files. A command that fails or takes too long is named at the end, and the other commands still run.
+# Figures are written as they become known, so a killed command leaves those that it had. SIGINT, SIGTERM and SIGHUP end
+# the running command, and the page is written.
 #
-# PYTHON is the interpreter, by default python3. DEVICE is the GPU of the predictions, by default h100. SHARE is the part
-# of the memory that headline plans with, by default 0.9. DEVICE_FILE is the file that calibrate writes and later
-# parts read, by default FOLDER/device.yaml: where FOLDER is emptied between parts, name a file elsewhere.
+# PYTHON is the interpreter, by default python3. DEVICE is the GPU of the predictions, by default h100. SHARE is the
+# fraction of the memory that headline plans with, by default 0.9. DEVICE_FILE is the file that calibrate writes and
+# later parts read, by default FOLDER/device.yaml; if FOLDER is emptied between parts, name a file elsewhere.
 set -uo pipefail
 caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -72,7 +72,7 @@ if [[ -n "$cpu" && -z "$tiny" ]]; then
     refuse "--cpu is for trials: add --tiny"
 fi
 
-# A path as the caller means it.
+# Prints a path relative to the caller's folder.
 absolute() {
     if [[ "$1" == /* ]]; then
         echo "$1"
@@ -102,7 +102,7 @@ limited() {
     note_call "$code" false
 }
 
-# Waits until the output is written, five seconds at most: a process that is left over may hold it open.
+# Waits at most five seconds until the output is written: a leftover process may hold it open.
 await_copier() {
     local tries=50
     while ((tries--)) && kill -0 "$copier" 2>/dev/null; do
@@ -137,7 +137,7 @@ say_failed() {
     fi
 }
 
-# Ends the command that runs, notes it, and writes the page.
+# Ends the running command, records it, and writes the page.
 stop() {
     local code=$((128 + $1)) running log_name=""
     trap '' INT TERM HUP
@@ -157,7 +157,7 @@ stop() {
     exit "$code"
 }
 
-# gpu.py with a file for its figures. With --tiny, the tiny model and few steps whatever is asked for.
+# Runs gpu.py with a file for its figures. With --tiny, it always uses the tiny model and few steps.
 measure() {
     local seconds="$1" file="$2"
     shift 2
@@ -188,7 +188,7 @@ measure() {
 }
 
 # Ranks that share the GPU over NCCL, each as if it were alone on its host: one sum with NCCL's own log, every collective,
-# runs at each kind of layout, faults, and combinations of the parity matrix. With --cpu, over gloo.
+# runs under each kind of layout, faults, and combinations of the parity matrix. With --cpu, over gloo.
 nccl() {
     local share="--nccl-on-one-gpu${cpu:+=cpu}" backend=nccl ranks options
     if [[ -n "$cpu" ]]; then
@@ -215,7 +215,8 @@ tests() {
         limited 20 "$PYTHON" -m pip list
         limited 10 nvidia-smi
     fi
-    # A line for each test as it ends (-vv undoes the -q of pyproject.toml), and the reason of a failure at once.
+    # Prints one line per test as it ends (-vv undoes the -q of pyproject.toml), and the reason for a failure
+    # immediately.
     log_name=tests.txt limited 450 "$PYTHON" -m pytest "${files[@]}" "${workers[@]}" -vv --tb=short \
         -p no:cacheprovider -p tests.failure_lines
     experts="--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --bf16
@@ -230,14 +231,15 @@ tests() {
         --num-workers 0 ${cpu:+"$cpu"}
 }
 
-# Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.
+# Eight layers of Llama 3.1 8B, whose plan is 58 to 60 GiB.
 llama() {
     local layers=(--config llama-8b-layers --layers 8 --steps 1 --rounds 5 --warm-up 3)
     measure 200 llama-bf16.json "${layers[@]}"
     measure 210 llama-fp8.json "${layers[@]}" --precision fp8
 }
 
-# As many layers as fit. The part before shows the peak beside the plan: SHARE is the part of the memory to plan with.
+# As many layers as fit. The previous part compares the peak with the plan: SHARE is the fraction of the memory to plan
+# with.
 headline() {
     local most=(--config llama-8b-layers --memory-share "${SHARE:-0.9}" --steps 1 --rounds 5 --warm-up 3)
     measure 210 headline-bf16.json "${most[@]}"
@@ -246,12 +248,12 @@ headline() {
         --compare=--no-compile
 }
 
-# 2,000 steps of a model of 124M parameters beside transformers, in bf16 and in fp8.
+# 2,000 steps of a 124M-parameter model compared with transformers, in bf16 and in fp8.
 curve() {
     limited 540 "$PYTHON" tools/bench/curve.py --output "$OUT" ${cpu:+"$cpu"} ${tiny:+--tiny}
 }
 
-# The rates of this GPU as a device file, by which the planner predicts the models of the parts after it.
+# The rates of this GPU as a device file, which the planner uses to predict the models of later parts.
 calibrate() {
     local output="$OUT/device.yaml"
     limited 280 "$PYTHON" tools/calibrate.py --output "$output" ${cpu:+"$cpu"} \
@@ -285,7 +287,8 @@ models() {
         --compare "--fp8-recipe blockwise"
 }
 
-# Five steps of a small model with what has no measured run, and texts of its checkpoint. Two ranks share the GPU.
+# Five steps of a small model with each feature that has no measured run, and texts from its checkpoint. Two ranks share
+# the GPU.
 features() {
     local size=(--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16) ranks train
     if [[ -n "$tiny" ]]; then
@@ -323,7 +326,7 @@ page() {
 }
 
 if [[ "$part" == wheels ]]; then
-    # Pure Python, or built for Python 3.12 on x86-64, whatever this machine is.
+    # Wheels in pure Python, or built for Python 3.12 on x86-64, whatever this machine is.
     rm -rf "$WHEELS" "$CURVE_WHEELS"
     fetch=("$PYTHON" -m pip install --quiet --no-compile --no-deps --only-binary=:all: --python-version 3.12
         --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64
@@ -356,7 +359,7 @@ elif [[ "$part" == page ]]; then
     todo=()
 fi
 for current in "${todo[@]}"; do
-    # Of an earlier run of this part.
+    # Files of an earlier run of this part.
     rm -f "$OUT/$current.log"
     for file in ${WRITTEN[$current]:-}; do
         rm -f "$OUT/$file"

@@ -3,8 +3,8 @@
 #
 #   bash scripts/lock_requirements.sh
 #
-# The versions are those of requirements.txt and requirements-dev.txt; --upgrade renews the packages that these need. torch
-# and its libraries are left out: which of its builds is right, and so its hash, depends on the machine and the index.
+# The versions are those of requirements.txt and requirements-dev.txt; --upgrade renews the packages that these need.
+# torch and its libraries are left out, because the right build, and so the hash, depends on the machine and the index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -6,9 +6,9 @@
 #       sbatch --nodes 8 scripts/train_gpt_slurm.sh scripts/mixtral_8x7b.sh
 #   bash scripts/mixtral_8x7b.sh --dry-run --world-size 64
 #
-# Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags win over those
-# below. How the model was trained is not published: sequence length, batch and learning rate are usual ones for the
-# size, and the coefficient of the balancing loss is the one its published configuration has.
+# Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags override those
+# below. The training of the model is not published: sequence length, batch and learning rate are common choices for the
+# size, and the coefficient of the balancing loss is that of its published configuration.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains a small language model from scratch and generates text with it, in under five minutes on two CPU cores: makes
+# Trains a small language model from scratch and generates text with it, in under five minutes on two CPU cores: creates
 # .venv, builds a corpus from the Python standard library's source, trains a tokenizer and a small Llama-style model on
-# it, draws the loss curve and a report of the run, and generates a few lines. Each command is printed as you could type it.
+# it, draws the loss curve and a report of the run, and generates a few lines. Each command is printed as you could type
+# it.
 #
 #   bash scripts/quickstart.sh             run it again after an interruption: it resumes
 #   bash scripts/quickstart.sh --clean     starts over

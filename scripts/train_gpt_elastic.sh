@@ -20,8 +20,8 @@
 #                    that their launchers stand still for seconds; launchers notice a lost host as much later
 #
 # torchrun restarts the ranks on the hosts that it still sees. If the host of its rendezvous is lost, this script meets the
-# others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at this script of one host it
-# ends that host alone, and the others continue.
+# others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at one host's script, it
+# ends only that host, and the others continue.
 set -euo pipefail
 
 cd "${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}"
@@ -47,7 +47,7 @@ if [[ -z "${PYTHON:-}" ]]; then
 fi
 gpus="${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Each start of the ranks gets a store of its own, as hosts come and go with the one of torchrun.
+# Each start of the ranks gets its own store, because torchrun's disappears with its host.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
@@ -61,7 +61,7 @@ outcome() {
     sed -n "s/^$1=//p" "$OUTCOME_FILE" 2>/dev/null || true
 }
 
-# Whether HOST has a rendezvous: `open`; `refused` by a host that has none; nothing where no host answers in 2 s.
+# Prints whether HOST has a rendezvous: `open`; `refused` if the host has none; nothing if no host answers within 2 s.
 probe() {
     local said
     if said="$(LC_ALL=C timeout 2 bash -c "exec 3<>/dev/tcp/$1/$port" 2>&1)"; then
@@ -71,7 +71,7 @@ probe() {
     fi
 }
 
-# Probes all other hosts at once. Call it in a shell of its own, as it waits for all children: probe_all FOLDER
+# Probes all other hosts at once. Call it in a separate shell, because it waits for all children: probe_all FOLDER
 probe_all() {
     local host
     mkdir -p "$1"
@@ -83,8 +83,9 @@ probe_all() {
     wait
 }
 
-# Prints the host to meet at: one that has a rendezvous; else this one, unless one before it answers, which is given
-# some seconds to open one, or, without SECONDS, is believed to open one while the launcher starts here: meeting [SECONDS]
+# Prints the host of the rendezvous: one that has opened it; otherwise this host, unless an earlier host answers. The
+# earlier host gets SECONDS to open a rendezvous; without SECONDS, it is assumed to do so while the launcher starts
+# here: meeting [SECONDS]
 meeting() {
     local host state until=$((SECONDS + ${1:-0})) wait_for_earlier
     while true; do
@@ -120,8 +121,9 @@ end_launcher() {
     kill -TERM $(cat "/proc/$1/task/$1/children" 2>/dev/null) "$1" 2>/dev/null || true
 }
 
-# Ends the launcher of this host, which waits for others at its own rendezvous, when another host has one: an earlier one
-# at once; a later one, which comes here by itself unless others have met there, after 12 s: watch LAUNCHER
+# Ends the launcher of this host, which waits at its own rendezvous, when another host has one. If that host is earlier
+# in HOSTS, the launcher ends immediately. If it is later, the launcher ends after 12 s, because that host comes here by
+# itself unless others have met there: watch LAUNCHER
 watch() {
     local host other before since=""
     while sleep 2 && kill -0 "$1" 2>/dev/null; do
@@ -154,7 +156,7 @@ stop() {
 stopped="" launcher="" watcher="" fruitless=0 before=""
 trap stop INT TERM
 while true; do
-    # Where nobody has opened a rendezvous that this host had gone to, it does not go there again for nothing.
+    # If no host has opened the rendezvous that this host went to, it does not go there again.
     wait_first=()
     [[ ! -e "$RENDEZVOUS_WAITS" ]] || wait_first=(15)
     rm -f "$OUTCOME_FILE" "$scratch/moves"

@@ -18,8 +18,8 @@
 #   sbatch --nodes 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --save runs/a --load runs/a --num-layers 24 ...
 #   GPUS_PER_NODE=2 sbatch --nodes 1 --gpus-per-node 0 --cpus-per-task 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --cpu ...
 #
-# Options of sbatch win over those above. Submit from the repository, or set REPO to it. All nodes must see the repository,
-# --save and LOG_DIR (runs/slurm-JOB). Job arrays work; each task needs its own --save.
+# Options of sbatch override those above. Submit from the repository, or set REPO to it. All nodes must see the
+# repository, --save and LOG_DIR (runs/slurm-JOB). Job arrays work; each task needs its own --save.
 #
 # SETUP_FILE names a bash file that prepares the environment: `module load cuda nccl`, `export NCCL_SOCKET_IFNAME=ib0`,
 # PYTHON. This script sources it, and so does the shell of each node before its ranks start.
@@ -54,7 +54,7 @@ if (($# == 0)); then
 fi
 : "${SLURM_JOB_ID:?submit this with sbatch}" "${SLURM_JOB_NODELIST:?submit this with sbatch}"
 
-# The id of one task of an array may also be that of the array as a whole.
+# The id of an array task may also be the id of the whole array.
 job="$SLURM_JOB_ID"
 if [[ -n "${SLURM_ARRAY_JOB_ID:-}" ]]; then
     job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -83,23 +83,23 @@ say() {
     echo "$(date +%FT%T) job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)): $*"
 }
 
-# One field of what SLURM knows of this job: JobState, EndTime, ...
+# Prints one field of SLURM's record of this job: JobState, EndTime, ...
 job_field() {
     scontrol --oneliner show job "$job" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | sed -n 1p
 }
 
-# One field of how the run stands.
+# Prints one field of the run's status.
 outcome() {
     sed -n "s/^$1=//p" "$OUTCOME_FILE" 2>/dev/null || true
 }
 
-# The iteration of the latest checkpoint; 0 where there is none.
+# Prints the iteration of the latest checkpoint, or 0 if there is none.
 latest_checkpoint() {
     cat "$(outcome save)/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
 }
 
 # Counts the starts in a row, and the crashes among them, that left no newer checkpoint: sets `fruitless` and `crashes`.
-# Kept in LOG_DIR/progress, as the next start is another process. count CRASHES_OF_THIS_START
+# The counts are kept in LOG_DIR/progress, because the next start is another process: count CRASHES_OF_THIS_START
 count() {
     local before=0 latest
     latest="$(latest_checkpoint)" fruitless=0 crashes=0
@@ -114,19 +114,19 @@ count() {
     echo "$latest $fruitless $crashes" >"$log_dir/progress"
 }
 
-# Ends the job for good: end CODE WHY. Who starts it again by hand begins to count anew.
+# Ends the job for good: end CODE WHY. If it is started again by hand, the counts begin at 0.
 end() {
     rm -f "$log_dir/progress"
     say "$2"
     exit "$1"
 }
 
-# The state of the job and the reason for it: RUNNING/None, COMPLETING/TimeLimit while SLURM ends it, ...
+# Prints the state of the job and its reason: RUNNING/None, COMPLETING/TimeLimit while SLURM ends it, ...
 job_state() {
     echo "$(job_field JobState)/$(job_field Reason)"
 }
 
-# Puts the job back into the queue, unless it was cancelled or SLURM itself is about to. SLURM ends this script for it.
+# Requeues the job, unless it was cancelled or SLURM is about to requeue it. SLURM ends this script to do so.
 requeue() {
     local state latest
     latest="$(latest_checkpoint)"
@@ -160,7 +160,7 @@ if [[ "$(outcome name)" == RUNNING && ! "$log_dir/progress" -nt "$OUTCOME_FILE" 
 fi
 rm -f "$OUTCOME_FILE" "$OUTCOME_FILE.asked"
 
-# Older versions of SLURM do not tell jobs, and newer srun does not take from sbatch:
+# Older versions of SLURM do not set these for jobs, and newer versions of srun do not inherit them from sbatch:
 starts="$(job_field StartTime)" ends="$(job_field EndTime)"
 if [[ "$starts" == 2* && "$ends" == 2* ]]; then # a date, and not Unknown
     SLURM_JOB_START_TIME="$(date --date "$starts" +%s)" SLURM_JOB_END_TIME="$(date --date "$ends" +%s)"
@@ -170,12 +170,12 @@ if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
     export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
 
-# With restarts inside the job, each start of the ranks gets a store of its own, as nodes may count restarts differently.
-# torchrun then chooses a port that rank 0 opens seconds later, when another process may have taken it. Without them, the
-# ranks use the store that torchrun opens itself.
+# With restarts inside the job, each start of the ranks gets its own store, because nodes may count restarts
+# differently. torchrun then chooses a port that rank 0 opens seconds later, when another process may have taken it.
+# Without them, the ranks use the store that torchrun opens itself.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-$((${MAX_RESTARTS:-0} > 0))}"
-# SLURM signals every process of a step. The ranks are to act on it, not the launcher around them, and one that comes
-# before there are ranks is left for them in a file.
+# SLURM signals every process of a step. The ranks act on the signal, not their launcher. A signal that arrives before
+# there are ranks is left for them in a file.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it leaves SIGTERM to the ranks
 # shellcheck disable=SC2016  # expands on each node
 around=(bash -c '
@@ -216,7 +216,7 @@ train() {
     step=""
 }
 
-# Takes on the nodes that SLURM has left to the job. Fails if they are all that there were.
+# Continues with the nodes that SLURM has left to the job. Fails if no node was lost.
 shrink() {
     local left
     left="$(job_field NodeList)"
@@ -232,7 +232,7 @@ while true; do
     train "$@"
     name="$(outcome name)" why="$(outcome why)" crashed=0
     save="$(outcome save)"
-    # Other reasons than this one are requests to end, and at the end of the training there is none.
+    # All other reasons are requests to end, and at the end of the training there is none.
     if [[ "$name:$why" == "DONE:--exit-duration-in-mins "* && -n "$save" && "$save" == "$(outcome load)" ]]; then
         name=TO_BE_RESUMED
     fi

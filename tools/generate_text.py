@@ -195,7 +195,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if len(files) == 2 and files[0].samefile(files[1]):
         problems.append(f"--output {args.output} is the file of --jsonl: choose another one")
     if args.system is not None and not args.chat:
-        problems.append("--system needs --chat beside it; in JSON lines it is a message of the role system")
+        problems.append("--system requires --chat; in JSON lines, give a message with the role system")
     problems += model_flag_problems(args)
     refuse(problems)
     return args

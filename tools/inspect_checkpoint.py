@@ -5,10 +5,10 @@
     python tools/inspect_checkpoint.py Qwen3-0.6B checkpoints/
 
 For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
-reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM's checkpoints it shows the
-parameters, under this program's names. The two may have different layouts: whole tensors are compared bit by bit, one
-at a time. Each tensor that differs is printed; if there are more than 40, there is one line for all layers. Exit code
-0: equal; 1: different; 2: not a checkpoint, or damaged."""
+reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM's checkpoints, it shows the
+parameters under this program's names. The two may have different layouts: whole tensors are compared bit by bit, one at
+a time. Each tensor that differs is printed; if there are more than 40, there is one line for all layers. Exit code 0:
+equal; 1: different; 2: not a checkpoint, or damaged."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokeni
 def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Write every sample of every split to `--dump`."""
     if getattr(args, "data_phases", None) is not None:
-        rule = "where a phase begins depends on the length of the run"
+        rule = "the beginning of a phase depends on the length of the run"
         raise ValueError(f"--dump with --data-phases: {rule}; dump the data of one phase, as --data-path")
     if not args.seq_length:
         raise ValueError("--dump needs --seq-length, the tokens in a sample")

@@ -214,7 +214,7 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
     """Draw a bar for each compute action, coloured by kind, shaded by `names`, with its microbatch, and the idle share
-    of each rank at the right. Of a long schedule, only the beginning and the end, where ranks differ, are drawn; the
+    of each rank at the right. For a long schedule, only the beginning and the end are drawn, where ranks differ; the
     middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)

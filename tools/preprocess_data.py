@@ -4,12 +4,12 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
 Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files, globs, folders
-and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow, of which
-those of text may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents
-keep their order for any number of workers. Memory use depends on the longest document, not on the size of the input.
-The output is renamed to its final name when it is complete. It replaces existing files only with --overwrite. The
-prefix may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which
-tools/inspect_dataset.py verifies.
+and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow. Text
+formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents keep
+their order for any number of workers. Memory use depends on the longest document, not on the size of the input. The
+output is renamed to its final name when it is complete. It replaces existing files only with --overwrite. The prefix
+may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which tools/inspect_dataset.py
+verifies.
 
 On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
 The last machine to finish joins their datasets into the one that a single machine would have written, and deletes the

@@ -7,14 +7,14 @@
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
 forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
-four times as far from fp64 as this program's own. For each gradient that is farther, in the order of the backward pass,
-the table describes the difference: a factor such as 1/2 from an axis that was averaged twice, a missing sum over an
-axis, a single shard or expert, swapped or transposed blocks.
+four times as far from fp64 as this program's own. For each gradient beyond that distance, in the order of the backward
+pass, the table describes the difference: a factor such as 1/2 from an axis that was averaged twice, a missing sum over
+an axis, a single shard or expert, swapped or transposed blocks.
 
-The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and perhaps `loss_mask`; or
-with `input_ids` and perhaps `labels` as transformers takes them, with -100 for labels that do not count. The loss is
-the mean over all labels that count. Gradients are a .safetensors file or a folder of torch's DCP, by the names of
-transformers or of this program, a folder in a format of checkpoints with gradients in the place of weights, or the
+The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
+or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. The
+loss is the mean over all labels that count. Gradients are a .safetensors file or a folder of torch's DCP, by the names
+of transformers or of this program, a folder in a format of checkpoints with gradients in the place of weights, or the
 `iter_XXXXXXX` of Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the
 configuration of the model does not give. Exit code 0: equal; 1: a difference; 2: wrong input.
 """

@@ -8,8 +8,8 @@
 
 It answers /v1/completions, /v1/chat/completions, /v1/models and /health. Texts of several requests are generated
 together, and a text does not depend on the others. SIGTERM and SIGINT end it. docs/generation.md describes the fields
-and the limits. For many users, convert the model to a Hugging Face folder and serve that with a program made for it,
-such as vLLM.
+and the limits. To serve many users, convert the model to a Hugging Face folder and use a program made for that, such as
+vLLM.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ same command skips the runs that are already there. A run that fails counts as d
 it.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
---extend, cases whose lowest loss is at their first or last rate get further rates beyond it, by the ratio of the last
-two. Cases whose names are equal up to the last slash form a group: the last lines show how much its best rates differ.
+--extend, cases whose lowest loss is at their first or last rate get further rates beyond that end, spaced by the ratio
+of the last two. Cases whose names are equal up to the last slash form a group: the last lines show how much its best
+rates differ.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
 
 Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files,
-globs, folders and URLs: .jsonl, .json, .csv, .tsv, .parquet and .arrow by name, all others plain text; those of text
-may be compressed (.gz, .bz2, .xz, .zst). By default the tokenizer is lossless: it does not
-normalize text, and encodes characters outside the vocabulary as bytes. A note says what a lossy one loses. Documents
-end with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
+globs, folders and URLs: .jsonl, .json, .csv, .tsv, .parquet and .arrow by suffix; all others are plain text. Text
+formats may be compressed (.gz, .bz2, .xz, .zst). By default the tokenizer is lossless: it does not normalize text, and
+encodes characters outside the vocabulary as bytes. A note lists the text that a lossy tokenizer loses. Documents end
+with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, parted(argv)[0])
-    parser.add_argument("script", nargs="?", type=Path, help="launch script; instead, give flags behind --")
-    parser.add_argument("flags", type=any_text, nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, behind --")
+    parser.add_argument("script", nargs="?", type=Path, help="launch script; or give flags after --")
+    parser.add_argument("flags", type=any_text, nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, after --")
     parser.add_argument(
         "--list",
         action="store_true",
@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(own)
     args.flags = flags
     if bool(args.script) + bool(args.flags) + args.list != 1:
-        parser.error("give a script, or flags behind --, or --list")
+        parser.error("give a script, or flags after --, or --list")
     return args
 
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each flag or value that is translated, has no effect or is not supported, and for each
     difference in results."""
-    yield "Read as other flags ({} stands for the values):"
+    yield "Translated to other flags ({} stands for the values):"
     yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
     for flag, (option, before, after) in tables["exchanged"].items():
         yield f"  {flag} -> {option} {after} in place of {'any value' if before == 'any' else before}"
@@ -196,7 +196,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 
 
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
-    """Yield lines on what the values in the command depend on."""
+    """Yield lines on the tests and variables that the values in the command depend on."""
     if script and script.choices:
         yield "\nDepends on a test that is not known:"
         for name, values in script.choices.items():

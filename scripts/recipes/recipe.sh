@@ -10,9 +10,10 @@ unknown_size() {
     exit 2
 }
 
-# Trains the recipe NAME, whose vocabulary has VOCAB tokens, or plans it: on as many ranks as the variable GPUS says if
-# --dry-run or --rehearse comes without --world-size. TP, PP, CP and EP come from the environment or the recipe; with
-# SEPARATE_DOCUMENTS tokens of real data attend to their own document only. Further flags win.
+# Trains or plans the recipe NAME, whose vocabulary has VOCAB tokens. If --dry-run or --rehearse is given without
+# --world-size, the variable GPUS is the number of ranks. TP, PP, CP and EP come from the environment or the recipe.
+# With SEPARATE_DOCUMENTS, tokens of real data attend only to their own document. Further flags override those of the
+# recipe.
 run_recipe() {
     local name="$1" vocab="$2" save parallel output data world=()
     shift 2

@@ -1,7 +1,7 @@
 """Faults between hosts of a box under scripts/train_gpt_elastic.sh: each is named, the run continues, and nothing is
 lost.
 
-python -m tests.cluster.faults [NAME ...]             # named faults, each in a box of its own
+python -m tests.cluster.faults [NAME ...]             # named faults, each in a separate box
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 

@@ -294,8 +294,8 @@ NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/s
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
-    """Simulate `count` hosts with links of this rate, in tc's notation (None: unlimited). On each, the folder `disk` is
-    a separate disk. See `missing` for what it needs."""
+    """Simulate `count` hosts with links of this rate, in tc's notation (None: unlimited). On each host, the folder
+    `disk` is a separate disk. See `missing` for the requirements."""
     sweep()
     with closing(Box(count, rate, disk)) as box:
         yield box

@@ -1,4 +1,4 @@
-"""Background saves: what they write, what a kill leaves behind, and how a failure affects the run."""
+"""Background saves: the files that they write, the files that a kill leaves, and the effect of a failure on the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline executes its action list as given: it frees outputs and adds weight gradients where the list says.
+"""A pipeline executes its action list as given: it frees outputs and adds weight gradients at the places in the list.
 
 tests/parity/test_matrix.py shows that losses and gradients equal those of one process.
 """

@@ -121,7 +121,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.grid("flag", [], ["--exit-margin-in-mins 1", "--exit-duration-in-mins 0.5"])
 def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end is half a minute away: that of the job, or that of the duration given to the run."""
+    """The job, or the duration given to the run, ends in half a minute."""
     if "margin" in flag:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
     with world(tmp_path, *flag.split()) as ranks:

@@ -22,7 +22,7 @@ from tests.forked import forked_ranks, join
 from tests.limits import HANG, wait_for
 
 LIMIT = "0.15"
-"""Time limit in minutes: much longer than the ranks of a busy machine are apart."""
+"""Time limit in minutes, much longer than the delays between ranks on a busy machine."""
 
 FLAGS = [*MODEL, "--pp", "1", "--startup-timeout-minutes", LIMIT]
 

@@ -10,8 +10,8 @@ the unedited product. `mutants.txt`, here and in the folders of extensions, desc
 
 The combination exercises the edited code. Modules are those of the package megatron.
 
-    python -m tests.parity.mutants            every mutant against its combination: what was seen, a line each
-    python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
+    python -m tests.parity.mutants            every mutant with its combination: one line per mutant
+    python -m tests.parity.mutants --matrix   every mutant with the matrix until a combination fails
 """
 
 from __future__ import annotations

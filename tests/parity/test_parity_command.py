@@ -1,5 +1,4 @@
-"""python -m megatron.testing.parity passes for a correct model, names what is wrong in a faulty one, and hides
-nothing."""
+"""python -m megatron.testing.parity passes for a correct model, names the fault in a wrong one, and hides nothing."""
 
 from __future__ import annotations
 

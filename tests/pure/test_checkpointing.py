@@ -1,4 +1,4 @@
-"""Saving and loading a run in one process: what continues, what is refused, and what an untrusted file can do."""
+"""Saving and loading a run in one process: resumed state, refused checkpoints, and untrusted files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Samples that a rank takes: they depend neither on the layout, nor on the workers, nor on where the run resumed."""
+"""Samples that a rank takes: they depend neither on the layout, nor on the workers, nor on the iteration at which the
+run resumed."""
 
 import threading
 import time

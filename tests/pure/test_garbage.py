@@ -1,4 +1,4 @@
-"""--manual-gc collects garbage only when it says so."""
+"""--manual-gc: garbage is collected only at its interval."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
     """No send waits for a receive if the messages of each lane run in order, as NCCL's do. With an odd number of
-    interleaved ranks, the first and the last are both even: a lane between them is used in both directions."""
+    interleaved ranks, the first and the last rank are both even, so a lane between them is used in both directions."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
             layout = layout_of(schedule, p, v)

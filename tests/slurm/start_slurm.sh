@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A SLURM of one node for tests: munged, slurmctld and slurmd, started by hand in a folder of their own.
+# A SLURM of one node for tests: munged, slurmctld and slurmd, started by hand in a separate folder.
 #
 #   export SLURM_CONF=/tmp/my_slurm/slurm.conf
 #   bash tests/slurm/start_slurm.sh start /tmp/my_slurm      # returns when the node is idle
@@ -7,9 +7,9 @@
 #   bash tests/slurm/start_slurm.sh stop /tmp/my_slurm       # ends all jobs and daemons, deletes the folder
 #
 # Needs slurmctld, slurmd and munged (`apt-get install slurm-wlm munge`), no systemd, no cgroup and no second machine.
-# As root or as any user, who then is the one for whom jobs run. Nothing of a SLURM that this machine may belong to is
-# read or touched: ports, key, socket, spool and log are its own. The node has SLURM_CPUS processors (8) however many there
-# are, and memory is not counted. CONFIG adds lines to slurm.conf. Both commands may be given twice.
+# Run it as root or as any user; jobs then run for that user. It neither reads nor changes a SLURM that this machine may
+# belong to: it has its own ports, key, socket, spool and log. The node has SLURM_CPUS processors (8), whatever their
+# real number, and memory is not counted. CONFIG adds lines to slurm.conf. Both commands may be given twice.
 #
 # With NODES ("host0=10.77.0.1 host1=10.77.0.2") this host, at ADDRESS, is the controller of these nodes, which see FOLDER:
 #
@@ -26,7 +26,7 @@ fi
 PATH="$PATH:/usr/sbin:/sbin"
 export SLURM_CONF="$folder/slurm.conf"
 
-# The daemon NAME of this folder lives: a process of its number has the folder in its command line.
+# Succeeds if the daemon NAME of this folder is running: the process with its id has the folder in its command line.
 alive() {
     local pid
     pid="$(cat "$folder/$1.pid" 2>/dev/null)" && tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$folder"
@@ -55,7 +55,7 @@ idle() {
     [[ "$(sinfo --noheader --format %t 2>/dev/null)" == idle ]]
 }
 
-# A port that nobody listens on, below those that the kernel gives to outgoing connections. Those from 20000 on are for
+# Prints a port that nobody listens on, below the kernel's ports for outgoing connections. Ports from 20000 on are for
 # jobs: see scripts/train_gpt_slurm.sh.
 free_port() {
     local port
@@ -145,7 +145,7 @@ start() {
     fi
 }
 
-# The daemon of the node that this host is.
+# Starts the daemon of this host's node.
 node() {
     mkdir -p "$folder/spool/$(hostname -s)"
     if ! alive "slurmd-$(hostname -s)"; then
@@ -164,7 +164,7 @@ await() {
 stop() {
     local name
     if alive slurmctld; then
-        # With no job and no step left there is no process of theirs left.
+        # If no job and no step is left, none of their processes is left.
         scancel --user "$(id -un)" --signal KILL --full 2>/dev/null || true
         scancel --user "$(id -un)" 2>/dev/null || true
         wait_for 30 no_jobs || squeue >&2

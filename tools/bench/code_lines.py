@@ -64,7 +64,9 @@ def main(folders: list[str]) -> int:
         print(f"{lines:7,} lines of code in {modules:3} modules: {name}")
     if not folders:
         pages = [*Path("docs").rglob("*.md"), *Path().glob("*.md")]
-        print(f"{sum(len(page.read_text(encoding='utf-8').split()) for page in pages):7,} words in docs and beside")
+        print(
+            f"{sum(len(page.read_text(encoding='utf-8').split()) for page in pages):7,} words in docs and other pages"
+        )
     return 0
 
 

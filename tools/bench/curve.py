@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draw(curves, args.output / "curves.png")
     except ImportError as error:
-        print(f"no picture: {error}; run this with --draw where it is installed")
+        print(f"no picture: {error}; run this with --draw on a machine that has it")
     return 0 if alike else 1
 
 

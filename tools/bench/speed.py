@@ -24,7 +24,7 @@ samples in a round.
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
 --before compares this program alone with another checkout of it, round by round, and prints the median of the ratios
-after / before. More tokens per second are better, and fewer seconds."""
+after / before. Higher is better for tokens per second, lower for seconds."""
 
 from __future__ import annotations
 

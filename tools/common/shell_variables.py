@@ -30,7 +30,7 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le":
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Value of a test that holds. Not is 1 - x, `and` is the minimum, `or` the maximum."""
+"""Value of a test that holds. In tests, `!` is 1 - x, `&&` is the minimum and `||` the maximum."""
 
 
 class ExpansionError(Exception):

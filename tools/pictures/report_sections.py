@@ -52,7 +52,7 @@ def figures(pictures: Iterable[Figure | None]) -> Markup:
 
 
 def wide_figures(draw: Callable[[float], Figure]) -> Markup:
-    """Return what `draw` draws in a given width in inches, for wide windows and for phones."""
+    """Return the figures that `draw` makes for wide windows and for phones; it takes a width in inches."""
     return html.pictures([inline(draw(WIDE))], "wide") + html.pictures([inline(draw(NARROW))], "narrow")
 
 
@@ -259,7 +259,7 @@ def goodput(run: RunFolder) -> Markup:
 
     found = accounts.last_account(run.events)
     if found is None:
-        return html.paragraph("Not recorded: --log-goodput measures useful step time over wall time.")
+        return html.paragraph("Not recorded: --log-goodput measures the ratio of useful step time to wall time.")
     iteration, seconds = found
     wall = sum(seconds.values())
     rows = [

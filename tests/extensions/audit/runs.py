@@ -69,7 +69,7 @@ def flip(x: Tensor, bit: int, place: int = 0) -> None:
 
 
 def audited(flags: str, world_size: int, flips: Sequence[Flip] = (), exact: bool = True) -> Audited:
-    """Train with faults, and return what all ranks have been told. `exact` is --deterministic-mode."""
+    """Train with faults, and return the findings that all ranks received. `exact` is --deterministic-mode."""
     words = f"{AUDITED} {'--deterministic-mode' if exact else ''} {flags}".split()
     config = resolve_legal(parse_args(words), world_size)
     found = run_world(world_size, _train, config, tuple(flips), timeout=LONGEST)

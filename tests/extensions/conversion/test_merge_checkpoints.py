@@ -100,7 +100,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]) -> None:
-    """Compare with a mean computed in fp64: the allowed error is that of summing, and of one rounding, in fp32."""
+    """Compare with a mean computed in fp64: the allowed error is that of a sum and of one rounding in fp32."""
     assert found.keys() == models[0].keys()
     for name, tensor in found.items():
         terms = torch.stack([weight * model[name].double() for weight, model in zip(weights, models, strict=True)])

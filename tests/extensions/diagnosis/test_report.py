@@ -236,7 +236,7 @@ def test_a_run_resumed_under_another_layout(run: Path) -> None:
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)
     assert "8 ranks on 1 node" in text and "rank 0: held" not in text
-    assert "traced at a different layout than its last start: PP 4" in text
+    assert "traced under a different layout than its last start: PP 4" in text
     assert "The run was started 3 times; 1 time it recorded no end." in text
 
 

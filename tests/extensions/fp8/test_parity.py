@@ -2,7 +2,7 @@
 
 Every layout casts the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Where
 tensor parallelism adds up rounded partial sums, one value in a few hundred is then rounded to the other neighbour in
-fp8, 2^-4 away. So the bounds are those of rounding to fp8, and tight where no sum is split.
+fp8, 2^-4 away. So the bounds allow for rounding to fp8, and are tight if no sum is split.
 """
 
 from __future__ import annotations

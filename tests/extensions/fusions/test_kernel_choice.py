@@ -124,7 +124,7 @@ def test_a_wrong_or_slow_kernel_is_left_out_with_one_line(
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (1.06, False)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_of_values_in_16_bits_may_be_casts_of_those_in_32(dtype: torch.dtype, factor: float, kept: bool) -> None:
-    """torch's compiler casts in this way."""
+    """torch's compiler casts the fp32 values before they are rounded to 16 bits."""
     x, said = torch.randn(4000, generator=torch.Generator().manual_seed(1)), list[str]()
     own, compiled = (lambda x: (factor * x.bfloat16()).to(dtype)), (lambda x: x.to(dtype))
     cast = FusedKernel(own, compiled, lambda x: True, lambda shapes: [(x,)], TOLERANCE)

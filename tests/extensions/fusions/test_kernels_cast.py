@@ -92,7 +92,7 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
     """Assert that the casts equal those of the kernel's rounded values, except for a `share` of the numbers, which are
-    next to a tie. The recorded 0.25 must have become their amax."""
+    next to a tie. Also assert that the recorded amax, initially 0.25, is that of the values."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
         largest = torch.maximum(torch.tensor(0.25), amax)

@@ -108,7 +108,8 @@ def states_of(config: TransformerConfig) -> list[tuple[ParamMeta, torch.dtype]]:
 
 
 def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (family, verdict) for the model's export to each family: exported, refused, or what is wrong with it."""
+    """Yield (family, verdict) for the model's export to each family: exported, refused, or a description of the
+    fault."""
     try:
         choose_family(config)
     except ValueError:

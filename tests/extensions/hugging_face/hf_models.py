@@ -20,7 +20,7 @@ NEEDS = (
     *(("axk2", "gated_norms"), ("axk2", "sparse_attention"), ("deepseek", "latent_attention")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
-"""Starts of names of cases, and extensions that the models need."""
+"""Prefixes of case names, and the extensions that their models need."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()

@@ -253,7 +253,8 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
 
 
 def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path: Path) -> None:
-    """As in transformers, this is a file in the folder or below it, or an index whose files are in the folder."""
+    """As in transformers, config.json may name a file in the folder or below it, or an index whose files are in the
+    folder."""
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "below").mkdir()
     other = {name: value + 1 for name, value in weights_in(llama).items()}

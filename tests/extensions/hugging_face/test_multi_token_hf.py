@@ -103,8 +103,8 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
 
 
 def test_names_of_qwen3_next() -> None:
-    """One module, whose parts outside the layer have names of their own (as in transformers' list of renamed weights
-    for other files of this layout), survives a round trip byte by byte."""
+    """A round trip of one module is byte-identical. Its parts outside the layer have separate names, as in
+    transformers' list of renamed weights for other files of this layout."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
     mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}

@@ -1,4 +1,5 @@
-"""Hyper-connections: one stream equals the plain layer; precision and plans. The tests of Hugging Face families compare
+"""Hyper-connections: equality of one stream with the plain layer, precision, and plans. The tests of Hugging Face
+families compare
 logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations

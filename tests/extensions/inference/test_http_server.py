@@ -273,7 +273,7 @@ def posted(body: bytes) -> bytes:
 def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
-        for shut in (False, True):  # closed, and half closed
+        for shut in (False, True):  # once closed, once half closed
             before = served.steps
             with served.raw(posted(body), shut=shut) as connection:
                 if shut:

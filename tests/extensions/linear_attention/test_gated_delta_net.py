@@ -66,7 +66,7 @@ def test_convolution_continues_where_it_stopped() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
-    """States equal those of fp32 operands of the same precision. Outputs are off by at most (2 u + u^2) of their terms,
+    """States are as exact as in fp32. Outputs are off by at most (2 u + u^2) of their terms,
     bounded by the terms without signs, and gradients by three roundings of their norm."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]

@@ -1,4 +1,5 @@
-"""A run with --log-format megatron and --tensorboard-dir: what parsers of Megatron-LM's logs and dashboards read."""
+"""Output of a run with --log-format megatron and --tensorboard-dir, as parsers of Megatron-LM's logs and dashboards
+read it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_values_of_examples_are_translated(capsys: pytest.CaptureFixture[str]) -
 def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main([])
-    assert "give a script, or flags behind --" in capsys.readouterr().err
+    assert "give a script, or flags after --" in capsys.readouterr().err
     empty = tmp_path / "empty.sh"
     empty.write_text("echo\n")
     with pytest.raises(ValueError, match="no launch script"):

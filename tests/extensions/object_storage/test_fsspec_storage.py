@@ -309,7 +309,7 @@ def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`emulators` runs the real packages."""
+    """A stand-in replaces the packages here; `emulators` runs the real ones."""
 
     class Store:
         """Behaviour of those packages for an object and the condition of a write."""

@@ -225,7 +225,8 @@ def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monk
 
 
 def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
-    """As in Megatron-LM: its rows are gates, inputs, B, C and step sizes."""
+    """As in Megatron-LM, the rows of this projection are gates, inputs, B, C and step sizes, which form no single
+    matrix."""
     layer = GPTModel(model_of("mamba"), weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles

@@ -1,4 +1,4 @@
-"""Tokens of packed documents divided over context-parallel ranks: as numbers, and in training."""
+"""Tokens of packed documents divided over context-parallel ranks: the assignment alone, and training."""
 
 from __future__ import annotations
 

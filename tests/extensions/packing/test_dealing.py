@@ -1,4 +1,4 @@
-"""Samples dealt to replicas and micro-batches by their work: as numbers, by the iterator, and in training."""
+"""Samples dealt to replicas and micro-batches by their work: the assignment alone, the iterator, and training."""
 
 from __future__ import annotations
 

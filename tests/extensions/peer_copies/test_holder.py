@@ -1,4 +1,4 @@
-"""Holder of a host's copies: what it refuses, how fast data is sent to it, and which sets of copies are complete."""
+"""Holder of a host's copies: refused requests, the rate of transfers, and complete sets of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""--data-phases: where phases begin, what they change, and all mistakes in a file reported at once."""
+"""--data-phases: the beginnings of phases, the settings that they change, and all mistakes in a file reported at
+once."""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> N
 
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
-    """Assert that measured and planned bytes are equal, except for peaks: gloo's threads free what they have sent a
-    little later, especially on a busy machine. Fewer than `beyond` additional bytes may be kept."""
+    """Assert that measured and planned bytes are equal, except for peaks: gloo's threads free sent buffers a little
+    later, especially on a busy machine. Fewer than `beyond` additional bytes may be kept."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond

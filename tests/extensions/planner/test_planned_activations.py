@@ -64,7 +64,7 @@ def parallel_config(**fields: Any) -> ModelParallelConfig:
 
 
 def settle(live: LiveMemory) -> None:
-    """Wait until no more memory is freed: gloo's threads free what they have sent a little later."""
+    """Wait until no more memory is freed: gloo's threads free sent buffers a little later."""
     same, before = 0, -1
     while same < 3:
         time.sleep(0.01)

@@ -47,8 +47,8 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Wait until each host knows that the other one hears it: it has read what the other has sent since hearing of this
-    host."""
+    """Wait until each host knows that the other one hears it: it has read a message that the other sent after hearing
+    this host."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))

@@ -124,7 +124,7 @@ def test_gradients_match_the_literal_form(
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Saved are operands, outputs, selected keys and gradients of the index."""
+    """Layers save operands, outputs, selected keys and gradients of the index."""
     assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 

@@ -203,7 +203,7 @@ def test_variants_of_some_layers_and_letters() -> None:
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Saved are operands, outputs, selected keys and gradients of the index."""
+    """Layers save operands, outputs, selected keys and gradients of the index."""
     assert kept_in_bf16(replace(SPARSE, seq_length=512)) <= 2 * kept_in_bf16(replace(SPARSE, seq_length=256))
 
 

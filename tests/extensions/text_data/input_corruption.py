@@ -4,11 +4,11 @@ correctly.
 Each trial damages one file and lets a tool or a training run's data read it in a separate process with limited memory
 and time. It fails if that process
 
-- ends by an error that is not one of the user's (a traceback), by a signal, or not at all;
-- says something that does not name the file;
-- loses documents without a word: where the format has checksums, any difference is a loss; elsewhere all documents
-  that the damage did not touch must be there, but for its two neighbours. Where a file was cut off at its end, what
-  comes before must be right.
+- ends with an error other than a user error (a traceback), with a signal, or not at all;
+- prints a message that does not name the file;
+- loses documents silently: in formats with checksums, any difference is a loss; in others, all documents that the
+  damage did not touch must be present, except its two neighbours. If a file was truncated, the part before the cut
+  must be correct.
 
 No format has a checksum of token ids or vocabularies: ids must be within the vocabulary, and the data must have as many
 tokens as it states.

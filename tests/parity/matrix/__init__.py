@@ -1,13 +1,13 @@
-"""The parity matrix: legal combinations of parallelisms, each against one process in fp64.
+"""Parity matrix: legal combinations of parallelisms, each compared with one process in fp64.
 
 The combinations of `design.txt` have worlds of 1 to 8 ranks and cover the legal pairs of choices; `NAMED` adds those
 that have failed in published frameworks. Initial weights must be bit-identical to those of one process. The loss, every
 gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused regions are
 those of --compile, run uncompiled: tests/pure/test_regions.py compares them with their compiled form.
 
-    python -m tests.parity.matrix             the whole matrix, a line each, and a summary
+    python -m tests.parity.matrix             the whole matrix, one line per combination, and a summary
     python -m tests.parity.matrix --list      what it would run
-    python -m tests.parity.matrix --design    writes the design anew, which a new choice or rule needs (minutes)
+    python -m tests.parity.matrix --design    rewrites the design after a new choice or rule (minutes)
     python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
 
 CI runs a part of it; see test_matrix.py.
