@@ -4,7 +4,7 @@
 
 The model has a dense layer, a layer of 4 experts and one module of multi-token prediction, with TP 2 and sequence
 parallelism, in fp32. The folder gets `checkpoint/` (torch_dist, before the step), `batch.npz`, `loss.txt`, and
-`wgrads/iter_0000001/mp_rank_XX/wgrads.pth`, as training.py of Megatron-LM saves them for --save-wgrads-interval.
+`wgrads/iter_0000001/mp_rank_XX.pth`, as `save_grads` of Megatron-LM writes them for --save-wgrads-interval.
 
 FAULT is "none", or "norms": gradients of norms, which each rank sums over its part of the sequence, are not reduced.
 This module imports nothing of this program, whose package has the same name as megatron-core's.
@@ -206,9 +206,9 @@ def main(rank: int, folder: str, fault: str) -> None:
     text = torch.randint(TOKENS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     loss, grads = gradients(config, model, tokens, labels, fault)
-    place = f"{folder}/wgrads/iter_0000001/mp_rank_{rank:02d}"
-    os.makedirs(place)
-    torch.save({"model_chunk0": grads}, f"{place}/wgrads.pth")
+    place = f"{folder}/wgrads/iter_0000001"
+    os.makedirs(place, exist_ok=True)
+    torch.save({"model_chunk0": grads}, f"{place}/mp_rank_{rank:02d}.pth")
     if rank == 0:
         np.savez(f"{folder}/batch.npz", tokens=tokens.numpy(), labels=labels.numpy())
         with open(f"{folder}/loss.txt", "w") as file:

@@ -24,16 +24,21 @@ MODEL += "--train-iters 1"
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-ffn-hidden-size 8"
 
 
+def writers(tp: int, ep: int, expt_tp: int) -> list[tuple[int, int]]:
+    """(TP, EP) ranks of the first instance of the experts in a stage, whose ranks write."""
+    return [(rank % tp, rank // expt_tp % ep) for rank in range(ep * expt_tp)]
+
+
 def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Random gradients of a model of 4 layers, in a file for each rank of (TP, PP, EP, TP of experts)."""
+    """Random gradients of a model of 4 layers at (TP, PP, EP, TP of experts), in the files that Megatron-LM writes."""
     tp, pp, ep, expt_tp = sizes
     whole = {name: torch.randn(meta.global_shape, dtype=torch.float64) for name, meta in metas.items()}
     names = Names(metas.values(), hybrid=False)
-    for ranks in product(range(tp), range(pp), range(ep)):
-        coords = {"tp": (ranks[0], tp), "ep": (ranks[2], ep), "expt_tp": (ranks[0] % expt_tp, expt_tp)}
+    for (tp_rank, ep_rank), pp_rank in product(writers(tp, ep, expt_tp), range(pp)):
+        coords = {"tp": (tp_rank, tp), "ep": (ep_rank, ep), "expt_tp": (tp_rank % expt_tp, expt_tp)}
         chunk: dict[str, Tensor] = {}
         for name, meta in metas.items():
-            first = 4 // pp * ranks[1]
+            first = 4 // pp * pp_rank
             layer = meta.layer if meta.layer is not None else (0 if name.startswith("embedding.") else 3)
             if not first <= layer < first + 4 // pp:
                 continue
@@ -47,16 +52,21 @@ def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int,
                     chunk[key] = part.reshape(their_shape(replace(meta, global_shape=shape))[1:]).clone()
             else:
                 chunk[local] = whole[name][cut].reshape(their_shape(replace(meta, global_shape=shape))).clone()
-        rank = f"mp_rank_{ranks[0]:02d}" + f"_{ranks[1]:03d}" * (pp > 1) + f"_{ranks[2]:03d}" * (ep > 1)
-        (folder / rank).mkdir(parents=True)
-        torch.save({"model_chunk0": chunk}, folder / rank / "wgrads.pth")
+        rank = f"mp_rank_{tp_rank:02d}" + f"_{pp_rank:03d}" * (pp > 1) + f"_{ep_rank:03d}" * (ep > 1)
+        torch.save({"model_chunk0": chunk}, folder / f"{rank}.pth")
     return whole
 
 
 @pytest.mark.parametrize(
     ("flags", "sizes"),
-    [("", (2, 2, 1, 2)), (EXPERTS, (2, 1, 1, 2)), (EXPERTS, (1, 1, 2, 1)), (EXPERTS, (2, 2, 2, 1))],
-    ids=["dense", "experts cut by TP", "experts apart", "experts of all axes"],
+    [
+        pytest.param("", (2, 2, 1, 2), id="dense"),
+        pytest.param(EXPERTS, (2, 1, 1, 2), id="experts cut by TP"),
+        pytest.param(EXPERTS, (2, 1, 2, 2), id="experts cut by TP and EP"),
+        pytest.param(EXPERTS, (1, 1, 2, 1), id="experts apart"),
+        pytest.param(EXPERTS, (2, 2, 2, 1), id="experts over the ranks of TP"),
+        pytest.param(EXPERTS, (2, 1, 4, 1), id="more experts than ranks of TP"),
+    ],
 )
 def test_ranks_are_put_together(flags: str, sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
     model = resolve_legal(parse_args(f"{MODEL} {flags}".split()), 1).model
@@ -69,9 +79,26 @@ def test_ranks_are_put_together(flags: str, sizes: tuple[int, int, int, int], tm
 
 def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
     model = resolve_legal(parse_args(MODEL.split()), 1).model
-    with pytest.raises(ValueError, match=r"has no mp_rank_XX/FILE.pth of --save-wgrads-interval"):
+    with pytest.raises(ValueError, match=r"has no mp_rank_\*.pth of --save-wgrads-interval"):
         GradientFolder(tmp_path, model)
     write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, (2, 1, 1, 2))
-    torch.save({"model": {}}, tmp_path / "mp_rank_01" / "wgrads.pth")
-    with pytest.raises(ValueError, match=r"mp_rank_01/wgrads.pth holds no gradients"):
+    torch.save({"model": {}}, tmp_path / "mp_rank_01.pth")
+    with pytest.raises(ValueError, match=r"mp_rank_01.pth holds no gradients"):
+        GradientFolder(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("mp_rank_00_001", r"mp_rank_00_001 is missing; the files' names say TP 2, PP 2, EP 1"),
+        ("mp_rank_01", r"model at TP 1, PP 2, EP 1, as the names mp_rank_00_000, mp_rank_00_001 say, .* has shape"),
+    ],
+    ids=["a stage", "a TP rank"],
+)
+def test_a_lost_file_is_named(lost: str, message: str, tmp_path: Path) -> None:
+    model = resolve_legal(parse_args(MODEL.split()), 1).model
+    write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, (2, 2, 1, 2))
+    for path in tmp_path.glob(f"{lost}*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=message):
         GradientFolder(tmp_path, model)

@@ -1,8 +1,13 @@
 """Gradients that Megatron-LM's --save-wgrads-interval has written, as whole tensors.
 
-Each rank that is the first of its data-parallel group saves `main_grad` of its parameters by name, in one file of a
-folder `mp_rank_XX[_YYY][_ZZZ]` as that of its checkpoints: {`model_chunk0`: {name: tensor}}. The file has no arguments,
-so the folders' names and the tensors' shapes say the parallel sizes.
+Each rank that is the first of its expert-data-parallel group saves `main_grad` of its parameters by name, as
+{`model_chunk0`: {name: tensor}}, in a file that has the name of the rank's folder in a checkpoint:
+
+    SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
+
+The files hold no arguments, so their names and the tensors' shapes say the parallel sizes. If experts are not sharded
+over TP, each TP rank and each EP rank has a file, but not every pair of them. At a TP size above EP times the TP size
+of experts, Megatron-LM leaves out TP ranks: such a dump is incomplete.
 """
 
 from __future__ import annotations
@@ -15,34 +20,40 @@ from megatron.extensions.interop.megatron_checkpoints.common_state import load_c
 from megatron.extensions.interop.megatron_checkpoints.legacy_folder import RANK_FOLDER, Layout, LegacyTensors, Rank
 
 CHUNK = "model_chunk"
+RANK_FILES = "mp_rank_*.pth"
 
 
 class GradientFolder(LegacyTensors):
     """Gradients of our parameters in the files of all ranks."""
 
     def __init__(self, folder: Path, model: TransformerConfig) -> None:
-        self.files = {path.parent.name: path for path in sorted(folder.glob("mp_rank_*/*.p*t*"))}
+        self.files = {path.stem: path for path in sorted(folder.glob(RANK_FILES))}
         if not self.files:
-            raise ValueError(f"{folder} has no mp_rank_XX/FILE.pth of --save-wgrads-interval")
+            raise ValueError(f"{folder} has no {RANK_FILES} of --save-wgrads-interval")
         self.common, self.args = {}, {}
         self.version = 3.0
-        tp, pp, ep = self._sizes()
+        try:
+            tp, pp, ep = self._sizes()
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
         problem: ValueError | None = None
         for expt_tp in dict.fromkeys((tp, 1)):
             try:
-                self._open_ranks(folder, list(self.files), Layout(tp, pp, ep, expt_tp))
+                self._open_ranks(folder, list(self.files), Layout(tp, pp, ep, expt_tp, "the files' names say"))
                 self.find(model)
                 return
             except ValueError as error:
                 problem = problem or error
-        raise ValueError(f"{folder}: {problem}") from None
+        sizes = f"TP {tp}, PP {pp}, EP {ep}, as the names {', '.join(self.files)} say"
+        raise ValueError(f"{folder} does not fit the model at {sizes}, or lacks files of other hosts: {problem}")
 
     def _sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, EP) sizes. A second number of a folder is the EP rank if its ranks hold the same names."""
+        """(TP, PP, EP) sizes. A second number in a file's name is the EP rank if its ranks hold the same names."""
         matches = [RANK_FOLDER.fullmatch(name) for name in self.files]
         ranks = [[int(number) for number in match.groups() if number] for match in matches if match is not None]
         if len(ranks) != len(matches) or len({len(rank) for rank in ranks}) != 1:
-            raise ValueError(f"{', '.join(self.files)} are no folders of ranks")
+            names = ", ".join(path.name for path in self.files.values())
+            raise ValueError(f"{names} are not named after the ranks of one run, as in mp_rank_00_001.pth")
         tp, *others = [1 + max(numbers) for numbers in zip(*ranks, strict=True)]
         if len(others) != 1:
             return (tp, others[0], others[1]) if others else (tp, 1, 1)
@@ -50,8 +61,11 @@ class GradientFolder(LegacyTensors):
         same = len({frozenset(name for name in names if "experts" not in name) for names in held.values()}) == 1
         return (tp, 1, others[0]) if same else (tp, others[0], 1)
 
+    def _file(self, rank: Rank) -> Path:
+        return self.files[self.ranks[rank].name]
+
     def _load(self, rank: Rank) -> Mapping[str, object]:
-        chunks = _chunks(self.files[self.ranks[rank].name])
+        chunks = _chunks(self._file(rank))
         return {key.replace(CHUNK, "model"): chunk for key, chunk in chunks.items()}
 
 

@@ -50,6 +50,8 @@ class Layout:
     pp: int
     ep: int
     expt_tp: int
+    said_by: str = "its arguments say"
+    """Where the sizes are from, for messages."""
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
@@ -66,7 +68,7 @@ class Layout:
             if type(size) is not int or size < 1:
                 raise ValueError(f"its arguments say that the parallel size {name} is {size!r:.40}")
             sizes[name] = size
-        found = cls(**sizes)
+        found = cls(sizes["tp"], sizes["pp"], sizes["ep"], sizes["expt_tp"])
         if found.expt_tp not in (1, tp):
             raise ValueError(
                 f"experts at TP {found.expt_tp} in a model at TP {tp} cannot be read; at TP 1 or {tp} they can"
@@ -82,7 +84,7 @@ class Layout:
         tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
         axes = [size for size in (self.pp, self.ep) if size > 1]
         if tp >= self.tp or len(others) != len(axes) or any(r >= size for r, size in zip(others, axes, strict=True)):
-            raise ValueError(f"{folder} is no rank of {self}, which its arguments say")
+            raise ValueError(f"{folder} is no rank of {self}, which {self.said_by}")
         pp = others.pop(0) if self.pp > 1 else 0
         return tp, pp, others.pop(0) if others else 0
 
@@ -98,7 +100,7 @@ class Layout:
             if not whole:
                 present = any(rank[:2] == (tp, pp) for rank in ranks) and any(rank[1:] == (pp, ep) for rank in ranks)
             if not present:
-                raise ValueError(f"{self.folder(tp, pp, ep)} is missing; its arguments say {self}")
+                raise ValueError(f"{self.folder(tp, pp, ep)} is missing; {self.said_by} {self}")
 
 
 Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
@@ -139,12 +141,12 @@ class LegacyTensors:
     def _open(self) -> dict[Rank, list[Held]]:
         """The model of each rank by chunks of an interleaved schedule, with layers numbered in the whole model."""
         opened: dict[Rank, list[Held]] = {}
-        for rank, path in self.ranks.items():
+        for rank in self.ranks:
             content = self._load(rank)
-            if content.get("iteration") != self.common.get("iteration"):
-                raise ValueError(f"{path / FILE} is of iteration {content.get('iteration')!r:.20}, unlike the others")
+            if (iteration := content.get("iteration")) != self.common.get("iteration"):
+                raise ValueError(f"{self._file(rank)} is of iteration {iteration!r:.20}, unlike the others")
             keys = sorted(filter(CHUNK.fullmatch, map(str, content)), key=lambda key: (len(key), key))
-            opened[rank] = [_tensors_of(content[key], path / FILE) for key in keys]
+            opened[rank] = [_tensors_of(content[key], self._file(rank)) for key in keys]
         counts = {len(chunks) for chunks in opened.values()}
         if len(counts) != 1 or counts == {0}:
             raise ValueError(
@@ -156,8 +158,11 @@ class LegacyTensors:
             for rank, chunks in opened.items()
         }
 
+    def _file(self, rank: Rank) -> Path:
+        return self.ranks[rank] / FILE
+
     def _load(self, rank: Rank) -> Mapping[str, object]:
-        path = self.ranks[rank] / FILE
+        path = self._file(rank)
         return self.common if path == self.arguments_file else load_common(path)
 
     def _tables(self, held: Mapping[Rank, Held]) -> Tables:
