@@ -16,7 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if not __package__:  # run as a file in a clone
@@ -50,13 +51,32 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
-    environment = os.environ | {"PYTHONPATH": str(args.site.resolve()), "OMP_NUM_THREADS": "1"}
-    commands = ([sys.executable, "-W", "ignore", script, str(rank), folder, args.fault or "none"] for rank in range(2))
-    ranks = [subprocess.Popen(command, env=environment) for command in commands]
-    if sum(rank.wait() != 0 for rank in ranks):
-        raise SystemExit("the step of megatron-core failed")
+    # gloo looks up the host's name for each of megatron-core's many groups, unless it is told the interface
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(args.site.resolve())
+    step = [sys.executable, "-W", "ignore", str(script)]
+    run_ranks([[*step, str(rank), str(folder), args.fault or "none"] for rank in range(2)], environment)
     gradients, loss = folder / "wgrads/iter_0000001", (folder / "loss.txt").read_text()
     return judge(folder / "checkpoint", folder / "batch.npz", gradients, loss)
+
+
+def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
+    """Run the processes of a step. Ends all of them and raises SystemExit if one fails, or after `LIMIT` seconds."""
+    ranks = [subprocess.Popen(command, env=environment) for command in commands]
+    end = time.monotonic() + LIMIT
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]):
+            if any(codes):
+                break
+            if time.monotonic() > end:
+                raise SystemExit(f"the step is not done after {LIMIT} s; run it again on a machine that is not busy")
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if failed := [f"rank {number} with exit code {code}" for number, code in enumerate(codes) if code]:
+        raise SystemExit(f"the step failed on {' and '.join(failed)}; its error is above")
 
 
 def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
@@ -71,6 +91,9 @@ def judge(model: Path, batch: Path, gradients: Path, loss: str) -> int:
     flags = ["--model", model, "--batch", batch, "--gradients", gradients, "--loss", loss, "--computed-in", "fp32"]
     return referee.main([str(flag) for flag in flags])
 
+
+LIMIT = 300
+"""Seconds that a step may take; it takes seconds on a machine that is not busy."""
 
 JUDGED = {"megatron-core": judged_megatron_core, "trainer": judged_trainer}
 

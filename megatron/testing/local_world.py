@@ -17,6 +17,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -148,6 +149,8 @@ def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) 
     code = 0
     try:
         device = None
+        if sys.platform == "linux":  # without it, gloo looks up the host's name for each group, which may take seconds
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if world.backend == "nccl":
             share_a_gpu(rank, os.environ)
             device = torch.device("cuda", 0)
