@@ -51,7 +51,7 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
-    # gloo looks up the host's name for each of megatron-core's many groups, unless it is told the interface
+    # without an interface, gloo looks up the host's name for each of megatron-core's many groups
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(args.site.resolve())
     step = [sys.executable, "-W", "ignore", str(script)]

@@ -4,6 +4,9 @@
     python tools/referee.py --model runs/llama/checkpoints --batch b.npz --gradients g.safetensors --computed-in bf16
     python tools/referee.py --model Mixtral --batch b.npz --gradients g.safetensors -- --moe-aux-loss-coeff 1e-2
     python tools/referee.py --step runs/llama/checkpoints/steps/iter_0000100      # of --dump-step 100 here
+    python tools/referee.py --model runs/llama/checkpoints/iter_0000099 --iteration 100 --gradients g.safetensors
+    python tools/referee.py --model Llama-3.2-1B --samples 0-7 --gradients g.safetensors -- --data-path corpus \\
+        --seq-length 4096 --train-iters 1000 --global-batch-size 8
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
 forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
@@ -12,11 +15,15 @@ pass, the table describes the difference: a factor such as 1/2 from an axis that
 an axis, a single shard or expert, swapped or transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
-or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. The
-loss is the mean over all labels that count. Gradients are a .safetensors file or a folder of torch's DCP, by the names
-of transformers or of this program, a folder in a format of checkpoints with gradients in the place of weights, or the
-`iter_XXXXXXX` of Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the
-configuration of the model does not give. Exit code 0: equal; 1: a difference; 2: wrong input.
+or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
+of several documents also have `document_ids` or `cu_seqlens`, and optionally `position_ids`. Instead of a file,
+--samples takes samples of the training data by their numbers in the run, and --iteration all samples of a step. The
+loss is the mean over all labels that count.
+
+Gradients are a .safetensors file or a folder of torch's DCP, by the names of transformers or of this program, a folder
+in a format of checkpoints with gradients in the place of weights, or the `iter_XXXXXXX` of Megatron-LM's
+--save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the configuration of the model does not
+give, such as the data. Exit code 0: equal; 1: a difference; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 if not __package__:  # run as a file in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
@@ -34,12 +43,15 @@ if not __package__:  # run as a file in a clone
 from megatron.extensions.interop.conversion.convert import Input
 from megatron.extensions.interop.conversion.formats import Options
 from megatron.extensions.observe.diagnosis.gradient_dump import LOSS
-from megatron.testing.referee.dumps import open_dump
+from megatron.testing.referee.batch import Batch
+from megatron.testing.referee.configuration import with_flags
+from megatron.testing.referee.data_set import Chosen, batch_of_run, sample_numbers
+from megatron.testing.referee.dumps import Dump, open_dump
 from megatron.testing.referee.judgement import Judgement, judgement_of
-from megatron.testing.referee.reference import Batch, Model
+from megatron.testing.referee.reference import Model
 from megatron.training.config.run_config import RunConfig
 
-from .common import add_extension_flag, parted, run_tool, tool_parser
+from .common import add_extension_flag, parted, refuse_unwritable, run_tool, tool_parser
 
 FORMATS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -47,15 +59,17 @@ FORMATS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = parted(argv)
     args = parse(own)
-    source, batch = Input.at(args.model).open(Options()), Batch.read(args.batch)
+    source = Input.at(args.model, flag="--step" if args.step else "--model").open(Options(dtype=torch.float64))
     refuse_dropout(args, source.config)
-    dump = open_dump(args.gradients, source)
-    own = "torch." + source.config.parallel.params_dtype if args.step else str(dump.dtype)
-    computed_in = args.computed_in or FORMATS[own.removeprefix("torch.")]
-    found = judgement_of(Model(source, computed_in, tuple(flags)), batch, dump, args.loss)
+    config = with_flags(source, flags, args.chosen is not None)
+    dump = open_dump(args.gradients, source, "--step" if args.step else "--gradients")
+    batch = Batch.read(args.batch) if args.chosen is None else batch_of_run(source, config, args.chosen)
+    computed_in = args.computed_in or number_format(args, source.config, dump)
+    found = judgement_of(Model(source, computed_in, config), batch, dump, args.loss)
     print_table(found, args.all)
     print(*found.summary(), sep="\n")
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record_of(found), indent=1))
     return 0 if found.equal else 1
 
@@ -85,18 +99,46 @@ def record_of(found: Judgement) -> dict[str, object]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = build_parser(argv).parse_args(argv)
-    given = [args.model, args.batch, args.gradients]
-    if args.step is not None and any(each is not None for each in (*given, args.loss)):
-        raise ValueError("--step provides the model, the batch, the gradients and the loss; leave out their flags")
-    if args.step is None and None in given:
-        raise ValueError("--model, --batch and --gradients are required, or --step instead")
+    batches = {"--batch": args.batch, "--samples": args.samples, "--iteration": args.iteration}
+    given = {"--model": args.model, **batches, "--gradients": args.gradients, "--loss": args.loss}
     if args.step is not None:
+        if names := [name for name, value in given.items() if value is not None]:
+            rule = "holds the model, the batch, the gradients and the loss"
+            raise ValueError(f"--step {args.step} {rule}; leave out {', '.join(names)}")
         args.model = args.batch = args.gradients = args.step
-        try:
-            args.loss = float(json.loads((args.step / LOSS).read_text())["loss"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--step {args.step} holds no step of --dump-step: {LOSS}: {error}") from None
+        args.loss = loss_of(args.step)
+    chosen = [name for name, value in batches.items() if value is not None]
+    missing = [name for name in ("--model", "--gradients") if given[name] is None]
+    missing += [] if chosen else ["--batch (or --samples or --iteration)"]
+    if args.step is None and missing:
+        raise ValueError(f"{', '.join(missing)} must be given, or --step instead of all")
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} each say which samples to take; give one of them")
+    if args.json is not None:
+        refuse_unwritable("--json", args.json)
+    numbers = sample_numbers(args.samples) if args.samples is not None else ()
+    args.chosen = Chosen(numbers, args.iteration) if chosen and args.batch is None else None
     return args
+
+
+def loss_of(step: Path) -> float:
+    """The loss in a folder of --dump-step. Raises ValueError if there is none."""
+    try:
+        return float(json.loads((step / LOSS).read_text())["loss"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = "does not exist" if not step.exists() else f"holds no step of --dump-step: {LOSS}: {error}"
+        raise ValueError(f"--step {step} {found}; give the folder that a run with --dump-step names") from None
+
+
+def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> str:
+    """The number format of the other program: of a step here the run's, otherwise the gradients' own. Raises
+    ValueError if it is none of `FORMATS`."""
+    dtype = config.parallel.params_dtype if args.step else str(dump.dtype).removeprefix("torch.")
+    if dtype not in FORMATS:
+        raise ValueError(
+            f"--gradients {args.gradients} are {dtype}; say in which format they were computed: --computed-in"
+        )
+    return FORMATS[dtype]
 
 
 def refuse_dropout(args: argparse.Namespace, config: RunConfig) -> None:
@@ -113,6 +155,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model")
     add("--batch", type=Path, help=".npz of the samples")
+    add("--samples", metavar="0-7,12", help="numbers of samples of the training data, instead of --batch")
+    add("--iteration", type=int, metavar="N", help="step whose samples of the training data are taken, from 1")
     add("--gradients", type=Path, help=".safetensors file, or folder, of the other program's gradients")
     add("--step", type=Path, help="folder of --dump-step, instead of all of these")
     add("--loss", type=float, help="the other program's mean loss, in nats")

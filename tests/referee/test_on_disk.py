@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron.extensions import load
 from megatron.extensions.interop.conversion.convert import Input
 from megatron.extensions.interop.conversion.formats import Options
+from megatron.testing.referee.batch import Batch
 from megatron.testing.referee.on_disk import LargeTensorsOnDisk, empty_on_disk, saved_on_disk
-from megatron.testing.referee.reference import Batch, Model
+from megatron.testing.referee.reference import Model
 
 load()
 LAYERS = (2, 14)

@@ -41,6 +41,9 @@ class Other:
     by_files: bool = False
     """True to write gradients to a folder in the same way as weights."""
 
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """What the model and the batch get beside tokens and labels."""
+
     ids: Tensor = field(
         default_factory=lambda: torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
     )
@@ -52,7 +55,7 @@ class Other:
         labels = self.ids.clone()
         labels[0, :6] = -100
         self.model.zero_grad()
-        loss = self.model(input_ids=self.ids, labels=labels).loss
+        loss = self.model(input_ids=self.ids, labels=labels, **self.inputs).loss
         loss.backward()
         gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
         plant(gradients)
@@ -61,7 +64,8 @@ class Other:
             self.model.save_pretrained(files["gradients.safetensors"], state_dict=gradients)
         else:
             save_file({name: each.contiguous() for name, each in gradients.items()}, files["gradients.safetensors"])
-        np.savez(files["batch.npz"], input_ids=self.ids.numpy(), labels=labels.numpy())
+        given = {name: each.numpy() for name, each in self.inputs.items()}
+        np.savez(files["batch.npz"], input_ids=self.ids.numpy(), labels=labels.numpy(), **given)
         flags = ["--model", self.folder / "model", "--batch", files["batch.npz"], "--json", files["judgement.json"]]
         flags += ["--gradients", files["gradients.safetensors"], "--loss", loss.item(), "--computed-in", "fp32"]
         code = referee.main([*map(str, flags), *more])
@@ -220,26 +224,6 @@ def test_missing_parts_of_a_dump_are_named(llama: Other, capsys: pytest.CaptureF
     found = llama.judged(lambda gradients: gradients.pop("model.layers.0.self_attn.k_proj.weight"))
     assert found["equal"] and found["missing"] == ["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert "the dump has none of 1 parameters" in capsys.readouterr().out
-
-
-OF_TWO = np.zeros((1, 4), np.int64)
-"""Document ids of a sample of two documents."""
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"tokens": np.zeros((2, 3))}, "has no labels; it has tokens"),
-        ({"tokens": np.zeros((2, 3)), "labels": np.zeros((2, 4))}, r"all must be \[samples, s\]"),
-        ({"input_ids": np.zeros((1, 40)), "labels": np.full((1, 40), -100)}, "no label counts"),
-        ({"tokens": OF_TWO, "labels": OF_TWO, "position_ids": np.array([[0, 1, 0, 1]])}, "position_ids begin again"),
-        ({"tokens": OF_TWO, "labels": OF_TWO, "document_ids": np.array([[0, 0, 1, 1]])}, "document_ids begin again"),
-    ],
-)
-def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
-    np.savez(tmp_path / "batch.npz", **arrays)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        referee.Batch.read(tmp_path / "batch.npz")
 
 
 STEP = (

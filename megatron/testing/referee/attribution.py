@@ -27,6 +27,10 @@ LARGEST_FACTOR = 1024
 twice."""
 
 
+UNRELATED = 0.9
+"""Difference from which on a gradient without an explanation does not resemble the right one."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Result of comparing a gradient with the right one."""
@@ -44,6 +48,11 @@ class Verdict:
     @property
     def equal(self) -> bool:
         return self.difference <= self.allowed
+
+    @property
+    def unrelated(self) -> bool:
+        """True if the gradient does not resemble the right one at all."""
+        return not self.equal and not self.explained and self.difference > UNRELATED
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

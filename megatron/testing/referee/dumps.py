@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,17 +22,22 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dist_checkpointing.dcp_index import MALFORMED, IndexReader
 from megatron.core.dist_checkpointing.path_kind import METADATA
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.interop.conversion.convert import Input
-from megatron.extensions.interop.conversion.formats import Options, Source
+from megatron.extensions.interop.conversion.convert import recognize
+from megatron.extensions.interop.conversion.formats import Options, Source, few
 from megatron.extensions.interop.hugging_face.flags import CONFIG
 from megatron.extensions.interop.hugging_face.folder import HFFolder
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable, read_header
 from megatron.extensions.interop.hugging_face.weights import HFWeights, placements
-from megatron.extensions.interop.megatron_checkpoints.gradient_folder import GradientFolder
+from megatron.extensions.interop.megatron_checkpoints.gradient_folder import RANK_FILES, GradientFolder
 from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
 
 INDEX = ".metadata"
 """File of a folder of torch's DCP."""
+
+REMEDY = (
+    "give gradients of the model in --model by its names: a .safetensors file, or a folder of torch's DCP, of "
+    "save_pretrained, or wgrads/iter_XXXXXXX of Megatron-LM"
+)
 
 
 class Dump:
@@ -48,35 +54,52 @@ class Dump:
         return self._names[name]()
 
 
-def open_dump(path: Path, model: Source) -> Dump:
+def open_dump(path: Path, model: Source, flag: str = "--gradients") -> Dump:
     """Open gradients written by another program.
 
-    `path` is a `.safetensors` file or a folder of torch's DCP, with names of this program or of transformers; a folder
-    in a checkpoint format that contains gradients in place of weights; or a folder of --save-wgrads-interval. Raises
-    ValueError for names and shapes that do not fit the model.
+    `path`, which `flag` names, is a `.safetensors` file or a folder of torch's DCP, with names of this program or of
+    transformers; a folder in a checkpoint format that contains gradients in place of weights; or a folder of
+    --save-wgrads-interval. Raises ValueError for names and shapes that do not fit the model.
     """
-    if path.is_dir() and (files := sorted(path.glob(GRADIENTS))):
+    try:
+        dump = _opened(path, model)
+        if not any(name in dump for name in model.metas):
+            raise ValueError("no parameter of the model has a whole gradient in it")
+        if not dump.dtype.is_floating_point:
+            raise ValueError(f"it holds {dump.dtype} tensors, which are no gradients")
+    except (OSError, ValueError) as error:
+        text = str(error) if path.exists() else f"{path} does not exist"
+        named = text if text.startswith(str(path)) else f"{path}: {text}"
+        raise ValueError(f"{flag} {named}; {REMEDY}") from None
+    return dump
+
+
+def _opened(path: Path, model: Source) -> Dump:
+    if not path.is_dir():
+        return _by_name(dict(read_header(path)), model)
+    if files := sorted(path.glob(GRADIENTS)):
         return _of_step(path, files, model)
-    if path.is_dir() and list(path.glob("mp_rank_*")):
+    if list(path.glob(RANK_FILES)):
         ranks = GradientFolder(path, model.config.model)
         trained = [name for name in ranks.metas if name not in ranks.buffers]
         return Dump({name: partial(_fp64, ranks, name) for name in trained}, ranks.dtype(trained[0]))
-    if path.is_dir() and (path / CONFIG).is_file():
-        folder = HFFolder(path)
-        return _of_transformers(path, folder.tensors, model, next(iter(folder.tensors.values())).dtype)
+    if (path / CONFIG).is_file():
+        return _of_transformers(HFFolder(path).tensors, model)
     if (path / INDEX).is_file() and not (path / METADATA).is_file():
-        return _by_name(path, dict(_stored(path)), model)
-    if path.is_dir():
-        source = Input.at(path).open(Options())
-        if different := {name for name, meta in model.metas.items() if _shape(source.metas.get(name)) != _shape(meta)}:
-            raise ValueError(f"--gradients {path} is of another model: {', '.join(sorted(different)[:4])} differ")
-        dtype = source.dtype(next(iter(source.metas)), None)
-        return Dump({name: partial(source.read, name, torch.float64) for name in source.metas}, dtype)
+        return _by_name(dict(_stored(path)), model)
     try:
-        tensors: dict[str, Sliceable] = {**read_header(path)}
-    except OSError as error:
-        raise ValueError(f"--gradients {path} cannot be read: {error}") from None
-    return _by_name(path, tensors, model)
+        kind = recognize(path)
+    except ValueError:
+        found = ", ".join(sorted(each.name for each in path.iterdir())[:4]) or "nothing"
+        raise ValueError(f"it is a folder in no known format, and holds {found}") from None
+    source = kind.open(path, Options())
+    if different := sorted(
+        name for name, meta in model.metas.items() if _shape(source.metas.get(name)) != _shape(meta)
+    ):
+        shapes = f"{_shape(source.metas.get(different[0]))} instead of {_shape(model.metas[different[0]])}"
+        raise ValueError(f"it is of another model: {len(different)} parameters differ ({different[0]}: {shapes})")
+    dtype = source.dtype(next(iter(source.metas)), None)
+    return Dump({name: partial(source.read, name, torch.float64) for name in source.metas}, dtype)
 
 
 @dataclass(frozen=True)
@@ -102,44 +125,40 @@ def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         entries = reader.read_metadata().state_dict_metadata.items()
     except (OSError, *MALFORMED) as error:
-        raise ValueError(f"--gradients {folder} cannot be read: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from None
     for key, entry in entries:
         if isinstance(entry, TensorStorageMetadata):
             yield key, StoredTensor(reader, key, tuple(entry.size), entry.properties.dtype)
 
 
-def _by_name(path: Path, tensors: Mapping[str, Sliceable], model: Source) -> Dump:
+def _by_name(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
     """Read gradients with names of this program, or else of transformers."""
-    if not tensors:
-        raise ValueError(f"--gradients {path} holds no tensors")
-    dtype = next(iter(tensors.values())).dtype
-    if known := tensors.keys() & model.metas.keys():
-        found = {name: tensors[name] for name in known}
-        for name, tensor in found.items():
-            if tuple(tensor.shape) != model.metas[name].global_shape:
-                shapes = f"{tuple(tensor.shape)} instead of {model.metas[name].global_shape}"
-                raise ValueError(f"--gradients {path}: {name} has shape {shapes}")
-        return Dump({name: partial(_whole, tensor) for name, tensor in found.items()}, dtype)
-    return _of_transformers(path, tensors, model, dtype)
+    known = tensors.keys() & model.metas.keys()
+    if not known:
+        return _of_transformers(tensors, model)
+    found = {name: tensors[name] for name in sorted(known)}
+    _check_shapes(found, {name: model.metas[name].global_shape for name in known})
+    return Dump({name: partial(_whole, tensor) for name, tensor in found.items()}, next(iter(found.values())).dtype)
 
 
-def _of_transformers(path: Path, tensors: Mapping[str, Sliceable], model: Source, dtype: torch.dtype) -> Dump:
+def _of_transformers(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
     """Read gradients of a transformers model. Parameters with a missing tensor are omitted."""
+    if not tensors:
+        raise ValueError("it holds no tensors")
     family = model.origin.model_type
     if family is None:
-        own = ", ".join(sorted(tensors)[:4])
-        raise ValueError(f"--gradients {path}: {own} are no names of the model, which has no Hugging Face family")
+        _refuse_names(sorted(tensors), list(model.metas), "this model, which is of no Hugging Face family")
     config: TransformerConfig = model.config.model
     placed = {each.meta.name: each for each in placements(config, family)}
-    known = {name for each in placed.values() for name in each.theirs}
-    if unknown := sorted(tensors.keys() - known):
-        raise ValueError(f"--gradients {path}: {', '.join(unknown[:4])} are no names of {family}")
     zeros: dict[str, Tensor] = {}
     for each in placed.values():
         shapes = each.to_theirs(torch.empty(each.meta.global_shape, device="meta"))
         zeros |= {
             name: torch.zeros(shape.shape, dtype=torch.float64) for name, shape in zip(each.theirs, shapes, strict=True)
         }
+    if unknown := sorted(tensors.keys() - zeros.keys()):
+        _refuse_names(unknown, list(zeros), f"this {family} model")
+    _check_shapes(tensors, {name: tuple(zeros[name].shape) for name in tensors})
     whole: dict[str, Sliceable] = {**zeros, **tensors}
     weights = HFWeights(whole, config, family)
     constant = HFWeights(zeros, config, family)
@@ -151,7 +170,25 @@ def _of_transformers(path: Path, tensors: Mapping[str, Sliceable], model: Source
         return torch.where(factor == 0, 0, (given - offset) / torch.where(factor == 0, 1, factor) ** 2)
 
     complete = [name for name, each in placed.items() if all(part in tensors for part in each.theirs)]
-    return Dump({name: partial(read, name) for name in complete}, dtype)
+    return Dump({name: partial(read, name) for name in complete}, next(iter(tensors.values())).dtype)
+
+
+def _refuse_names(unknown: Sequence[str], known: Sequence[str], whose: str) -> NoReturn:
+    """Raise ValueError for tensors without a parameter."""
+    found = ", ".join(unknown[:3]) + ", ..." * (len(unknown) > 3)
+    raise ValueError(f"it holds {found}, and the parameters of {whose} are {', '.join(known[:3])}, ...")
+
+
+def _check_shapes(tensors: Mapping[str, Sliceable], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for gradients of other shapes than the parameters."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} has the shape {shape}, not {expected[name]}"
+        for name, shape in shapes.items()
+        if shape != expected[name]
+    ]
+    if wrong:
+        raise ValueError(few(wrong, 2))
 
 
 def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
@@ -166,7 +203,7 @@ def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
             name, offset = read_box(key)
             boxes.setdefault(name, []).append((offset, tensor))
     if unknown := sorted(boxes.keys() - model.metas.keys()):
-        raise ValueError(f"{folder}: {', '.join(unknown[:4])} are no parameters of the model")
+        _refuse_names(unknown, list(model.metas), "this model")
 
     def read(name: str) -> Tensor:
         try:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.testing.referee.attribution import Verdict, difference, fraction, judge
+from megatron.testing.referee.batch import Batch
 from megatron.testing.referee.dumps import Dump
-from megatron.testing.referee.reference import Batch, Model, Watched
+from megatron.testing.referee.reference import Model, Watched
 
 MARGIN = 4.0
 """Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
@@ -72,6 +73,9 @@ class Judgement:
         if self.first is None:
             return
         yield f"first in the backward pass: {self.first} {wrong[self.first].cause}"
+        if all(verdict.unrelated for verdict in self.rows.values()):
+            yield "no gradient resembles the model's; check that the weights and the batch are those of the dump"
+            return
         ((cause, count),) = Counter(verdict.cause for verdict in wrong.values()).most_common(1)
         if count > 1 and count == len(wrong) == len(self.rows):
             yield f"all gradients share it: {cause}; look at the scale of the loss, or at the average over ranks"

@@ -6,114 +6,34 @@ only the temporary tensors of one layer at a time. The optimizer makes no update
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.data import DatasetConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.sample_format import Sample
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
 from megatron.extensions.interop.conversion.formats import Source
-from megatron.extensions.observe.diagnosis.step_dump import SAMPLES
 from megatron.extensions.observe.diagnosis.step_replay import without_callbacks, without_data_flags
+from megatron.testing.referee.batch import Batch
+from megatron.testing.referee.configuration import check_same_model, in_one_process
 from megatron.testing.referee.on_disk import LargeTensorsOnDisk, return_freed_memory, saved_on_disk
-from megatron.training.config.arguments import parse_args
-from megatron.training.config.run_config import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
+from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.config.validation import resolve_legal
 from megatron.training.initialize import Runtime, set_determinism
 from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.train_step import TrainStep
-
-IGNORED = -100
-"""Label of uncounted tokens in transformers batches."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples of one step. All arrays are [samples, s]."""
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    """The token that follows each token."""
-
-    loss_mask: NDArray[np.float32]
-    """1 for labels that count."""
-
-    @classmethod
-    def read(cls, path: Path) -> Batch:
-        """Read a batch from an `.npz` file or from the folder of a saved step.
-
-        An `.npz` file holds `tokens`, `labels` and optionally `loss_mask`, as Megatron-LM feeds a model. Or it holds
-        `input_ids` and optionally `labels`, as transformers does: label i is token i, and -100 does not count. Raises
-        ValueError if the file holds neither, if the array shapes differ, or if positions or documents begin within a
-        sample, which no reference is computed for.
-        """
-        arrays = _arrays(path)
-        _refuse_documents(path, arrays)
-        if "input_ids" in arrays:
-            arrays = _shifted(arrays["input_ids"], arrays.get("labels"))
-        if missing := {"tokens", "labels"} - arrays.keys():
-            raise ValueError(f"--batch {path} has no {' and no '.join(sorted(missing))}; it has {', '.join(arrays)}")
-        tokens, labels = arrays["tokens"], arrays["labels"]
-        mask = arrays.get("loss_mask", np.ones(labels.shape))
-        mask = np.where(labels == IGNORED, 0, mask)
-        if tokens.ndim != 2 or not tokens.shape == labels.shape == mask.shape:
-            shapes = f"tokens {tokens.shape}, labels {labels.shape}, loss_mask {mask.shape}"
-            raise ValueError(f"--batch {path}: all must be [samples, s]; they are {shapes}")
-        if not mask.any():
-            raise ValueError(f"--batch {path}: no label counts")
-        labels = np.where(labels == IGNORED, 0, labels)
-        return cls(tokens.astype(np.int64), labels.astype(np.int64), mask.astype(np.float32))
-
-    def part(self, samples: slice, tokens: slice) -> Batch:
-        """Return the same samples with only some labels counted."""
-        mask = np.zeros_like(self.loss_mask)
-        mask[samples, tokens] = self.loss_mask[samples, tokens]
-        return replace(self, loss_mask=mask)
-
-
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a file, or the concatenated files of all data-parallel ranks in a folder."""
-    files = sorted(path.glob(SAMPLES)) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"--batch {path} holds no samples: {SAMPLES}")
-    parts = []
-    for each in files:
-        try:
-            with np.load(each, allow_pickle=False) as file:
-                parts.append({name: file[name] for name in file.files})
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--batch {each} is no .npz of arrays: {error}") from None
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _refuse_documents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise ValueError if a sample has positions other than 0, 1, 2, ..., or more than one document."""
-    positions, documents = arrays.get("position_ids"), arrays.get("document_ids")
-    begin = positions is not None and not (positions == np.arange(positions.shape[-1])).all()
-    several = documents is not None and not (documents == documents[..., :1]).all()
-    if begin or several:
-        name = "position_ids" if begin else "document_ids"
-        remedy = "give samples of one document, from a run without --reset-position-ids and --reset-attention-mask"
-        raise ValueError(f"--batch {path}: {name} begin again within a sample, which cannot be judged; {remedy}")
-
-
-def _shifted(ids: NDArray[np.int64], labels: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:
-    """Shift a transformers batch to Megatron-LM's form; transformers models shift the labels themselves."""
-    labels = ids if labels is None else labels
-    return {"tokens": ids[:, :-1], "labels": labels[:, 1:]}
 
 
 class Gradients:
@@ -152,8 +72,10 @@ class GivenSamples:
 
     fingerprint = "batch"
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, model: TransformerConfig) -> None:
         self._batch = batch
+        restart = model.position_table or not batch.tables_only
+        self._positions = batch.position_ids if restart else None
 
     def __len__(self) -> int:
         return len(self._batch.tokens)
@@ -164,8 +86,8 @@ class GivenSamples:
             "tokens": batch.tokens[index],
             "labels": batch.labels[index],
             "loss_mask": batch.loss_mask[index],
-            "position_ids": None,
-            "document_ids": None,
+            "position_ids": None if self._positions is None else self._positions[index],
+            "document_ids": None if batch.document_ids is None else batch.document_ids[index],
         }
 
     def origin(self, index: int) -> str:
@@ -185,8 +107,8 @@ class Model:
     number_format: str = "fp64"
     """fp64, fp32, bf16 or fp16."""
 
-    flags: tuple[str, ...] = ()
-    """Flags of pretrain_gpt.py for settings that the model's configuration leaves open, such as loss coefficients."""
+    config: RunConfig | None = None
+    """The source's configuration with flags that it leaves open, such as coefficients of losses; None for its own."""
 
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Compute loss and gradients in one process.
@@ -203,29 +125,39 @@ class Model:
             _load(run, self.source)
             if watched is not None:
                 watched.attach(run, hooks)
-            run.data.train = DataIterator(GivenSamples(batch), micro_batch_size=1, name="batch")
+            run.data.train = DataIterator(GivenSamples(batch, config.model), micro_batch_size=1, name="batch")
             hooks.enter_context(saved_on_disk())
             return Gradients(run)
 
     def _config(self, batch: Batch) -> RunConfig:
         """Return the configuration of one step in one process without dropout."""
-        own, (samples, length) = without_callbacks(without_data_flags(self.source.config)), batch.tokens.shape
-        model = own.model
-        if model.max_position_embeddings is not None and length > model.max_position_embeddings:
-            raise ValueError(f"--batch: {length} tokens a sample; the model takes {model.max_position_embeddings}")
-        model = replace(model, seq_length=length, attention_dropout=0.0, hidden_dropout=0.0)
-        given = parse_args(["--mock-data", "--lr", "1e-3", *self.flags])
-        config = replace(
-            own,
-            model=model,
-            parallel=ModelParallelConfig(cpu=True, **{self.number_format: True}),  # type: ignore[arg-type]
-            training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=1, eval_iters=0),
-            data=given.data,
-            optimizer=replace(own.optimizer, lr=given.optimizer.lr, min_lr=0.0),
-            checkpoint=CheckpointConfig(),
-            logging=LoggingConfig(),
+        own, (samples, length) = (
+            without_callbacks(without_data_flags(self.config or self.source.config)),
+            batch.tokens.shape,
         )
+        _check_fits(batch, own.model)
+        model = replace(own.model, seq_length=length, attention_dropout=0.0, hidden_dropout=0.0)
+        config = replace(
+            in_one_process(own, **{self.number_format: True}),
+            model=model,
+            training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=1, eval_iters=0),
+            data=DatasetConfig(mock_data=True, num_workers=0),
+        )
+        check_same_model(self.source, config)
         return resolve_legal(config, 1)
+
+
+def _check_fits(batch: Batch, model: TransformerConfig) -> None:
+    """Raise ValueError if a batch has tokens or positions that a model lacks."""
+    tokens, longest = model.vocab_size, model.max_position_embeddings
+    for name, ids in (("tokens", batch.tokens), ("labels", batch.labels)):
+        if tokens is not None and ids.max() >= tokens:
+            rule = f"{name} has the token {ids.max()}, and the model of --model has {tokens} tokens"
+            raise ValueError(f"--batch: {rule}; use the tokenizer of the model")
+    last = batch.tokens.shape[1] - 1 if batch.position_ids is None else int(batch.position_ids.max())
+    if longest is not None and last >= longest:
+        rule = f"a sample has the position {last}, and the model of --model has {longest} (max_position_embeddings)"
+        raise ValueError(f"--batch: {rule}; give shorter samples")
 
 
 @dataclass(frozen=True)

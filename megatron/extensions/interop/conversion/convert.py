@@ -106,13 +106,13 @@ def _locked(folder: Path, final: Path) -> Iterator[None]:
 WEEK = 7 * 24 * 3600.0
 
 
-def recognize(path: PurePath) -> Format:
-    """Return the format of the checkpoint in a folder. Raises ValueError if there is none."""
+def recognize(path: PurePath, flag: str = "--input") -> Format:
+    """Return the format of the checkpoint in a folder, which `flag` names. Raises ValueError if there is none."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):
         remedy = "give the folder of a Hugging Face model (config.json) or of a checkpoint"
-        raise ValueError(f"--input {refusal(path, remedy)}")
+        raise ValueError(f"{flag} {refusal(path, remedy)}")
     return found
 
 
@@ -133,9 +133,9 @@ class Input:
     open: Callable[[Options], Source]
 
     @classmethod
-    def at(cls, path: PurePath) -> Input:
-        """Return the model in a folder. Raises ValueError if there is none."""
-        kind = recognize(path)
+    def at(cls, path: PurePath, flag: str = "--input") -> Input:
+        """Return the model in a folder, which `flag` names. Raises ValueError if there is none."""
+        kind = recognize(path, flag)
         return cls(kind.format, (path,), partial(kind.open, path))
 
 

@@ -1,0 +1,69 @@
+"""Configuration of the reference: the model's own, with flags for values that it does not give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
+from megatron.extensions.interop.conversion.formats import Source
+from megatron.training.config.arguments import read_flags
+from megatron.training.config.flags import field_table, with_named
+from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
+
+OF_RUNS = ("parallel", "ddp", "checkpoint", "logging", "checks")
+"""Sections that change nothing in the reference."""
+
+OF_DATA = ("data", "training")
+"""Sections that only the choice of samples from a data set depends on."""
+
+
+def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> RunConfig:
+    """Return a model's configuration with flags of pretrain_gpt.py.
+
+    Args:
+        source: The model.
+        flags: Flags that its configuration leaves open, such as coefficients of losses, or the data.
+        takes_samples: True if the samples are taken from a data set, False if they are given.
+
+    Raises:
+        ValueError: A flag is unknown or has no effect, or would make another model; lists every problem.
+    """
+    reader = read_flags(flags)
+    reader.raise_problems()
+    problems = []
+    for field in reader.values:
+        flag = field_table()[field]
+        if flag.section in OF_RUNS:
+            problems.append(f"{flag.name} after --: the reference runs one step in one process; leave it out")
+        elif not takes_samples and (flag.section in OF_DATA or field == "seq_length"):
+            remedy = "leave it out, or give --samples or --iteration in place of --batch or --step"
+            problems.append(f"{flag.name} after --: the batch is given, so that it has no effect; {remedy}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return with_named(source.config, reader.values)
+
+
+def check_same_model(source: Source, config: RunConfig) -> None:
+    """Raise ValueError if flags have changed the parameters of a model."""
+    ours = {meta.name: meta.global_shape for meta in stage_metas(config.model)}
+    theirs = {name: meta.global_shape for name, meta in source.metas.items()}
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if names:
+        shapes = f"{names[0]} has the shape {ours.get(names[0])}, and {theirs.get(names[0])} in --model"
+        rule = f"would make another model: {len(names)} parameters differ ({shapes})"
+        raise ValueError(f"flags after -- {rule}; leave out flags of the shapes of the model")
+
+
+def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:
+    """Return a configuration for one process on CPU, without what a run writes and checks."""
+    return replace(
+        config,
+        parallel=ModelParallelConfig(cpu=True, **parallel),  # type: ignore[arg-type]
+        training=replace(config.training, micro_batch_size=1, num_microbatches=None, eval_iters=0),
+        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # required, and never used
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+        checks=ChecksConfig(),
+    )
