@@ -122,8 +122,8 @@ def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., An
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    # These are the only uses of a GPU in one step of megatron-core on a CPU: the device of rotary tables and masks, and
-    # the random state of attention dropout, which is 0.
+    # One step of megatron-core on a CPU uses a GPU in two places only: for the device of rotary tables and masks, and
+    # for the random state of attention dropout, which is 0.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo")

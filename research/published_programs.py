@@ -102,7 +102,8 @@ class ProgramCache(PlannerCache):
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Converted events by the identity of a part, which stays alive, and whether the part has the output layer."""
+    """Cache of converted events. A key has the id of a part, which stays alive, and True if the part has the output
+    layer."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

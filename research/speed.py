@@ -77,7 +77,7 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
-    """Return the cells of tools/bench/speed.py that other programs can run, with those programs."""
+    """Return the cells of tools/bench/speed.py to which other programs can be added, with these programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):

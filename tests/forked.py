@@ -75,7 +75,7 @@ def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path,
         sys.argv[:], sys.path[:0] = words, [str(script.parent)]
         main = ModuleType("__main__")
         main.__file__ = str(script)
-        # the second is for pickled objects that its own processes send back
+        # the second name serves pickled objects that its own processes send back
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         exec(compile(script.read_text(), script, "exec"), main.__dict__)
 
@@ -200,8 +200,8 @@ def _rank(
 
 def _ports() -> Iterator[int]:
     """Yield ports that nothing listens on. They are below the system's ephemeral ports and below those of SLURM jobs
-    and daemons (from 20,000 on). Each test process uses its own hundred ports, so that no other one takes a port before
-    rank 0 does: otherwise ranks would join the rank 0 of other ranks."""
+    and daemons (from 20,000 on). Each test process uses its own hundred ports, so that no other process takes a port
+    before rank 0 does. Otherwise, ranks would connect to the rank 0 of another world."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     wanted = worker % 10 * 10 + os.getpid() % 10
     for hundred in [*range(wanted, 100), *range(wanted)]:

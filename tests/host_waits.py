@@ -1,7 +1,7 @@
 """Calls of this thread that would make a GPU wait for the host, or the host for a GPU, detected on any device.
 
-`HostWaits` lists calls that read tensor values into Python, that return shapes depending on values (torch asks the
-device for them), or that create a tensor of Python numbers (its copy to a device blocks).
+`HostWaits` lists three kinds of calls: those that read tensor values into Python, those whose result shapes depend on
+values (torch asks the device for them), and those that create a tensor of Python numbers (its copy to a device blocks).
 """
 
 from __future__ import annotations

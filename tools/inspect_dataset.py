@@ -125,8 +125,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Return the prefix of the indexed dataset for a path: the path itself, or the tokens of a text file, which is
-    tokenized now if no run has done so."""
+    """Return the prefix of the indexed dataset for a path. This is the path itself or, for a text file, the prefix of
+    its tokens; the file is tokenized now if no run has done so."""
     kind = data_kind_of(path)
     if kind is None:
         return path

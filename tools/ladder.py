@@ -56,7 +56,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "tokens per parameter, one or more for each size (default: those of the target)"
     add("--tokens-per-parameter", type=float, nargs="+", default=[], metavar="R", help=text)
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help="learning rates of each rung (default: --lr)")
-    text = "widths that have all --rates, and --lr (default: all widths have --rates alone); the others have --lr"
+    text = "widths trained with all --rates and --lr; others use only --lr (default: all widths use only --rates)"
     add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
     add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
     text = 'command that starts a rung, instead of this Python; for example "torchrun --nproc-per-node 8"'

@@ -142,7 +142,7 @@ class Names:
 
     layout: PipelineLayout
     per_step: int | None = None
-    """Micro-batches per step of a schedule without flush."""
+    """Micro-batches per step in a schedule without flush."""
 
     def label(self, action: Action) -> str:
         """Return the kind, the micro-batch, a letter for the chunk if a rank has several, and the version of the
@@ -167,8 +167,8 @@ class Names:
 
 
 def version_of(microbatch: int, microbatches: int) -> int:
-    """Return the number of updates in the weights that a pass uses, by its micro-batch number in a run without flush: a
-    step's passes begin before the update of the previous step."""
+    """Return the number of updates in the weights that a pass uses, given its micro-batch number in a run without
+    flush. The passes of a step begin before the update of the previous step."""
     return max(0, microbatch // microbatches - 1)
 
 

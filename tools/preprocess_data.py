@@ -284,7 +284,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Return True if gigatoken should tokenize. Raises ValueError if it was requested but cannot."""
+    """Return True if gigatoken should tokenize. Raises ValueError if it was requested but cannot be used."""
     if backend == "tokenizers":
         return False
     try:

@@ -4,8 +4,8 @@
     python tools/report.py runs/a --against runs/b runs/c --output a.html
     python tools/report.py runs/a runs/b runs/c --output all.html
 
-RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script, and shows
-whatever exists, even for a run that crashed or still runs, has no trace, or has damaged files. --against adds the
+RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script. It shows all
+available data, even for a run that crashed, is still running, has no trace, or has damaged files. --against adds the
 curves of other runs and the differing flags. The page of several runs compares them, the best first: losses over
 tokens, time and FLOPs, throughput, and values that differ. Code that a run names is not executed; give it with
 --extension for the plan of a run with custom parts.

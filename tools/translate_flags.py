@@ -4,13 +4,13 @@
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
     python tools/translate_flags.py --list
 
-Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
-script is parsed, not run: variables that it assigns are replaced with their values or defaults, others stay unchanged.
-Arithmetic is computed; a flag whose number depends on a variable without a value is not translated. Branches are
-included if their tests hold or are unknown; stderr lists the flags of branches with unknown tests. If the script has
-#SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has no
-translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks, and
-all results that differ.
+Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
+Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults, others
+stay unchanged. Arithmetic is computed; a flag whose number depends on a variable without a value is not translated.
+Branches are included if their tests hold or are unknown; stderr lists the flags of branches with unknown tests. If the
+script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has
+no translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks,
+and all results that differ.
 """
 
 from __future__ import annotations

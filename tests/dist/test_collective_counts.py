@@ -2,9 +2,9 @@
 
 Per layer, forward and backward together, there are 4 all-reduces of s*b*h elements; with sequence parallelism, 4
 all-gathers and 4 reduce-scatters of the same size, plus the all-gather of each column-parallel layer's input for its
-weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t of its operand, and the other two send (t-1)/t of
-the whole tensor each, so the bytes are equal (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are
-all-to-alls, which send the same number of bytes.
+weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t of its operand. An all-gather and a reduce-scatter
+send (t-1)/t of the whole tensor each, so both variants send the same number of bytes (arXiv 2205.05198, section 4.2.2).
+On CPU, reduce-scatters are all-to-alls, which send the same number of bytes.
 """
 
 from __future__ import annotations

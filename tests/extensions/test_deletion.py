@@ -1,9 +1,8 @@
 """Each built-in extension can be deleted: its flags are gone, errors name the extension if they are given, and a run
 has the same bits.
 
-Several deletions are tried together. For each two extensions of which the first does not need the second, one set
-deletes the second without the first, so an import or a registration that `needs` does not state fails. --whole tries
-each deletion alone.
+Several deletions are tried together. If an extension A does not need an extension B, one of the sets deletes B and
+keeps A. An import or a registration that `needs` does not state then fails. --whole tries each deletion alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, one of them broken: all exit, and the screen ends with the single cause."""
+"""Real ranks under torchrun, one of them broken: all ranks exit, and the screen ends with the one cause."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A value of a wrong type anywhere in a checkpoint's metadata.json, with correct checksums: every reader refuses it in
-one line that names the file, the entry and its rule."""
+"""Values of wrong types in a checkpoint's metadata.json, with correct checksums: every reader refuses them in one line
+that names the file, the entry and its rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiled attention on a GPU with its kernels, compared with the same in fp64 on the CPU."""
+"""Tiled attention with GPU kernels, compared with fp64 attention on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parity matrix: most of its choices in the core suite; a part of all combinations, and the proof that it can fail, as
-campaigns.
+"""Parity matrix. The core suite covers most of its choices. Campaigns run a part of all combinations, and prove that
+the matrix can fail.
 
 --whole runs all of it; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for each
 combination or mutant.

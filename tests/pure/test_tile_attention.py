@@ -185,8 +185,8 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
-    """Return scores [heads, n, m] as flash attention for GPUs defines them: query i of n is aligned with key i + m - n
-    of m and attends to `left` keys before it and `right` keys after it; -1 means all."""
+    """Return scores [heads, n, m] as flash attention for GPUs defines them. Query i of n is aligned with key i + m - n
+    of m, and attends to `left` keys before that key and to `right` keys after it; -1 means all."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     at = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))

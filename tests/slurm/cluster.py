@@ -57,8 +57,8 @@ class Job:
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
     def limit(self, minutes: int = 0) -> None:
-        """Set the job's time limit, as the superuser may. The default ends it soon but leaves SLURM, which checks
-        limits every half minute, the time to send the signal before."""
+        """Set the job's time limit, as the superuser may. The default ends the job soon. It leaves enough time for
+        SLURM, which checks limits every half minute, to send its signal first."""
         hours, ran, seconds = map(int, self.fields()["RunTime"].split(":"))
         soon = (3600 * hours + 60 * ran + seconds + 40) // 60 + 1
         command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes or soon}")

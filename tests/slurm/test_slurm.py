@@ -1,5 +1,5 @@
-"""Jobs of a real one-node SLURM: jobs ended by signals and limits come back by themselves and end bit for bit like the
-undisturbed one; jobs that cannot succeed do not come back."""
+"""Jobs of a real one-node SLURM. Jobs that signals and limits end are requeued, and their results are bit-identical to
+those of an undisturbed job. Jobs that cannot succeed are not requeued."""
 
 from __future__ import annotations
 

@@ -165,8 +165,9 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """Return the configuration with the largest number of layers, if it is not given, and then the largest number of
-    samples in a micro-batch, a power of two, that fit by the plan. Raises ValueError if not even one fits."""
+    """Return the largest configuration that fits by the plan. If the number of layers is not given, it is maximized
+    first; then the number of samples in a micro-batch, a power of two, is maximized. Raises ValueError if not even one
+    fits."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))

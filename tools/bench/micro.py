@@ -137,9 +137,9 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
 
 def attention(config: RunConfig) -> Iterator[Part]:
-    """Yield forward and backward attention with each kernel: of whole samples; in context-parallel tiles; as documents
-    (--reset-attention-mask), one per sample; and with dropout, with its own kernel and in plain torch. TFLOP are those
-    of the causal half, three and a half times the forward's."""
+    """Yield forward and backward attention with each kernel, in these forms: whole samples, context-parallel tiles, and
+    documents (--reset-attention-mask), one per sample. Attention with dropout uses its own kernel and plain torch.
+    TFLOP are those of the causal half, three and a half times the forward's."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -184,9 +184,9 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
-    """Yield attention to selected keys and selection, with the kernels and in plain torch, on the last queries of a
-    sequence, which are also used to compare kernels at the start of a run. TFLOP of attention count the keys that
-    queries attend to, with five GEMMs in the backward."""
+    """Yield attention to selected keys, and the selection, with the kernels and in plain torch. The operands are the
+    last queries of a sequence, on which kernels are also compared at the start of a run. TFLOP of attention count the
+    keys that queries attend to, with five GEMMs in the backward."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 

@@ -79,8 +79,8 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
-    """Return the fraction of padding of first-fit with a few open samples. A document that fits into none of them
-    closes all."""
+    """Return the fraction of padding of first-fit with a few open samples. A document that fits into no open sample
+    closes them all."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
     for places in (sizes - 1).tolist():  # input tokens: the last token of a document is only a label

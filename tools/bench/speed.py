@@ -23,8 +23,8 @@ samples in a round.
 
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
---before compares this program alone with another checkout of it, round by round, and prints the median of the ratios
-after / before. Higher is better for tokens per second, lower for seconds."""
+--before compares this program with another checkout of it, round by round, and prints the median of the ratios after /
+before. Higher is better for tokens per second, lower for seconds."""
 
 from __future__ import annotations
 
@@ -339,8 +339,8 @@ def kind_of(name: str) -> str:
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """Return before, after and ratio (after / before, round by round) of a contestant of this program in another
-    checkout and in this one, or an error message."""
+    """Compare a contestant of this program in another checkout and in this one. Returns the figures before and after
+    and the ratio after / before, round by round, or an error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(

@@ -296,8 +296,8 @@ def processor_name() -> str:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Run a tool's main and exit with its code. It exits with code 2 and one line per problem for user errors, and with
-    130 or 143 if it is interrupted or terminated (by an exception, so that temporary files are removed)."""
+    """Run a tool's main and exit with its code. User errors give code 2 and one line per problem. An interruption gives
+    code 130, and a termination 143; both raise an exception, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()

@@ -161,7 +161,7 @@ class LaunchScript:
         return bool(self._branches) and self._branches[-1].patterns is not None
 
     def _pattern(self, words: list[str], then: str) -> None:
-        """Read patterns of a `case`, up to their parenthesis."""
+        """Read the patterns of a `case` branch, up to the closing parenthesis."""
         branch = self._branches[-1]
         assert branch.patterns is not None
         if words[:1] == ["esac"]:

@@ -14,7 +14,7 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 WITHOUT_DOCUMENTS = (
-    "the samples of this step are from no documents: --mock-data or another --dataset-type made them, so they cannot "
+    "the samples of this step come from no documents: --mock-data or another --dataset-type made them, so they cannot "
     "be decoded; --sample-log has only their origins and checksums"
 )
 """Message about samples that are from no given data set and whose documents the log does not name."""

@@ -1,4 +1,4 @@
-"""Map of ranks to nodes: the coordinates of each rank, the node it is on, and which groups cross nodes.
+"""Map of ranks to nodes: the coordinates and the node of each rank, and the groups that cross nodes.
 
     python tools/pictures/plot_ranks.py --world-size 64 --gpus-per-node 8 --tp 8 --pp 4 --output ranks.svg
     python tools/pictures/plot_ranks.py --trace runs/a/trace/iterations-11-12.json.gz
@@ -151,7 +151,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 IN_ROW = 8
-"""Number of ranks of a node in a row."""
+"""Number of a node's ranks drawn in one row."""
 
 
 def rank_picture(found: RankMap, most_width: float = 15.0) -> Figure:

@@ -57,8 +57,8 @@ def simulated_trace(
 
 
 def problems(trace: Trace) -> list[str]:
-    """Return violations of the format: fields, numbers, slices of a track that overlap without being nested, ends
-    without a beginning, and arrows that begin or end at no slice or point back in time."""
+    """Return violations of the format: wrong fields or numbers, slices of a track that overlap without being nested,
+    ends without a beginning, and arrows that do not connect slices or that point back in time."""
     events: list[Event] = trace["traceEvents"]
     if wrong := [each for number, event in enumerate(events) if (each := malformed(number, event))]:
         return wrong

@@ -100,8 +100,9 @@ class Exact:
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
         self.values = a @ b.t() + added
-        # One rounding per term, and four for the scales, their product and the bias: each is at most 2^-24 of the sum
-        # of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+        # There is one rounding per term, and four more for the scales, their product and the bias. Each error is at
+        # most 2^-24 of the sum of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section
+        # 3.1).
         self.room = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t() + added.abs())
 
     def is_near(self, found: Tensor) -> bool:

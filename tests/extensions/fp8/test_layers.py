@@ -1,5 +1,5 @@
-"""Linear layers in fp8 over tensor-parallel ranks compared with one process, with fp32 instead of bf16 around the
-casts, and expert GEMMs compared with one GEMM of dequantized operands per expert.
+"""Linear layers in fp8 over tensor-parallel ranks are compared with one process, with fp32 instead of bf16 around the
+casts. Expert GEMMs are compared with one GEMM of dequantized operands per expert.
 
 Every rank casts its part of a tensor as one process casts the whole, so only the order of sums differs.
 """

@@ -1,5 +1,5 @@
-"""Casts and sums that are fused into the neighbours of linear layers: the model equals the one without them, bit for
-bit where the order of rounding is the same."""
+"""Casts and sums that are fused into the neighbours of linear layers. The model equals the one without them; if the
+order of rounding is the same, it is bit-identical."""
 
 from __future__ import annotations
 

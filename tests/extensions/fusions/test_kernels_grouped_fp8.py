@@ -1,5 +1,5 @@
-"""fp8 kernels of experts: casts along tokens equal their twin bit for bit; GEMMs are compared with those of the same
-values in fp64, interpreted; their compiled GPU code; and the choice between them."""
+"""fp8 kernels of experts. Interpreted casts along tokens equal their twin bit for bit, and interpreted GEMMs are
+compared with fp64 GEMMs of the same values. Also tests the compiled GPU code and the choice between kernels."""
 
 from __future__ import annotations
 

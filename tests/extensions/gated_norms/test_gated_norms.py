@@ -1,4 +1,4 @@
-"""Gated norms, and the gates of latent attention that models with them have: layouts against one process. The tests of
+"""Gated norms and gated latent attention: layouts compared with one process. The tests of
 Hugging Face families compare logits and gradients with those of transformers."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare every causal language model of the installed transformers with this program's, on tiny random models.
 
-    python -m tests.extensions.hugging_face.sweep                     # all, and how many there are of each verdict
+    python -m tests.extensions.hugging_face.sweep                     # all, and the number of each verdict
     python -m tests.extensions.hugging_face.sweep glm4 olmo --draws 50 --seed 3
 
 The verdicts are: "both ways" (logits and gradients in fp64 equal to 1e-9, and weights and settings unchanged by a round

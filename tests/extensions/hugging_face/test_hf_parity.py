@@ -48,7 +48,7 @@ FIELDS = {flag.field for flag in flags_of("model")}
 
 
 ALONE = [each for each in OTHERS if {*FAMILIES[each].keys.values(), *FAMILIES[each].fixed} <= FIELDS]
-"""Families without an entry in the table of cases whose layers are installed."""
+"""Families that have no entry in the table of cases and whose layers are installed."""
 
 
 @pytest.mark.parametrize("family", ALONE)

@@ -182,7 +182,7 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
-    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # called again in the backward
+    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # recomputed in the backward
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
         assert calls[0]["cu_seqlens"].tolist() == [steps * start for start in (*starts, 48)]
@@ -210,8 +210,9 @@ def test_pattern() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
-    """Count the FLOPs per row of chunks of 64 rows: products of [64, 64] by [64, d] and products with the state, three
-    times; the sums of decays twice, and the gradient of the solution. Recomputation in the backward does not count."""
+    """Count the FLOPs per row of chunks of 64 rows. Products of [64, 64] by [64, d] and products with the state count
+    three times, the sums of decays twice, and the gradient of the solution once. Recomputation in the backward does not
+    count."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

@@ -59,8 +59,9 @@ def test_fp16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", [0.02, 0.5])
 def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bool) -> None:
-    """In addition to fp32 rounding, outputs differ from fp64's by at most ((1 + u)^3 - 1) Y*, states by u S*, where Y*
-    and S* are computed from absolute values, and gradients by three roundings of their norm."""
+    """The errors relative to fp64 are bounded, apart from fp32 rounding. For outputs, the bound is ((1 + u)^3 - 1) Y*,
+    for states u S*, where Y* and S* are computed from absolute values, and for gradients three roundings of their
+    norm."""
     length, unit = 150, 2.0**-8
     rounded = [x.detach().bfloat16() for x in operands(length, decay=decay)[:-1]]
     rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a in fp32, as in the mixer
@@ -102,8 +103,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Count the FLOPs per token of a sample of several chunks, three times: the scores of a group, their weighted sums,
-    states written and read, and projections."""
+    """Count the FLOPs per token of a sample with several chunks. Each of these counts three times: the scores of a
+    group, their weighted sums, states written and read, and projections."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
     shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
     one = with_fields(MAMBA.with_options(own), shape)

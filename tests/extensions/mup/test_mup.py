@@ -51,7 +51,7 @@ def stds(flags: str, *names: str) -> list[float]:
     """Return the standard deviations of initial values."""
     config = config_of(flags)
     initial = replace(config.model.initial, rules=config.optimizer.parameter_rules)
-    metas = metas_of(config_of(flags.replace("--use-mup", "")))  # their initial values are those without rules
+    metas = metas_of(config_of(flags.replace("--use-mup", "")))  # no rule changes their initial values
     found = [initial.complete(replace(metas[name], init=None)).init for name in names]
     return [each.std for each in found if each is not None]
 

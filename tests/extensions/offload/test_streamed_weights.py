@@ -113,8 +113,8 @@ def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:
 
 
 def _evaluated(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Return the losses of evaluations after a step, of the weights and of their averages, and the gradients of a step
-    after them."""
+    """Train one step, evaluate the weights and their averages, and compute the gradients of another step. Returns the
+    evaluation losses and the gradients."""
     with local_run(resolve_legal(parse(flags), world_size), rank, world_size) as run:
         train_step(run)
         batches = run.data.read_batches(run.progress.next_step(run.batch_sizes))

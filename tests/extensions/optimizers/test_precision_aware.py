@@ -85,7 +85,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
 
 
 def test_small_changes_of_a_moment_are_not_lost() -> None:
-    """0.99 times an fp8 number is nearest to that number itself."""
+    """0.99 times an fp8 number rounds back to that number."""
     state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
     for number in range(100):

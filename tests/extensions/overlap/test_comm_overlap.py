@@ -96,7 +96,7 @@ def run_layers(
 
 
 def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
-    """Return the result of `run` and the bytes that it sends, in rings or from neighbour to neighbour."""
+    """Return the result of `run` and the bytes that it sends, both in ring collectives and between neighbours."""
     start, sent = dist.batch_isend_irecv, []
 
     def counting(operations: list[dist.P2POp]) -> Any:

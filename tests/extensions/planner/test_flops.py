@@ -52,8 +52,8 @@ def test_flops_agree_with_torch(style: str) -> None:
 
 
 def test_flops_of_layers_with_heads_of_their_own() -> None:
-    """Keys have 8 channels and values 6: for the 4 heads of one layer, which attend to half of 16 tokens, and for the 6
-    heads of the other one, which attend to 4 - 4² / 32 tokens."""
+    """Keys have 8 channels, and values have 6. The 4 heads of one layer attend to half of 16 tokens, and the 6 heads of
+    the other layer to 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
     assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
 

@@ -335,8 +335,8 @@ def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh
 
 
 def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[int, int]:
-    """Return the peak bytes of forward and backward of the loss over bf16 logits [tokens, 1, vocab / tp] computed by an
-    operation, without the logits themselves, and the bytes of fp32 logits."""
+    """Return (peak bytes of the loss, bytes of fp32 logits). The loss runs forward and backward over bf16 logits
+    [tokens, 1, vocab / tp], which are the result of an operation and do not count."""
     state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
     columns = vocab // world_size
     made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)

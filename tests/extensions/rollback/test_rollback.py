@@ -122,7 +122,8 @@ def test_a_run_that_lost_its_memory_goes_back_to_the_disk(data: str, tmp_path: P
 
 
 def resumes_after_the_rollback(folder: Path, data: str) -> None:
-    """Assert that a checkpoint in the middle of skipped batches records that, under another layout."""
+    """Assert that a checkpoint saved in the middle of skipped batches records them, and resumes under another
+    layout."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --rollback-batches 4")
     told.start("--iterations-to-skip 13 14 15 16")
     run.start("--exit-interval 15")

@@ -83,9 +83,9 @@ _plain_sample = mock_data.MockGPTDataset.__getitem__
 
 
 def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
-    """Return a sample with a mask of random density. Samples 0, 1 and 7 count for nothing, which leaves whole
-    micro-batches, and a whole data-parallel rank if there are several, without loss. In sample 5, the part of one
-    context-parallel rank of two is masked."""
+    """Return a sample with a mask of random density. Samples 0, 1 and 7 are fully masked, so that whole micro-batches,
+    and a whole data-parallel rank if there are several, have no loss. In sample 5, the part of one context-parallel
+    rank of two is masked."""
     random = np.random.default_rng(index)
     mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
     if index in (0, 1, 7):

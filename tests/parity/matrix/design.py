@@ -73,8 +73,9 @@ def illegal_pairs() -> set[Pair]:
 
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
-    """Return a legal combination with `pair`, or None. It starts from a known combination with one of the choices and
-    takes over choices from those with the other one, and random ones, as long as that adds no faults."""
+    """Return a legal combination with `pair`, or None. The search starts from a known combination with one of the
+    choices. It then takes choices from combinations with the other one, and random choices, as long as they add no
+    faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
@@ -93,8 +94,8 @@ def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: in
 
 
 def write_design(seed: int = 0) -> None:
-    """Write the design. It keeps combinations that are still legal and pairs noted as illegal, completes the missing
-    pairs one by one, and lets each new combination cover as many others as it can."""
+    """Write the design. Keep the combinations that are still legal and the pairs noted as illegal. Complete the missing
+    pairs one by one, and let each new combination cover as many others as possible."""
     random, illegal = Random(seed), illegal_pairs()
     chosen = [combination for combination in pairwise() if not faults(combination)]
     known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]
