@@ -2,7 +2,7 @@
 
 The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp), the expert view
 (pp, expt_dp, ep, expt_tp), outermost first, so that rank order and group membership are Megatron-LM's order
-tp-cp-ep-dp-pp; with `use_tp_pp_dp_mapping` dp and pp change places in both.
+tp-cp-ep-dp-pp; with `use_tp_pp_dp_mapping`, dp and pp are swapped in both views.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ParallelDims:
         for order in (self.dense_order, self.expert_order):
             if set(axes) <= set(order):
                 return order
-        raise ValueError(f"no view of the mesh has all of {axes}")
+        raise ValueError(f"no view of the mesh contains all of {axes}")
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in a group along `axes`."""
@@ -136,6 +136,6 @@ class ParallelDims:
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return the ranks at the same position of each instance."""
+        """Return groups of the ranks at the same position in each instance."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

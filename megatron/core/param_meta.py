@@ -23,10 +23,18 @@ If a checkpoint lacks them or has another length, they start empty. A run may ig
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter. `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)),
-    "log_of_uniform" (the logarithm of such numbers), "inverse_softplus" (numbers whose softplus is in that range, with
-    uniform logarithms), "zeros", "ones", "constant" (`value`, several of them repeated along the last dim), or
-    "choices" (whole numbers below `high`, those of a row distinct)."""
+    """Initial values of a parameter.
+
+    Values of `kind`:
+
+    - "normal": mean 0 and standard deviation `std`.
+    - "uniform": numbers in [`low`, `high`).
+    - "log_of_uniform": logarithms of numbers in [`low`, `high`).
+    - "inverse_softplus": numbers whose softplus is in [`low`, `high`), with uniform logarithms.
+    - "zeros" and "ones".
+    - "constant": `value`; several values are repeated along the last dim.
+    - "choices": integers below `high`, distinct within a row.
+    """
 
     kind: str = "normal"
     std: float = 0.0
@@ -63,13 +71,13 @@ Role = Literal[
 """Role of a parameter in the model:
 
 - `embedding`: a table that tokens or positions look up.
-- `hidden`: the weight of a linear map whose inputs and outputs both widen with the model.
-- `packed`: such a weight whose rows are linear maps of several kinds (gates, inputs and step sizes of Mamba-2).
-- `output`: the weight of the logits of the vocabulary.
-- `router`: the weight of the logits of experts.
-- `gate`: the weight of a few numbers for each token, which do not widen with the model.
+- `hidden`: the weight of a linear map whose input and output sizes both grow with the model's width.
+- `packed`: a hidden weight whose rows form several kinds of linear maps (gates, inputs and step sizes of Mamba-2).
+- `output`: the weight that computes the logits of the vocabulary.
+- `router`: the weight that computes the logits of experts.
+- `gate`: the weight that computes a few numbers per token, whose count does not grow with the model's width.
 - `convolution`: a kernel over the last tokens of each channel.
-- `norm`: the weight of a norm, which multiplies what is normalized.
+- `norm`: the weight of a norm, which multiplies the normalized values.
 - `bias`: a vector that is added to the output of a linear map or a norm.
 - `sink`: a logit of each head that attention scores compete with.
 - `vector`: any other vector or scalar, such as a decay or the slope of an activation function.
@@ -155,7 +163,7 @@ class ParamMeta:
             object.__setattr__(self, "fan_in", self.global_shape[-1] if sums else 1)
 
     def __getstate__(self) -> dict[str, object]:
-        """State for copying and pickling, which do not support a read-only mapping."""
+        """Return the state for copying and pickling, which do not support a read-only mapping."""
         return vars(self) | {"sharded": dict(self.sharded)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -171,15 +179,16 @@ class ParamMeta:
 
     @property
     def width_kind(self) -> WidthKind:
-        """How its dims grow with the width: both ("hidden"), only the outputs ("input"), only the inputs ("output").
+        """Kind of the parameter by the dims that grow with the model's width.
 
-        A "vector" has one number per channel.
+        Both grow ("hidden"), only the outputs ("input"), or only the inputs ("output"). A "vector" has one number per
+        channel.
         """
         return WIDTH_KINDS.get(self.role, "vector")
 
     @property
     def layer(self) -> int | None:
-        """Number of its decoder layer, from 0; None if it belongs to no decoder layer."""
+        """Number of the parameter's decoder layer, from 0; None if the parameter belongs to no decoder layer."""
         found = re.match(r"decoder\.layers\.(\d+)\.", self.name)
         return int(found[1]) if found else None
 
@@ -215,7 +224,7 @@ class ParamMeta:
         saved.
 
         It is the first along `replica_axes` and, for a parameter of several stages, on the first of them. Data-parallel
-        ranks get the same answer: they divide the work among themselves.
+        ranks get the same result and divide the work among themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)

@@ -1,5 +1,5 @@
-"""Registries: the named choices for each kind of part, both the library's own and those that extensions add. This
-module does not import torch.
+"""Registries: the named choices for each kind of part, both built in and added by extensions.
+This module does not import torch.
 
 A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
 built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so that
@@ -55,7 +55,7 @@ def _is_protocol(cls: type) -> bool:
 
 
 def _members(protocol: type) -> list[str]:
-    """Names of the members that a Protocol requires, except `__call__`."""
+    """Return the names of the members that a Protocol requires, except `__call__`."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if _is_protocol(base) and base is not Protocol:
@@ -64,7 +64,8 @@ def _members(protocol: type) -> list[str]:
 
 
 def _call_form(protocol: type) -> str | None:
-    """Arguments of a Protocol's `__call__`, with `=` after keyword-only ones; None if it has no `__call__`."""
+    """Return the argument names of a Protocol's `__call__`, with `=` after keyword-only arguments. None if it has no
+    `__call__`, or if the arguments are variadic."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -119,8 +120,8 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check a function that is one of a part's facts. Returns the problem if it cannot be called like `protocol`, and
-    otherwise an empty text."""
+    """Check a function among a part's facts. Returns the problem if it cannot be called like `protocol`, else an empty
+    text."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
@@ -131,8 +132,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         flag: the flag that chooses a part on the command line, for messages.
         facts: makes the facts of a part from the keyword arguments of `register`.
         protocol: the Protocol of the parts. Each part must accept the arguments of its `__call__`, and have its other
-            members. Alternatively a plain class, of which the parts are instances.
-        makes: the Protocol of the objects that parts make when they are called. A part that is a class must have its
+            members. If it is a plain class instead, the parts must be instances of the class.
+        makes: the Protocol of the objects that parts return when they are called. A part that is a class must have its
             members, with methods that accept the same arguments.
     """
 
@@ -190,8 +191,10 @@ class Registry(Collection[str], Generic[P, F, K]):
         return add if part is None else add(part)
 
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
-        """Make `build` call `part`, "module:attribute", instead of the part `name` if `when(*args)` is true. A
-        substitute computes the same function of the same parameters in another way. Configurations keep `name`."""
+        """Make `build` call `part`, "module:attribute", instead of the part `name` if `when(*args)` is true.
+
+        A substitute computes the same function of the same parameters in another way. Configurations keep `name`.
+        """
         self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
@@ -242,12 +245,12 @@ class Registry(Collection[str], Generic[P, F, K]):
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:
-        """Return the names of the parts that a run uses, for kinds whose facts have a `when`: those for which
-        `when(*args)` is true."""
+        """Return the names of the parts that a run uses, which are the parts for which the fact `when(*args)` is
+        true."""
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first of `wanted`, for kinds of which a run has at most one part; None if there is none."""
+        """Return the first name in `wanted`, for kinds of which a run uses at most one part; None if there is none."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

@@ -1,5 +1,4 @@
-"""Tokenizers, under Megatron-LM's names: their interface, two without files, and the construction of
-`--tokenizer-type`.
+"""Tokenizers under Megatron-LM's names: two tokenizers without files, and the function that builds `--tokenizer-type`.
 
 An extension provides the tokenizers that read files; their packages are imported only when they are built.
 """
@@ -18,9 +17,9 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder,
 
 
 class NullTokenizer:
-    """For text that consists of token ids: decimal numbers separated by spaces.
+    """Tokenizer for text that consists of token ids: decimal numbers separated by spaces.
 
-    EOD is the last of the vocab_size ids; the text uses the others.
+    EOD is the last of the vocab_size ids; the text uses the other ids.
     """
 
     bos = None
@@ -30,7 +29,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError for a word that is not a number or not a token id."""
+        """Return the token ids of a text. Raises ValueError for a word that is not a number or not a token id."""
         ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)} must be in 0..{self.vocab_size - 1}")
@@ -54,7 +53,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids. Special tokens have no text; invalid UTF-8 becomes replacement characters."""
+        """Return the text of token ids. Special tokens have no text; invalid UTF-8 becomes replacement characters."""
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
 
     def find(self, token: str) -> int | None:
@@ -83,8 +82,8 @@ def tokenize_beginning(tokenizer: Tokenizer, text: str) -> list[int]:
 def null(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 2:
         raise ValueError(
-            "--tokenizer-type NullTokenizer: needs --vocab-size N, at least 2: the number of token ids, of which the "
-            "last one ends a document"
+            "--tokenizer-type NullTokenizer: needs --vocab-size N, at least 2: the number of token ids. The last "
+            "id ends a document"
         )
     return NullTokenizer(vocab_size)
 
@@ -99,7 +98,7 @@ FILES = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "merges.txt chat_template.jinja generation_config.json".split()
 )
-"""Names of files that a tokenizer may read in addition to the one that a flag names."""
+"""Names of files that a tokenizer may read in addition to the file that a flag names."""
 
 
 def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
@@ -125,7 +124,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     """
     if config.tokenizer_type is None:
         raise ValueError(
-            f"--tokenizer-type: is not given, and no run says which; choose one of {', '.join(TOKENIZERS)}"
+            f"--tokenizer-type: is not given, and no run determines it; choose one of {', '.join(TOKENIZERS)}"
         )
     config = with_local_files(config)
     kind, problems = config.tokenizer_type, list[str]()
@@ -152,12 +151,12 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
 @cache
 def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | None, Tokenizer]:
-    """Tokenizers by the --vocab-size with which they were built."""
+    """Return the cached tokenizers by the --vocab-size with which they were built."""
     return {}
 
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
-    """Return (path, modification time, size) of each file that the flags name, or that is in a folder which they name.
+    """Yield (path, modification time, size) of each file that the flags name, or that is in a folder that they name.
 
     The result is equal as long as the files do not change.
     """

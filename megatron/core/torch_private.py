@@ -1,11 +1,11 @@
 """All names of torch that are not part of its public interface.
 
 torch may rename or remove them in any release. No other module of `megatron` or `tools` uses one
-(`tests/pure/test_tree.py`), so that an update of torch changes this file alone. All names were seen in torch 2.13, and
-`tests/pure/test_torch_private.py` looks each of them up in the installed torch. Each docstring tells what the name is
-for, and what replaces it when it goes.
+(`tests/pure/test_tree.py`), so that an update of torch affects only this file. All names exist in torch 2.13, and
+`tests/pure/test_torch_private.py` looks up each of them in the installed torch. Each docstring describes the name and,
+after "Fallback", what to use if torch removes it.
 
-Two classes override a private method of torch, which cannot be an alias: `IndexReader._slice_file` in
+Two classes override a private method of torch, which cannot be aliased here: `IndexReader._slice_file` in
 `megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles it (without it, check whole
 files before the load), and `NoValues._should_skip_dynamo` in `megatron/extensions/plan/planner/fake_stage.py` only
 saves time (without it, delete the method).
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class AttentionOutputs(Protocol):
-    """Forward of an attention kernel: outputs, log-sum-exps, and what else the backward needs."""
+    """Forward of an attention kernel: returns outputs, log-sum-exps, and further values for the backward."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, *tuple[Tensor, ...]]: ...
 
 
 class AttentionGradients(Protocol):
-    """Backward of an attention kernel: gradients of queries, keys and values."""
+    """Backward of an attention kernel: returns the gradients of queries, keys and values."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-# Operations on lists of tensors, one kernel for many tensors. When one goes: a loop over the tensors.
+# Operations on lists of tensors, with one kernel for many tensors. Fallback: a loop over the tensors.
 
 foreach_add_ = torch._foreach_add_
 """a += b for each pair of tensors. torch 2.13."""
@@ -67,80 +67,84 @@ foreach_zero_ = torch._foreach_zero_
 """Sets each tensor of a list to zero. torch 2.13."""
 
 foreach_norm = torch._foreach_norm
-"""The norm of each tensor of a list. torch 2.13. When it goes: `torch.nn.utils.get_total_norm` for one norm of all."""
+"""The norm of each tensor of a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm` for one norm of all."""
 
 # Operators without a public function
 
 assert_async = torch._assert_async
-"""Asserts on the device, without a wait of the host. torch 2.13. When it goes: leave the check out on GPUs."""
+"""Asserts on the device without blocking the host. torch 2.13. Fallback: omit the check on GPUs."""
 
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-"""Matrix product of fp8 operands with scales. torch 2.13. When it goes: `torch.nn.functional.scaled_mm`, once that
-takes e5m2 operands in tiles."""
+"""Matrix product of fp8 operands with scales. torch 2.13. Fallback: `torch.nn.functional.scaled_mm`, once it supports
+tiled e5m2 operands."""
 
 scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
-"""fp8 matrix products of all experts in one kernel. torch 2.13. When it goes: `torch.nn.functional.scaled_grouped_mm`,
+"""fp8 matrix products of all experts in one kernel. torch 2.13. Fallback: `torch.nn.functional.scaled_grouped_mm`,
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator below `torch.nn.functional.grouped_mm`, which plans answer with a shape. torch 2.13. When it goes: the
-operator that a dispatch mode sees in its place."""
+"""The operator below `torch.nn.functional.grouped_mm`, for which plans return only a shape. torch 2.13. Fallback: the
+operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator below `Tensor.item()`, which plans answer with zero. torch 2.13. When it goes: as above."""
+"""The operator below `Tensor.item()`, for which plans return zero. torch 2.13. Fallback: the operator that a dispatch
+mode sees instead."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
-"""The operator of `resize_storage`, as a dispatch mode sees it. torch 2.13. When it goes: with `resize_storage`."""
+"""The operator of `resize_storage`, as a dispatch mode sees it. torch 2.13. Fallback: the operator of whatever
+replaces `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
-"""`index_put_` that does not read the indices on the host. torch 2.13. When it goes: `Tensor.index_put_`."""
+"""`index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
 
 flash_attention_forward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
-"""FlashAttention-2 on packed documents. torch 2.13. When it goes: `torch.nn.attention.varlen.varlen_attn`."""
+"""FlashAttention-2 on packed documents. torch 2.13. Fallback: `torch.nn.attention.varlen.varlen_attn`."""
 
 flash_attention_backward: AttentionGradients = torch.ops.aten._flash_attention_backward
-"""Gradients of `flash_attention_forward`. torch 2.13. When it goes: autograd of `varlen_attn`."""
+"""Gradients of `flash_attention_forward`. torch 2.13. Fallback: autograd of `varlen_attn`."""
 
 cudnn_attention: AttentionOutputs = torch.ops.aten._scaled_dot_product_cudnn_attention
-"""cuDNN's attention. torch 2.13. When it goes: `scaled_dot_product_attention` under `sdpa_kernel`."""
+"""cuDNN's attention. torch 2.13. Fallback: `scaled_dot_product_attention` under `sdpa_kernel`."""
 
 cudnn_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-"""Gradients of `cudnn_attention`. torch 2.13. When it goes: autograd of `scaled_dot_product_attention`."""
+"""Gradients of `cudnn_attention`. torch 2.13. Fallback: autograd of `scaled_dot_product_attention`."""
 
 cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Flash attention for CPUs, which also returns the log-sum-exp that tiles are merged by. torch 2.13. When it goes:
+"""Flash attention for CPUs, which also returns the log-sum-exp by which tiles are merged. torch 2.13. Fallback:
 `megatron.core.attention.tile_kernels.TorchKernel`."""
 
 cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Gradients of `cpu_attention`. torch 2.13. When it goes: as for `cpu_attention`."""
+"""Gradients of `cpu_attention`. torch 2.13. Fallback: as for `cpu_attention`."""
 
 # Tensors, storages, modules
 
 
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
-    """Equal for tensors that share memory, and for their storage; fake and meta tensors have one too.
+    """Return an id that is equal for tensors that share memory, and for their storage; fake and meta tensors have one
+    too.
 
-    `UntypedStorage._cdata`, torch 2.13. When it goes: `id` of a storage that the caller keeps alive.
+    `UntypedStorage._cdata`, torch 2.13. Fallback: `id` of a storage that the caller keeps alive.
     """
     return (memory.untyped_storage() if isinstance(memory, Tensor) else memory)._cdata
 
 
 def resize_storage(tensor: Tensor, nbytes: int) -> None:
-    """Frees the memory of a tensor with 0, or takes it again; autograd does not see a change of the tensor.
+    """Resize the memory of a tensor: 0 bytes free it, and its full size allocates it again. Autograd sees no change.
 
-    Inductor's operator for FSDP, torch 2.13. When it goes: `tensor.untyped_storage().resize_(nbytes)`, which fake
+    Inductor's operator for FSDP, torch 2.13. Fallback: `tensor.untyped_storage().resize_(nbytes)`, which fake
     tensors do not count.
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, nbytes)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of writes into the memory of a tensor. `Tensor._version`, torch 2.13. When it goes: compare the values."""
+    """Return the number of in-place changes of a tensor. `Tensor._version`, torch 2.13. Fallback: compare the
+    values."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view. `Tensor._is_view`, torch 2.13. When it goes: take it for a view."""
+    """Return whether autograd treats a tensor as a view. `Tensor._is_view`, torch 2.13. Fallback: assume a view."""
     return tensor._is_view()
 
 
@@ -151,28 +155,29 @@ Wrapper = TypeVar("Wrapper", bound=Tensor)
 def wrapper_tensor(
     cls: type[Wrapper], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Wrapper:
-    """Makes a tensor of a subclass, with a shape and no memory, for a `__new__`.
+    """Create a tensor of a subclass in its `__new__`, with a shape but no memory.
 
-    `Tensor._make_wrapper_subclass`, torch 2.13. When it goes: its public successor; DTensor needs one too.
+    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: its public successor; DTensor needs one too.
     """
     make = torch.Tensor._make_wrapper_subclass
     return make(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
 
 
 disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""As `__torch_function__` of a subclass: operations do not look for an override. torch 2.13. When it goes: a
-`__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
+"""Value for a subclass' `__torch_function__`, with which operations do not look for an override. torch 2.13. Fallback:
+a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
 
 
 def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
-    """The forward hooks of a module. `Module._forward_hooks`, torch 2.13. When it goes: keep the handles."""
+    """Return the forward hooks of a module. `Module._forward_hooks`, torch 2.13. Fallback: keep the handles."""
     return module._forward_hooks.values()
 
 
 def is_hooked(module: nn.Module, forward: bool = True) -> bool:
     """Return whether a module has backward hooks or, with `forward`, forward hooks.
 
-    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. When they go: take modules for hooked, which is slower.
+    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. Fallback: assume that modules are hooked, which is
+    slower.
     """
     return bool(module._backward_hooks or (forward and module._forward_hooks))
 
@@ -180,39 +185,40 @@ def is_hooked(module: nn.Module, forward: bool = True) -> bool:
 # Dispatch: fake tensors and modes
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor without values, on which plans are made. torch 2.13. When it goes: its new place; torch.export needs it."""
+"""A tensor without values, which plans use. torch 2.13. Fallback: its new location; torch.export needs it."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Makes tensors fake. torch 2.13. When it goes: as for `FakeTensor`."""
+"""Makes tensors fake. torch 2.13. Fallback: as for `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Sees every operator below autograd. torch documents it, in this private module. torch 2.13. When it goes: its new
-place."""
+"""Base class of modes that intercept every operator below autograd; torch documents it although the module is private.
+torch 2.13. Fallback: its new location."""
 
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
-"""True if a dispatch mode is active. torch 2.13. When it goes: assume one, which initializes in one thread."""
+"""Returns True if a dispatch mode is active. torch 2.13. Fallback: assume that one is, so that one thread initializes
+weights."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
-"""The active dispatch modes. torch 2.13. When it goes: enter the modes by `with` in the second thread."""
+"""Returns the active dispatch modes. torch 2.13. Fallback: enter the modes with `with` in the second thread."""
 
 push_mode = _python_dispatch._push_mode
-"""Enters a dispatch mode of another thread. torch 2.13. When it goes: `mode.__enter__()`."""
+"""Enters a dispatch mode that another thread created. torch 2.13. Fallback: `mode.__enter__()`."""
 
 pop_mode = _python_dispatch._pop_mode
-"""Leaves the innermost dispatch mode. torch 2.13. When it goes: `mode.__exit__(None, None, None)`."""
+"""Leaves the innermost dispatch mode. torch 2.13. Fallback: `mode.__exit__(None, None, None)`."""
 
 tree_flatten = _pytree.tree_flatten
-"""The leaves of nested containers. torch 2.13. When it goes: a recursion over tuples, lists and dicts."""
+"""Returns the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
-"""Rebuilds nested containers from their leaves. torch 2.13. When it goes: as for `tree_flatten`."""
+"""Rebuilds nested containers from their leaves. torch 2.13. Fallback: as for `tree_flatten`."""
 
 
 @contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Suspends the `TorchFunctionMode`s of the caller, `with torch.device(...)` among them.
+    """Suspend the `TorchFunctionMode`s of the caller, `with torch.device(...)` among them.
 
-    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. When they go: run the body in a thread, which has none.
+    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. Fallback: run the body in a thread, which has none.
     """
     modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
     try:
@@ -223,28 +229,28 @@ def no_function_modes() -> Iterator[None]:
 
 
 device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_constructors
-"""Functions that make tensors, to which `with torch.device(...)` applies. torch 2.13. When it goes: use that `with`."""
+"""Returns the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use that `with`."""
 
 
 OpOverload = torch._ops.OpOverload
-"""An operator, as dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. When it goes: annotate `Callable`."""
+"""An operator, as dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. Fallback: annotate `Callable`."""
 
 
 def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
-    """Schema of an operator: its name, arguments and returns.
+    """Return the schema of an operator: its name, arguments and returns.
 
-    The `_schema` of an operator, torch 2.13. When it goes: parse the text of the operator.
+    The `_schema` of an operator, torch 2.13. Fallback: parse the operator's text form.
     """
     return operator._schema
 
 
 def preload_compiler() -> None:
-    """Imports torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. When it goes:
+    """Import torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. Fallback:
     delete the call; each rank then imports it."""
 
 
 def raise_recompile_limit(least: int) -> None:
-    """Permits at least `least` variants of a compiled function. `torch._dynamo.config`, torch 2.13. When it goes:
+    """Permit at least `least` variants of a compiled function. `torch._dynamo.config`, torch 2.13. Fallback:
     `torch.compiler.config.recompile_limit`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, least)
 
@@ -253,10 +259,10 @@ def raise_recompile_limit(least: int) -> None:
 
 
 class AutogradContext(FunctionCtx):
-    """The `ctx` of both passes of an autograd function, for annotations alone: torch makes the objects by itself. Its
-    own `FunctionCtx` is public, but leaves out what a backward reads.
+    """Type of the `ctx` argument of autograd functions, for annotations only: torch creates the objects. torch's public
+    `FunctionCtx` lacks the attributes that a backward reads.
 
-    A function that keeps values of its own on `ctx` declares them in a subclass:
+    A function that stores further attributes on `ctx` declares them in a subclass:
 
         class DropContext(AutogradContext):
             p: float
@@ -267,36 +273,37 @@ class AutogradContext(FunctionCtx):
     """
 
     saved_tensors: tuple[Tensor, ...]
-    """The arguments of `save_for_backward`. An operand that was None is None here too."""
+    """Tensors passed to `save_for_backward`, including None operands."""
 
     needs_input_grad: tuple[bool, ...]
-    """For each argument of the forward, whether its gradient is needed."""
+    """True for each argument of the forward whose gradient is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Saves operands and results of the forward. torch's own annotation leaves out None."""
+        """Save operands and results of the forward. Unlike torch's annotation, this one permits None."""
 
 
 def sequence_number(node: Node) -> int:
-    """Number of a node of the graph: nodes made later have a larger one. `Node._sequence_nr`, torch 2.13. When it goes:
-    count nodes in a saved-tensor hook."""
+    """Return the sequence number of a graph node; later nodes have larger numbers. `Node._sequence_nr`, torch 2.13.
+    Fallback: count nodes in a saved-tensor hook."""
     return node._sequence_nr()
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""The number of the next node that this thread makes. torch 2.13. When it goes: as for `sequence_number`."""
+"""Returns the sequence number of the next node that this thread creates. torch 2.13. Fallback: as for
+`sequence_number`."""
 
 
 def running_node() -> Node | None:
-    """The node whose backward runs in this thread; None outside of a backward.
+    """Return the node whose backward runs in this thread; None outside of a backward.
 
-    `torch._C._current_autograd_node`, torch 2.13. When it goes: a pre-hook on each node that notes it.
+    `torch._C._current_autograd_node`, torch 2.13. Fallback: a pre-hook on each node that records it.
     """
     return torch._C._current_autograd_node()
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls `function` when the backward that runs now ends. `Variable._execution_engine`, torch 2.13. When it goes:
-    the new place of `queue_callback`; FSDP2 uses it."""
+    """Call `function` when the running backward ends. `Variable._execution_engine`, torch 2.13. Fallback: the new
+    location of `queue_callback`; FSDP2 uses it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -304,49 +311,52 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Sets the timeout of the collectives of a group. `_set_pg_timeout`, torch 2.13. When it goes: its public
-    successor, or groups made with their timeout."""
+    """Set the timeout of a group's collectives. `_set_pg_timeout`, torch 2.13. Fallback: its public successor, or
+    groups created with their timeout."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def default_store() -> dist.Store:
-    """The rendezvous store of the default group. `_get_default_store`, torch 2.13. When it goes: pass a store of our
-    own to `init_process_group`."""
+    """Return the rendezvous store of the default group. `_get_default_store`, torch 2.13. Fallback: pass a custom store
+    to `init_process_group`."""
     return distributed_c10d._get_default_store()
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks. `_get_default_group`, torch 2.13. When it goes: `dist.group.WORLD`, which may be None."""
+    """Return the group of all ranks. `_get_default_group`, torch 2.13. Fallback: `dist.group.WORLD`, which may be
+    None."""
     return distributed_c10d._get_default_group()
 
 
 def known_groups() -> distributed_c10d._World:
-    """torch's tables of process groups: their ranks, names, backends. Plans add fake groups to them.
+    """Return torch's tables of process groups: their ranks, names and backends. Plans add fake groups to the tables.
 
-    `distributed_c10d._world`, torch 2.13. When it goes: make fake groups with `dist.new_group` under backend `fake`.
+    `distributed_c10d._world`, torch 2.13. Fallback: create fake groups with `dist.new_group` and the backend `fake`.
     """
     return distributed_c10d._world
 
 
 def fake_work() -> dist.Work:
-    """A collective that is complete at once. `FakeWork`, torch 2.13. When it goes: a `dist.Work` of a `fake` group."""
+    """Return a collective that is already complete. `FakeWork`, torch 2.13. Fallback: a `dist.Work` of a `fake`
+    group."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork()
 
 
 def fake_store() -> dist.Store:
-    """The store of groups of the backend `fake`, which the import registers. `torch.testing._internal`, torch 2.13.
-    When it goes: `dist.HashStore()` and torch's new place of the backend."""
+    """Return a store for groups of the backend `fake`, which the import registers. `torch.testing._internal`, torch
+    2.13.
+    Fallback: `dist.HashStore()` and the new location of the backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def flight_records() -> list[str]:
-    """The records of the flight recorder of each backend, as JSON; without those that this torch lacks.
+    """Return the flight-recorder records of each backend as JSON; backends that this torch lacks are omitted.
 
-    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. When they go: hang reports name no collective.
+    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. Fallback: hang reports that name no collective.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -355,24 +365,24 @@ def flight_records() -> list[str]:
 
 
 def load_symmetric_memory() -> None:
-    """Registers `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. When it goes: its public
-    successor; `--tp-comm-overlap-method ring` does without it."""
+    """Register `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. Fallback: its public
+    successor; `--tp-comm-overlap-method ring` does not need it."""
 
 
 # Files
 
 
 def storage_info(name: str, offset: int, length: int) -> StorageInfo:
-    """Place of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13; its name is part of the file format,
-    so it can move but must stay readable. When it goes: what DCP's own writer puts there."""
+    """Return the location of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13; the name is part of
+    the file format, so it can move but must stay readable. Fallback: the class that DCP's own writer uses."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
-    """torch's own reader of the zip files of `torch.save`. `torch._C.PyTorchFileReader`, torch 2.13. When it goes:
-    `zipfile`, with a refusal of files that the two could read differently."""
+    """Return torch's reader of the zip files that `torch.save` writes. `torch._C.PyTorchFileReader`, torch 2.13.
+    Fallback: `zipfile`, refusing files that the two readers could read differently."""
     return torch._C.PyTorchFileReader(file)
 
 
@@ -380,10 +390,10 @@ def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
 
 
 def matmul_instructions(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of a 16-bit `dtype` on this CPU, and not by emulation.
+    """Return whether this CPU has matrix instructions for a 16-bit `dtype`, so that oneDNN need not emulate them.
 
-    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on those without the instructions. `torch.ops.mkldnn`
-    and `torch.cpu`, torch 2.13. When they go: `torch.cpu.get_capabilities()`.
+    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on CPUs without the instructions. `torch.ops.mkldnn`
+    and `torch.cpu`, torch 2.13. Fallback: `torch.cpu.get_capabilities()`.
     """
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -392,10 +402,10 @@ def matmul_instructions(dtype: torch.dtype) -> bool:
 
 
 def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
-    """Records the allocations of GPUs, and calls a function when memory runs out.
+    """Record GPU allocations, and call a function when memory runs out.
 
     `torch.cuda.memory._record_memory_history` (documented by torch) and `torch._C._cuda_attach_out_of_memory_observer`,
-    torch 2.13. When they go: refuse `--record-memory-history`.
+    torch 2.13. Fallback: refuse `--record-memory-history`.
     """
     torch.cuda.memory._record_memory_history()
     observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
@@ -403,18 +413,19 @@ def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Writes the recorded allocations. `torch.cuda.memory._dump_snapshot`, torch 2.13. When it goes: as above."""
+    """Write the recorded allocations to a file. `torch.cuda.memory._dump_snapshot`, torch 2.13. Fallback: as for
+    `record_memory_history`."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def profiler_options(all_threads: bool) -> _ExperimentalConfig:
-    """Options of `torch.profiler.profile`. `_ExperimentalConfig`, torch 2.13. When it goes: leave the option out;
-    threads beside the first one are then missing from profiles."""
+    """Return options for `torch.profiler.profile`. `_ExperimentalConfig`, torch 2.13. Fallback: omit the option;
+    profiles then contain only the first thread."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=all_threads)
 
 
 def keep_gpu_busy(cycles: int) -> None:
-    """Spins on the GPU. `torch.cuda._sleep`, torch 2.13. When it goes: a long matrix product."""
+    """Keep the GPU busy for a number of cycles. `torch.cuda._sleep`, torch 2.13. Fallback: a long matrix product."""
     torch.cuda._sleep(cycles)

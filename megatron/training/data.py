@@ -91,7 +91,7 @@ class TrainingData:
         return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
 
     def enter(self, phase: Phase) -> None:
-        """Evaluates on the data of a phase from now on, and makes batches for its model."""
+        """Evaluate on the data of a phase from now on, and makes batches for its model."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
         self.train.deal, self.divide = dealer_of(phase.config), divider_of(phase.config)
         for each in self._iterators()[1:]:
@@ -131,7 +131,7 @@ class DealsSamples(Protocol):
 
 
 def dealer_of(config: RunConfig) -> Dealer:
-    """Returns the dealer, chosen by flags, that assigns the samples of a training step to replicas."""
+    """Return the dealer, chosen by flags, that assigns the samples of a training step to replicas."""
     asked = [
         options.dealer(config.model.seq_length)
         for options in config.extension_options
@@ -149,7 +149,7 @@ class DividesSamples(Protocol):
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
-    """Returns the object that divides training samples over context-parallel ranks, or None for the default zig-zag
+    """Return the object that divides training samples over context-parallel ranks, or None for the default zig-zag
     division."""
     asked = (each.divider(config) for each in config.extension_options if isinstance(each, DividesSamples))
     return next((divide for divide in asked if divide is not None), None)

@@ -127,7 +127,7 @@ def extension_flags(
 
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
-    """Imports each extension once in a process: a path that ends in .py, or package.module.
+    """Import each extension once in a process: a path that ends in .py, or package.module.
 
     Returns the names, with absolute paths. Raises ExtensionError.
     """
@@ -140,7 +140,7 @@ def loaded_extensions() -> tuple[str, ...]:
 
 
 def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> None:
-    """Imports the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
+    """Import the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
     config = payload.get("config")
     section = config.get("extensions") if isinstance(config, Mapping) else None
     names = (section.get("extension") if isinstance(section, Mapping) else None) or ()

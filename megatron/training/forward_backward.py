@@ -67,7 +67,7 @@ class ForwardBackward:
     meters: Sequence[Meter]
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
-        """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
+        """Add the gradients of the step's loss sums, times the seed, to the gradient buffers."""
         return self.gradients(self.prepared(step, batches, loss_scale))
 
     def prepared(self, step: Step, batches: list[Batch], loss_scale: float) -> StepInput:
@@ -76,7 +76,7 @@ class ForwardBackward:
         return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
 
     def gradients(self, given: StepInput) -> Sums:
-        """Adds the gradients of prepared micro-batches, as `__call__` does."""
+        """Add the gradients of prepared micro-batches, as `__call__` does."""
         self.ddp.begin_step(len(given.batches), overwrite=self.pipeline.may_overwrite)
         losses = self.pipeline.train(given.scaled, given.seed)
         self.ddp.zero_stale_grads()
@@ -108,7 +108,7 @@ class ForwardBackward:
         return [tensor for meter in self.meters for tensor in meter.step_state()]
 
     def discard_step(self) -> None:
-        """Drops the gradients and counts of a step that will not update the weights."""
+        """Drop the gradients and counts of a step that will not update the weights."""
         self.ddp.zero_grad_buffer()
         for meter in self.meters:
             meter.discard_step()

@@ -127,10 +127,10 @@ class Log(Protocol):
     """The log of a run, on one rank."""
 
     def write(self, record: Record) -> None:
-        """Writes a record to every sink."""
+        """Write a record to every sink."""
 
     def say(self, line: str) -> None:
-        """Prints a line, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
 
     def go_back(self, iteration: int) -> None:
         """Discard the records after an iteration, like the log of a run that resumes there."""
@@ -277,7 +277,7 @@ class Callback:
         self.config = config
 
     def __init_subclass__(cls) -> None:
-        """Raises ValueError for a method on_... of no event, or one that is misspelt, which would never be called."""
+        """Raise ValueError for a method on_... of no event, or one that is misspelt, which would never be called."""
         super().__init_subclass__()
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in vars(cls):
@@ -431,7 +431,7 @@ def storage_of(callback: Callback) -> Stored:
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
-    """Adds what callbacks have watched to a watchdog that is connected, and the analysis of hangs."""
+    """Add what callbacks have watched to a watchdog that is connected, and the analysis of hangs."""
     for callback in callbacks:
         watchdog.watches += callback.watches(watchdog)
         watchdog.status.analysis = callback.hang_analysis(watchdog.status) or watchdog.status.analysis
@@ -440,7 +440,7 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Calls `on_failure` of the callbacks. An error in one must not hide the first error: it becomes a note."""
+    """Call `on_failure` of the callbacks. An error in one must not hide the first error: it becomes a note."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -76,7 +76,7 @@ class Runtime:
         return self.launch.rank == 0
 
     def say(self, message: str) -> None:
-        """Prints a line, on the main rank only."""
+        """Print a line, on the main rank only."""
         if self.is_main:
             print(visible(message), flush=True)
 
@@ -94,7 +94,7 @@ def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
 
 
 def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raises ValueError if --compile is in effect and its compiler is missing."""
+    """Raise ValueError if --compile is in effect and its compiler is missing."""
     if not config.compiles(device.type):
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -108,7 +108,7 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
 
 
 def set_determinism(config: RunConfig) -> None:
-    """Selects deterministic kernels. Call it before building the model, which chooses kernels."""
+    """Select deterministic kernels. Call it before building the model, which chooses kernels."""
     if not config.training.deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -118,7 +118,7 @@ def set_determinism(config: RunConfig) -> None:
 
 
 def connect(config: RunConfig, watchdog: Watchdog) -> None:
-    """Connects this rank to the store of all ranks, before anything that can fail or hang. Raises ValueError if the
+    """Connect this rank to the store of all ranks, before anything that can fail or hang. Raises ValueError if the
     environment is wrong."""
     launch = watchdog.launch
     launch.export(os.environ)
@@ -156,7 +156,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def keep_memory(device: torch.device) -> None:
-    """Lets glibc keep what tensors of any size leave, where training is on the CPU, unless the environment configures
+    """Let glibc keep what tensors of any size leave, where training is on the CPU, unless the environment configures
     malloc.
 
     By default it returns each block above 32 MiB to the system at once, such as the logits, and every step faults in
@@ -170,7 +170,7 @@ def keep_memory(device: torch.device) -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Returns free pages of the C heap to the system, where training is on the CPU and the C library can.
+    """Return free pages of the C heap to the system, where training is on the CPU and the C library can.
 
     glibc keeps what temporary tensors leave in its heap; with the threads of gloo allocating in between, the
     resident size creeps up for hundreds of steps though no tensor is kept.
@@ -187,7 +187,7 @@ def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
 
 
 def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdog: Watchdog | None = None) -> Runtime:
-    """Joins the world and builds its groups. `config` is validated for `launch.world_size`.
+    """Join the world and builds its groups. `config` is validated for `launch.world_size`.
 
     Raises ValueError if the device or backend asked for is not here.
     """
@@ -232,7 +232,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
 
 
 def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -> None:
-    """Sets the timeout of collectives and messages to `minutes`, the value of `flag`."""
+    """Set the timeout of collectives and messages to `minutes`, the value of `flag`."""
     runtime.watchdog.status.limit = f"{flag} {minutes:g}"
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
@@ -241,6 +241,6 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
 
 
 def shut_down() -> None:
-    """Destroys the process groups."""
+    """Destroy the process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -215,7 +215,7 @@ class RunPlan:
         )
 
     def _unit_of_schedule(self, saved: RunConfig) -> str:
-        """Returns the unit of the learning-rate schedule, now and in the run of the checkpoint."""
+        """Return the unit of the learning-rate schedule, now and in the run of the checkpoint."""
         units = "the samples", "the iteration"
         now = units[self.base.training.train_iters is not None]
         before = units[saved.training.train_iters is not None and plan_class(saved) is RunPlan]

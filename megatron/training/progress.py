@@ -105,12 +105,12 @@ class BegunRun(Protocol):
     def resume_from(
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
-        """Loads the newest checkpoint of the folder `load` and says `why` from there. Collective."""
+        """Load the newest checkpoint of the folder `load` and says `why` from there. Collective."""
 
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
     ) -> Progress:
-        """Loads an open checkpoint, which the log calls `source`. Collective."""
+        """Load an open checkpoint, which the log calls `source`. Collective."""
 
 
 class StepsTakenBackError(Exception):
@@ -160,7 +160,7 @@ class Interval:
     samples: int = 0
 
     def add(self, step: Step, loss_and_tokens: Tensor, result: StepResult) -> None:
-        """Adds a step that was made, and its [loss sum, tokens] of this rank."""
+        """Add a step that was made, and its [loss sum, tokens] of this rank."""
         self.results.append(result)
         self.losses.append(loss_and_tokens)
         self.batch_size = step.samples
@@ -168,7 +168,7 @@ class Interval:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Excludes the time spent in this block from the step time."""
+        """Exclude the time spent in this block from the step time."""
         began = time.perf_counter()
         yield
         self.excluded += time.perf_counter() - began

@@ -24,7 +24,7 @@ class RunStep(Protocol):
     """Makes the steps of a run."""
 
     def __call__(self, step: Step) -> None:
-        """Makes a step: the gradients of its batch, and the update."""
+        """Make a step: the gradients of its batch, and the update."""
 
     def finish(self) -> None:
         """End the work in progress when no further step follows."""

@@ -49,7 +49,7 @@ def build_stages(
     passes: PassContext,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
-    """Builds this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
+    """Build this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
     the layout."""
     state, model = runtime.state, config.model
     layout = pipeline_layout(model, config.parallel)
@@ -182,7 +182,7 @@ def build_guard(
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
-    """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective.
+    """Build data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective.
 
     `parts` are all of the run (`Parts.with_registered`); by default those that extensions have registered."""
     phases, state = runtime.phases, runtime.state

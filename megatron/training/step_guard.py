@@ -51,12 +51,12 @@ class StepGuard:
         self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
-        """Remembers a step that was just launched, for `settle`."""
+        """Remember a step that was just launched, for `settle`."""
         assert self._pending is None, f"the verdict on {self._pending} has not been read"
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Reads the verdict on the last step, once, and acts on it. Waits for the device. Collective if the step was
+        """Read the verdict on the last step, once, and acts on it. Waits for the device. Collective if the step was
         not finite.
 
         Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the
@@ -87,7 +87,7 @@ class StepGuard:
         return Verdict(step, result, nan, refused, refused and skipped_before >= self.checks.max_skipped_iterations)
 
     def _count(self, verdict: Verdict) -> None:
-        """Counts a step that does not end the run."""
+        """Count a step that does not end the run."""
         progress, result = self._progress, verdict.result
         progress.skipped_iterations += result.skipped
         progress.scheduled_samples += 0 if result.skipped else verdict.step.samples
@@ -100,7 +100,7 @@ class StepGuard:
         return [finding for finding in findings if finding is not None]
 
     def _end_run(self, verdict: Verdict) -> NoReturn:
-        """Raises the error that ends the run, after a search for the origin of a NaN."""
+        """Raise the error that ends the run, after a search for the origin of a NaN."""
         limit = self.checks.max_skipped_iterations
         allowed = f"{limit} iterations were skipped before, as many as --max-skipped-iterations allows; "
         message = f"{allowed if limit else ''}{verdict}"
@@ -113,7 +113,7 @@ class StepGuard:
         raise BadStepError(message, "; ".join(advice))
 
     def store_means(self) -> None:
-        """Copies the running means into the progress, to be saved. Waits for the device."""
+        """Copy the running means into the progress, to be saved. Waits for the device."""
         if self.judge is not None:
             self._progress.running_means = tuple(self.judge.state.tolist())
 

@@ -75,7 +75,7 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Returns the classes that replace objects of a run's step. Two extensions may not replace the same object,
+    """Return the classes that replace objects of a run's step. Two extensions may not replace the same object,
     which their rules check."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):

@@ -79,7 +79,7 @@ def _step_end(run: TrainingRun) -> None:
 
 
 def _report(run: TrainingRun, log: RunLog) -> None:
-    """Writes the record of the interval, and begins the next one."""
+    """Write the record of the interval, and begins the next one."""
     run.guard.settle()
     record = summarize(run)
     run.measured["lm_loss"] = record["lm_loss"]
@@ -90,7 +90,7 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def save(run: TrainingRun) -> None:
-    """Starts a checkpoint of the current iteration. Collective."""
+    """Start a checkpoint of the current iteration. Collective."""
     run.guard.settle()
     run.guard.store_means()
     with run.timers(SAVE):

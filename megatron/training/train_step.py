@@ -15,7 +15,7 @@ from megatron.training.run import TrainingRun
 
 
 def train_step(run: TrainingRun) -> None:
-    """Makes the next step. Raises BadStepError, on every rank, if the step before ends the run."""
+    """Make the next step. Raises BadStepError, on every rank, if the step before ends the run."""
     progress, step = run.progress, run.progress.next_step(run.batch_sizes)
     if step.iteration in run.passed_over:
         run.interval.passed_over += 1
@@ -57,7 +57,7 @@ class TrainStep:
         run.interval.add(step, sums.loss_and_tokens, result)
 
     def inputs(self, step: Step) -> StepInput:
-        """Reads the micro-batches of a step."""
+        """Read the micro-batches of a step."""
         with self.run.timers("data"):
             batches = self.run.data.read_batches(step, watched=True)
         return self.prepared(step, batches)
@@ -67,13 +67,13 @@ class TrainStep:
         return self.run.forward_backward.prepared(step, batches, self.run.optimizer.loss_scale)
 
     def gradients(self, given: StepInput) -> Sums:
-        """Runs the passes: gradient buffers have the gradients of this rank's micro-batches then."""
+        """Run the passes: gradient buffers have the gradients of this rank's micro-batches then."""
         for meter in self.run.meters:
             meter.begin_step(given.step)
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Updates the weights by the gradients times `factor`, at the rates of the samples that count so far: the step
+        """Update the weights by the gradients times `factor`, at the rates of the samples that count so far: the step
         before is settled."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(

@@ -63,7 +63,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
 
 def train(run: TrainingRun) -> ExitCode:
-    """Trains until the end of the run, an exit condition, or an error. `run` has been started (`start_run`)."""
+    """Train until the end of the run, an exit condition, or an error. `run` has been started (`start_run`)."""
     while goes_on(run):
         pass
     finish(run)
@@ -101,7 +101,7 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Performs the tasks that are due after the step that was just made, or before the next, and returns them."""
+    """Perform the tasks that are due after the step that was just made, or before the next, and returns them."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]

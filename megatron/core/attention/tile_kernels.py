@@ -55,12 +55,12 @@ class Kernel(Protocol):
     """Computes attention in tiles. May return the tiles in another order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        """Yields each tile with its outputs; q, k and v are whole."""
+        """Yield each tile with its outputs; q, k and v are whole."""
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Yields each tile with its gradients; `rows`, q, k and v are whole."""
+        """Yield each tile with its gradients; `rows`, q, k and v are whole."""
 
     @property
     def needs_places(self) -> bool:

@@ -23,26 +23,27 @@ class ActivationFacts:
     """Facts about an activation function."""
 
     gated: bool = False
-    """True if it maps [..., 2f], gates before the values they multiply, to [..., f]; else it keeps the width."""
+    """True if the function maps [..., 2f] to [..., f], where the gates precede the values that they multiply. Other
+    functions keep the width."""
 
     bounded: bool = False
-    """True if --activation-func-clamp-value and --glu-linear-offset apply to it."""
+    """True if --activation-func-clamp-value and --glu-linear-offset apply to the function."""
 
 
 class Activation(Protocol):
     """An activation function, which may be an `nn.Module`."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """x [..., f], or [..., 2f] if it is gated -> [..., f]. f is this rank's part of the width."""
+        """x [..., f], or [..., 2f] if the function is gated -> [..., f], where f is this rank's part of the width."""
 
 
 class MakeActivation(Protocol):
     """Makes the activation function between the two linear layers of one MLP, or of the experts of one layer."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> Activation:
-        """`name` begins the names of its parameters, which have `partial_over=("tp",)` in their `ParamMeta`: each
-        tensor-parallel rank sees a part of the width. `config` is the layer's `TransformerConfig`, and `ctx` its
-        `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the activation function. `name` is the prefix of its parameters' names. The parameters need
+        `partial_over=("tp",)` in their `ParamMeta`, because each tensor-parallel rank sees a part of the width.
+        `config` is the layer's `TransformerConfig`, and `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
 
 
 ACTIVATIONS = Registry("--activation-func", ActivationFacts, protocol=MakeActivation)

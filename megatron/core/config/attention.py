@@ -12,7 +12,7 @@ from megatron.core.config.flag_spec import Condition, flag
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 TABLES = ("learned_absolute", "sinusoidal", "sinusoidal_ctrl")
-"""Kinds of --position-embedding-type that add a vector to the embedding of each token."""
+"""Values of --position-embedding-type that add a position vector to each token's embedding."""
 
 OF_TABLES = " or ".join(f"--position-embedding-type {kind}" for kind in TABLES)
 LOCAL = "--window-size or --attention-chunk-size"
@@ -69,10 +69,9 @@ class RotaryConfig:
     rope_type: str | None = flag(
         None, choices=("rope", "yarn", "proportional"), no_effect_without=ROTARY, effective="rotary_type"
     )
-    """Rotary frequencies: unscaled (rope), scaled to longer sequences by YaRN (yarn), or those of a head that is
-    rotated as a whole, of which only the first pairs of channels, the fraction --rotary-percent of all, are rotated
-    (proportional, as in LFM3). Default: yarn for multi-latent attention, else rope. With --rotary-scaling-factor 1,
-    the default, yarn is the same as rope."""
+    """Rotary frequencies: unscaled (rope), scaled to longer sequences by YaRN (yarn), or spaced over the whole head
+    while only the first --rotary-percent of the channel pairs are rotated (proportional, as in LFM3). Default: yarn
+    for multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, yarn is the same as rope."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
     """YaRN: longest sequence, as a multiple of the original context length."""
@@ -100,7 +99,7 @@ class RotaryConfig:
 
     @property
     def position_table(self) -> bool:
-        """True if a vector of its position is added to the embedding of each token."""
+        """True if a position vector is added to each token's embedding."""
         return self.position_embedding_type in TABLES
 
     @property
@@ -111,15 +110,15 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class SelfAttentionConfig:
-    """Attention's scores, gates and heads."""
+    """Settings of attention scores, gates and heads."""
 
     qk_layernorm: bool = False
     """Normalize queries and keys before the rotary embedding."""
 
     qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
-    """Channels that one norm of --qk-layernorm covers: the channels of one head, with a weight that all heads share
-    (head) or one weight per head (each, as in Command R+), or the channels of all heads together (all, as in OLMo
-    2)."""
+    """Channels that one norm of --qk-layernorm covers: the channels of one head, with one weight shared by all heads
+    (head) or a separate weight per head (each, as in Command R+), or the channels of all heads together (all, as in
+    OLMo 2)."""
 
     qk_layernorm_after_rotary: bool = flag(False, no_effect_without=("--qk-layernorm", ROTARY))
     """Normalize queries and keys after the rotary embedding instead of before it (HunYuan)."""

@@ -45,11 +45,12 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
     def find(self, token: str) -> int | None:
-        """The id of one token by its name, such as "<fim_prefix>"; None if there is none."""
+        """Return the id of a token, such as "<fim_prefix>"; None if the vocabulary does not contain it."""
 
 
 class TokenizerBuilder(Protocol):
-    """Builds a tokenizer of --tokenizer-type; `vocab_size` is --vocab-size. Raises ValueError, which names the flag."""
+    """Builds a tokenizer of --tokenizer-type; `vocab_size` is --vocab-size. Errors are ValueErrors that name the
+    flag."""
 
     def __call__(self, config: TokenizerConfig, vocab_size: int | None) -> Tokenizer: ...
 
@@ -60,7 +61,7 @@ class TokenizerFacts:
     """Fields of TokenizerConfig that must name a file."""
 
     finds_files: bool = False
-    """True if a value may also be a name by which the tokenizer finds its files."""
+    """True if a value of --tokenizer-model may also be a name from which the tokenizer finds its files."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)
@@ -123,7 +124,7 @@ class DatasetConfig(Section):
 
     @property
     def dataset(self) -> str:
-        """Name of the kind of data."""
+        """Effective value of --dataset-type."""
         return self.dataset_type or ("mock" if self.mock_data else "gpt")
 
     @property
@@ -133,7 +134,7 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Name -> prefix of each validation set that has a name. Raises ValueError for one that cannot be read."""
+        """Map the name of each named validation set to its prefix. Raises ValueError if an entry cannot be parsed."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:
@@ -154,7 +155,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """Returns the weight that a word of a data list states, or None if the word is a path."""
+    """Return the weight that a word of a data list states, or None if the word is a path."""
     try:
         return float(word)
     except ValueError:

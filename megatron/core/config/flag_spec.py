@@ -12,15 +12,15 @@ class Condition:
     """Condition on a configuration, expressed in flags, which another flag requires or excludes."""
 
     text: str
-    """`--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or one of several, divided by " or ". It may be
-    followed by ": REASON" and "; REMEDY", which messages quote."""
+    """The condition as text: `--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or several of these
+    joined by " or ". The text may end with ": REASON" and "; REMEDY", which messages quote."""
 
     holds: Callable[[Any], bool] | None = None
     """Returns True if the condition holds for a `RunConfig`; None if `text` is sufficient."""
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """The flags, with ": REASON" or nothing, and the remedy or nothing."""
+        """Split the text into the flags, ": REASON" and the remedy; a missing part is empty."""
         rule, _, remedy = self.text.partition("; ")
         flags, colon, why = rule.partition(": ")
         return flags, colon + why, remedy
@@ -34,7 +34,7 @@ class FlagSpec:
     """Command-line properties of a configuration field, besides its name and type."""
 
     name: str | None = None
-    """Flag that replaces `--field-name`. For a bool that defaults to True, the flag that turns it off."""
+    """Flag to use instead of `--field-name`. For a bool that defaults to True, this flag turns it off."""
 
     aliases: tuple[str, ...] = ()
     """Alternative spellings of the flag, with their dashes."""
@@ -49,8 +49,8 @@ class FlagSpec:
     """True if the flag takes one value and may be given several times; the field holds a tuple."""
 
     path: str | None = None
-    """Kind of files that the value names: "local" for a mounted file system, "stored" for a path there or
-    in a storage that an extension has registered, "url" if any URL is legal too."""
+    """Kind of path that the value names: "local" for a path in a mounted file system, "stored" for a path there or in a
+    storage that an extension has registered, and "url" if any URL is legal too."""
 
     empty_is_none: bool = False
     """True if an empty value means that the flag is not given, as in Megatron-LM. Other flags refuse an empty value."""
@@ -63,12 +63,12 @@ class FlagSpec:
     file may contain it only if a run of the same user has recorded it."""
 
     effective: str | None = None
-    """For a field whose value another field may determine: the property of its configuration section that has the
-    effective value. This value is compared between checkpoint and run."""
+    """Property of the configuration section that holds the effective value, for a field whose value another field may
+    determine. The effective values of checkpoint and run are compared."""
 
     without_effect: bool = False
-    """True if the field affects how a model is computed or monitored, but no result: a resumed run may change it, and
-    --use-checkpoint-args does not restore it."""
+    """True if the field affects only how a model is computed or monitored, and not the results. A resumed run may
+    change the field, and --use-checkpoint-args does not restore it."""
 
     may_change: bool = False
     """True if a resumed run may change the field, such as a learning rate."""
@@ -78,8 +78,8 @@ class FlagSpec:
     checkpoint's value."""
 
     training_only: bool = False
-    """True if the field affects how a model is trained or stored, but not its outputs: a run that starts from weights
-    alone may choose it."""
+    """True if the field affects how a model is trained or stored, but not the model's outputs. A run that loads only
+    the weights may choose another value."""
 
     first_run: bool = False
     """True if a first run needs the flag: plain --help lists only such flags."""
@@ -91,29 +91,31 @@ class FlagSpec:
     """True if the flag determines which parameters are frozen."""
 
     same_setting_as: str | None = None
-    """Field that expresses the same setting: a later source of flags that has one of the two replaces both."""
+    """Field that expresses the same setting. If a later source of flags sets one of the two fields, it replaces
+    both."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    """Bounds of a number, or of each of several."""
+    """Upper bound, exclusive, of the number, or of each number if there are several."""
 
     bounds_reason: str = ""
-    """Reason for the bounds, for messages."""
+    """Reason for the bounds, quoted in messages."""
 
     no_effect_without: Conditions = ()
-    """Conditions without any of which the flag has no effect, which is reported and harmless."""
+    """Conditions of which at least one must hold for the flag to have an effect. If none holds, the run reports it and
+    continues."""
 
     off_without: Conditions = ()
-    """Conditions without any of which the flag has no effect, which is reported; it is turned off before other rules
-    read it."""
+    """Conditions of which at least one must hold for the flag to have an effect. If none holds, the run reports it and
+    turns the flag off before other rules read it."""
 
     needs: Conditions = ()
-    """Conditions without any of which the flag is refused."""
+    """Conditions of which at least one must hold; otherwise the flag is refused."""
 
     excludes: Conditions = ()
-    """Conditions with any of which the flag is refused."""
+    """Conditions of which none may hold; otherwise the flag is refused."""
 
     def broken_bound(self, value: float) -> str | None:
         """Return the rule that a number violates; None if it is within the bounds."""
@@ -146,7 +148,7 @@ def flag(default: Any, *aliases: str, **spec: Any) -> Any:
 
 
 def conditions(given: str | Condition | tuple[str | Condition, ...]) -> Conditions:
-    """One condition or several, each as a text or whole."""
+    """Convert one condition or several, each given as text or as a `Condition`, to a tuple of `Condition`."""
     several = given if isinstance(given, tuple) else (given,)
     return tuple(Condition(each) if isinstance(each, str) else each for each in several)
 
@@ -159,19 +161,20 @@ class Section:
     """One section of a configuration, which also carries the values of flags that extensions define."""
 
     extension_options: tuple[Any, ...] = field(default=(), kw_only=True, metadata={"flag": None})
-    """Instances of the dataclasses of such flags."""
+    """Values of extensions' flags: instances of the dataclasses that define the flags."""
 
     def options(self, cls: type[T]) -> T:
-        """The values of an extension's own flags, `cls` being their dataclass; without any its defaults."""
+        """Return the values of an extension's flags, which the dataclass `cls` defines; its defaults if none are
+        set."""
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
     def without(self, field: str) -> Self:
-        """The same, with the defaults of the extension's flags for fields that it has."""
+        """Return a copy of this section in which the extension's flags that define `field` have their defaults."""
         others = (options for options in self.extension_options if not hasattr(options, field))
         return replace(self, extension_options=tuple(others))
 
     def with_options(self, *options: Any) -> Self:
-        """The same, with `options` replacing entries of the same classes."""
+        """Return a copy of this section in which `options` replace the extension options of the same classes."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))
         return replace(self, extension_options=(*others, *options))

@@ -1,4 +1,4 @@
-"""Parses JSON that may come from anybody. This module does not import torch."""
+"""A JSON parser for untrusted text. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for any text without one, also where the parser of the standard
-    library raises RecursionError, or speaks of settings of Python."""
+    """Parse a JSON text. Raises ValueError for any invalid text, including deeply nested texts, for which the standard
+    library's parser raises RecursionError, and long numbers, for which it suggests changing a Python setting."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,5 +1,5 @@
-"""Layers: what a layer and its residual stream are, in what layers of a model differ, and the patterns of flags that
-state it. This module does not import torch.
+"""Interfaces of layers and residual streams, the kinds of layers in a model, and the parser of layer-pattern flags.
+This module does not import torch.
 
 @LAYERS.register("my_layer")
 class MyLayer(TransformerLayer):
@@ -32,12 +32,12 @@ class LayerModule(Protocol):
 
 
 class Layer(Protocol):
-    """Makes one layer. `megatron.core.transformer.layer.TransformerLayer` is a class to derive from: its `build_mlp`
-    makes the MLP of layers without experts."""
+    """Makes one layer. Custom layers can derive from `megatron.core.transformer.layer.TransformerLayer`, whose
+    `build_mlp` makes the MLP of layers without experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """`name` begins the names of its parameters, `config` is the layer's `TransformerConfig`, and `ctx` its
-        `megatron.core.tensor_parallel.layers.TPContext`, with the number of the layer."""
+        """Create the layer. `name` is the prefix of its parameters' names, `config` is its `TransformerConfig`, and
+        `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
 
 
 LAYERS = Registry("--layer-module", NoFacts, protocol=Layer, makes=LayerModule)
@@ -52,35 +52,37 @@ class ResidualFacts:
     `megatron.core.config.model.TransformerConfig`."""
 
     when: Callable[..., bool]
-    """True if the model has this stream. The first one for which it is true is taken."""
+    """Returns True if the model has this residual stream. The model uses the first registered stream whose `when`
+    returns True."""
 
     width: Callable[..., int]
-    """Channels of the stream between layers, which pipeline stages send to each other."""
+    """Returns the number of channels of the stream between layers, which pipeline stages send to each other."""
 
     recomputed: str = ""
-    """A part of it that --recompute-modules can name."""
+    """Name of the stream's part that --recompute-modules accepts; empty if there is none."""
 
     recomputed_with: str = ""
-    """The flag by which a model has this part."""
+    """Flag that adds the part `recomputed` to a model."""
 
     experts_apart: bool = False
-    """True if a layer of experts gives it the outputs of the shared expert and of the chosen ones side by side."""
+    """True if a layer with experts passes the outputs of the shared expert and of the routed experts to the stream
+    separately."""
 
 
 class ResidualModule(Protocol):
     """Connects one sublayer to the residual stream, an `nn.Module`."""
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
-        """Calls the sublayer with hidden states [s, b, h] of the stream x [s, b, w], and adds its output to the
-        stream: -> [s, b, w]. Under sequence parallelism, s/tp replaces s."""
+        """Call the sublayer with hidden states [s, b, h] computed from the stream x [s, b, w], and add its output to
+        the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp replaces s."""
 
 
 class ResidualClass(Protocol):
-    """A class of residual streams other than hidden states to which outputs are added."""
+    """Class of a residual stream that is not the plain sum of hidden states and sublayer outputs."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Make the connection of one sublayer. `name` is the sublayer's, `config` the layer's `TransformerConfig`, and
-        `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Make the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` the
+        layer's `TransformerConfig`, and `ctx` the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
         """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. A static method."""
@@ -98,17 +100,18 @@ RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, m
 
 @dataclass(frozen=True)
 class Span:
-    """Which earlier tokens of its document a token attends to, itself included. All of them by default."""
+    """The tokens that a token attends to: itself and, by default, all earlier tokens of its document."""
 
     window: int | None = None
-    """Only this number of the last tokens."""
+    """Number of most recent tokens that are visible, including the token itself; None for no window."""
 
     chunk: int | None = None
-    """Attention within a chunk only: documents are cut into chunks of this many tokens (Llama 4)."""
+    """Chunk length in tokens: documents are cut into chunks, and tokens attend only within their chunk (Llama 4). None
+    for no chunks."""
 
     def mean(self, length: int) -> float:
-        """Mean number of tokens that a token of a document of `length` tokens attends to: s/2 by the convention for
-        causal attention, less in a window (w - w^2 / 2s) or in chunks."""
+        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. It is s/2 by
+        the convention for causal attention, and less with a window of w tokens (w - w^2 / 2s) or with chunks."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)
@@ -116,7 +119,7 @@ class Span:
         return w * (1 - w / (2 * length))
 
     def hides(self, length: int) -> bool:
-        """Return whether some token does not see all earlier ones of a document of `length` tokens."""
+        """Return whether any token of a document of `length` tokens cannot attend to all earlier tokens."""
         return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 
@@ -126,34 +129,34 @@ class Rotation:
 
     base: float
     scaled: bool = True
-    """True if the model's scaling of frequencies and interpolation of positions apply."""
+    """True if the model's frequency scaling and position interpolation apply to this embedding."""
 
     percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
 
     channels: int | None = None
-    """Channels of the heads that it rotates; None for those of the model."""
+    """Channels per head in the layers that use this embedding; None for the model's head width."""
 
 
 @dataclass(frozen=True)
 class Sublayers:
-    """A layer's parts: something that mixes tokens, something that mixes channels, or both in this order."""
+    """Sublayers of one layer: a token mixer, an MLP, or both in this order."""
 
     attends: bool = False
-    """True if it has the model's attention."""
+    """True if the layer has the model's attention."""
 
     linear: str | None = None
-    """Name of its mixer, in place of the module of the model's attention."""
+    """Name of the mixer that replaces the model's attention; None if no mixer does."""
 
     mlp: bool = False
-    """True if it has an MLP, dense or of experts."""
+    """True if the layer has an MLP, dense or with experts."""
 
     experts: bool = False
-    """True if its MLP is a mixture of experts."""
+    """True if the layer's MLP is a mixture of experts."""
 
     @property
     def mixes(self) -> bool:
-        """True if it mixes tokens."""
+        """True if the layer has attention or another token mixer."""
         return self.attends or self.linear is not None
 
 
@@ -162,40 +165,44 @@ class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
     span: Span = Span()
-    """Tokens that its attention sees, if it has the model's."""
+    """Tokens that are visible to the layer's attention; has no meaning in a layer without the model's attention."""
 
     rotation: Rotation | None = None
-    """The rotary embedding of its queries and keys; None for none, as in layers without the model's attention."""
+    """Rotary embedding of the layer's queries and keys; None if they are not rotated, as in layers without the model's
+    attention."""
 
     own: tuple[tuple[str, object], ...] = ()
-    """Fields of the configuration that have another value in this layer than in the model, each with that value."""
+    """Configuration fields whose value in this layer differs from the model's, as pairs of field and value."""
 
     tempered: bool = False
-    """True if its queries are scaled by their positions (--attention-temperature-coeff)."""
+    """True if the layer's queries are scaled according to their positions (--attention-temperature-coeff)."""
 
 
 class LayerPattern:
-    """Base of a section of flags that may state the sublayers of each layer, in place of the flags of the model."""
+    """Base class of a section of flags that may specify the sublayers of each layer, overriding the model's flags."""
 
     @property
     def states_layers(self) -> bool:
-        """True if its flags are given."""
+        """True if the flags of this section are given, so that they determine the layers."""
         return False
 
     def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:
-        """Sublayers of each layer and of each multi-token prediction module of a `TransformerConfig`.
+        """Return the sublayers of each layer and of each multi-token prediction module of a `TransformerConfig`.
 
-        Raises ValueError for a pattern that is not legal."""
+        Raises ValueError if the pattern is invalid."""
         raise NotImplementedError
 
 
 MOST_LAYERS = 10**6
-"""Entries that a list may have while it is evaluated."""
+"""Maximum number of entries in a list during its evaluation."""
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Parse a pattern of layers to one bool per layer: a period N, which `of_period(layer, N)` applies, or a list of 0
-    and 1 such as "([0]*3+[1]*58)". Raises ValueError if the text is not legal."""
+    """Parse a layer pattern to one bool per layer.
+
+    The pattern is a period N, to which `of_period(layer, N)` is applied, or a list of 0 and 1 such as "([0]*3+[1]*58)".
+    Raises ValueError if the text is invalid.
+    """
     value = _value_of(text, "is neither a number nor a list of 0 and 1")
     if isinstance(value, int):
         if value < 1:
@@ -205,8 +212,11 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
 
 
 def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
-    """Parses a list of numbers above 0, or from 0 on if that is `least`, one for each layer, such as "([64]*3+[96]*9)";
-    any number of them without `num_layers`. Raises ValueError if the text is not legal."""
+    """Parse a list of numbers, one for each layer, such as "([64]*3+[96]*9)".
+
+    The numbers must be at least `least`. The list may have any length if `num_layers` is None. Raises ValueError if
+    the text is invalid.
+    """
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):
         raise ValueError(f"{value} must be a list with a number for each of {num_layers or 'the'} layers")
@@ -216,23 +226,23 @@ def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[in
 
 
 def each(layer: int, period: int) -> bool:
-    """Layers 0, N, 2N, ..."""
+    """Select layers 0, N, 2N, ... for a period N."""
     return layer % period == 0
 
 
 def last_of_each(layer: int, period: int) -> bool:
-    """Layers N - 1, 2N - 1, ..."""
+    """Select layers N - 1, 2N - 1, ... for a period N."""
     return layer % period == period - 1
 
 
 def all_but_last_of_each(layer: int, period: int) -> bool:
-    """N - 1 layers of N."""
+    """Select the first N - 1 of every N layers, for a period N."""
     return not last_of_each(layer, period)
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Evaluates a text. Raises ValueError with `otherwise`, such as "is not a list of numbers", if it says neither a
-    number nor a list."""
+    """Evaluate a text to a number or a list of numbers. If it is neither, raises ValueError with the text and the
+    message `otherwise`, such as "is not a list of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
@@ -240,8 +250,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Returns a list that has one legal entry for each layer. Raises ValueError, with `what` an entry must be, if it
-    has not."""
+    """Return the list as a tuple if it has one legal entry for each layer; otherwise raise ValueError, with `what` an
+    entry must be."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
     for layer, item in enumerate(value):
@@ -251,8 +261,8 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluates whole numbers, lists of them, sums of lists, and a list times a number. Raises TypeError for anything
-    else."""
+    """Evaluate a syntax tree of integers, lists of integers, sums of lists, and products of a list and an integer.
+    Raises TypeError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

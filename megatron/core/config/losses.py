@@ -39,10 +39,11 @@ class LossClass(Protocol):
     """A class of losses, such as those derived from `megatron.core.models.gpt.loss.TokenLoss`."""
 
     def __call__(self, config: Section, ctx: object) -> Loss:
-        """`config` is the `TransformerConfig`, `ctx` the `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the loss. `config` is the `TransformerConfig`, `ctx` the
+        `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Returns the micro-batch, a `megatron.core.batch.Batch`, after replacing its labels or mask if the loss
+        """Return the micro-batch, a `megatron.core.batch.Batch`, after replacing its labels or mask if the loss
         needs that. A static method."""
 
 
@@ -62,16 +63,18 @@ MOST_COST = 0.01
 """Largest share of a step that `AUTO` may spend on chunking."""
 
 WEIGHT_TOKENS = 320
-"""Tokens whose products with a weight take as long as reading and writing its fp32 gradient: 8 bytes at 2.95 TB/s, and
-6 FLOPs a token at 700 TFLOP/s (H100). Other GPUs that the planner knows have at most as many."""
+"""Number of tokens whose matrix products with a weight take as long as reading and writing the weight's fp32
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The other GPUs
+that the planner knows reach this point with at most as many tokens."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
-    """Returns the number of tokens in a chunk, or 0 for all tokens at once.
+    """Return the number of tokens in a chunk, or 0 for all tokens at once.
 
-    `AUTO` is the smallest size whose chunks, each of which reads and writes the gradient of the head's weight once
-    more, cost at most `MOST_COST` of a step; all tokens at once if none does. The head's share of a step follows from
-    12 h^2 parameters a layer. So it depends on the model alone, not on the device or the layout."""
+    Every chunk reads and writes the gradient of the output layer's weight once more. `AUTO` chooses the smallest size
+    for which this costs at most `MOST_COST` of a step, or all tokens at once if there is no such size. The output
+    layer's share of a step is estimated from 12 h^2 parameters per layer, so the choice depends only on the model, not
+    on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)
@@ -79,8 +82,8 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 
 def parse_chunk(text: str) -> int:
-    """Raises ValueError."""
-    if text in ("auto", str(AUTO)):  # the latter as configurations that are written down have it
+    """Parse a value of --loss-chunk-tokens. Raises ValueError if it is invalid."""
+    if text in ("auto", str(AUTO)):  # saved configurations hold the number
         return AUTO
     if not text.isdecimal():
         raise ValueError("must be auto or a whole number of at least 0")

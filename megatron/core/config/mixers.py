@@ -1,7 +1,7 @@
-"""Mixers of tokens: what a layer has before its MLP, such as attention or a linear attention. This module does not
-import torch.
+"""Token mixers: the sublayer before a layer's MLP, such as attention or linear attention.
+This module does not import torch.
 
-A model has one attention (`--attention-module`). In some layers another mixer may take its place
+A model has one attention module (`--attention-module`). In some layers another mixer may replace it
 (`--experimental-attention-variant`, or a letter of `--hybrid-layer-pattern`). Both are registered here:
 
     @MIXERS.register("moving_average", letter="A")
@@ -30,7 +30,7 @@ class HeadWidths(NamedTuple):
     """Channels of a query or key head."""
 
     rotary: int
-    """Channels of a query or key head that --rotary-percent is a fraction of."""
+    """Channels of a query or key head to which --rotary-percent refers."""
 
     value: int
     """Channels of a value head."""
@@ -38,24 +38,25 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts about an attention that --attention-module chooses. The defaults suit self-attention.
+    """Facts about an attention module that --attention-module chooses. The defaults suit self-attention.
 
     Functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
-    """True if a flag of its own chooses it in place of --attention-module."""
+    """Returns True if the attention module's own flag chooses it, overriding --attention-module."""
 
     widths: Callable[..., HeadWidths] | None = None
-    """Head widths; None for --kv-channels and --value-channels."""
+    """Returns the head widths; None if --kv-channels and --value-channels determine them."""
 
     grouped: bool = True
-    """True if its heads are set by --kv-channels and --num-query-groups, and linear_qkv consists of their rows."""
+    """True if --kv-channels and --num-query-groups determine the heads, and linear_qkv consists of the rows of these
+    heads."""
 
     rotates: bool = False
-    """True if it has a rotary embedding whatever --position-embedding-type is."""
+    """True if the attention module uses a rotary embedding regardless of --position-embedding-type."""
 
     rope_type: str = "rope"
-    """Value of --rope-type if none is given."""
+    """Default of --rope-type for this attention module."""
 
     scales_scores: bool = False
     """True if --mscale-all-dim scales attention scores."""
@@ -66,34 +67,34 @@ class MixerFacts:
     """Facts about a mixer. Functions are called with the model's configuration."""
 
     attention: AttentionFacts | None = None
-    """Facts about an attention of --attention-module; None for a mixer of --experimental-attention-variant."""
+    """Facts about a module of --attention-module; None for a mixer of --experimental-attention-variant."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """(RunConfig, world size) -> each `Problem` of a model that has the mixer."""
+    """Rules: (RunConfig, world size) -> each `Problem` of a model that has the mixer."""
 
     described: Callable[..., str] = lambda config: ""
-    """Text about its heads for a plan, which shows their number and width already."""
+    """Returns a text that a plan adds to the number and width of the mixer's heads."""
 
     letter: str = ""
-    """Letter in --hybrid-layer-pattern."""
+    """Letter that represents the mixer in --hybrid-layer-pattern."""
 
     whole_sequences: bool = False
-    """True if it sees the tokens of all context-parallel ranks."""
+    """True if the mixer uses the tokens of all context-parallel ranks."""
 
     attends: bool = False
-    """True if a variant is the model's attention with something added, whose flags and positions it has."""
+    """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """(configuration, layer, kind that the model's flags state) -> kind of the layer with this mixer."""
+    """(configuration, layer number, layer kind according to the model's flags) -> kind of the layer with this mixer."""
 
     recomputed: str = ""
-    """A part of it that --recompute-modules can name."""
+    """Name of the mixer's part that --recompute-modules accepts; empty if there is none."""
 
     recomputed_with: str = ""
-    """The flag by which a model has this part."""
+    """Flag that adds the part `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
-    """Other mixers that are parts of it, whose flags and rules a model with it has."""
+    """Other mixers that are parts of this mixer. Their flags and rules apply to a model that has it."""
 
 
 class MixerModule(Protocol):
@@ -101,16 +102,16 @@ class MixerModule(Protocol):
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """x [s, b, h] -> [s, b, h], [s/tp, b, h] under sequence parallelism, and s/cp under context parallelism.
-        `context` is the micro-batch's `megatron.core.batch.BatchContext`. A mixer keeps what generation needs of
-        earlier tokens in `context.cache`."""
+        `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer stores its state
+        of earlier tokens in `context.cache`."""
 
 
 class Mixer(Protocol):
     """Makes the mixer of a layer."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """`name` begins the names of its parameters, `config` is the layer's `TransformerConfig`, and `ctx` its
-        `megatron.core.tensor_parallel.layers.TPContext`, with the number of the layer."""
+        """Create the mixer. `name` is the prefix of its parameters' names, `config` is the layer's `TransformerConfig`,
+        and `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
 
 
 MIXERS = Registry("mixer", MixerFacts, protocol=Mixer, makes=MixerModule)
@@ -122,7 +123,7 @@ MIXERS.register("self_attention", _SELF_ATTENTION, attention=AttentionFacts(), l
 
 @dataclass(frozen=True)
 class MixerNames(Collection[str]):
-    """The mixers that one flag chooses among: attentions of the model, or variants of it."""
+    """Mixers that are the choices of one flag: --attention-module or --experimental-attention-variant."""
 
     attentions: bool
 
@@ -136,7 +137,7 @@ class MixerNames(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, name: str) -> str:
-        """File and line of a mixer's registration."""
+        """Return file and line of a mixer's registration."""
         return MIXERS.where(name)
 
 
@@ -148,7 +149,7 @@ ATTENTION_VARIANTS = MixerNames(attentions=False)
 
 
 def attention_facts(name: str) -> AttentionFacts:
-    """Facts about an attention of --attention-module. Raises ValueError if there is none of this name."""
+    """Return the facts about a module of --attention-module. Raises ValueError if the name is not registered."""
     facts = MIXERS.facts(name).attention
     if facts is None:
         raise ValueError(f"--attention-module {name}: must be one of {', '.join(ATTENTION_MODULES)}")
@@ -156,5 +157,6 @@ def attention_facts(name: str) -> AttentionFacts:
 
 
 def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
-    """A layer with the model's attention or a variant, and the MLP that the last fields of `Sublayers` state."""
+    """Return the sublayers of a layer with the model's attention or a variant; `mlp` holds the fields `mlp` and
+    `experts` of `Sublayers`."""
     return Sublayers(variant is None or MIXERS.facts(variant).attends, variant, *mlp)

@@ -1,4 +1,4 @@
-"""The model's configuration: everything that fixes its parameters and what it computes. Does not import torch."""
+"""The model configuration, which determines the parameters and the computation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Round `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelFields):
-    """The model: everything that fixes its parameters and what it computes."""
+    """Model configuration: everything that determines the parameters and the computation."""
 
     @cached_property
     def attention(self) -> str:
@@ -54,12 +54,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Facts about the attention sublayer that only attention mixers have."""
+        """Facts about the attention sublayer that apply only to attention modules."""
         return attention_facts(self.attention)
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """Facts about the attention sublayer, which all mixers have."""
+        """Facts about the attention sublayer that apply to all mixers."""
         return MIXERS.facts(self.attention)
 
     @property
@@ -82,25 +82,26 @@ class TransformerConfig(ModelFields):
 
     @property
     def head_counts(self) -> tuple[int, int, int, int]:
-        """Heads of a query group in linear_qkv: queries, gates of their outputs, keys, values."""
+        """Heads per query group in linear_qkv: numbers of query, output-gate, key and value heads."""
         queries, gated = self.queries_per_group, self.attention_output_gate or self.head_wise_attn_gate
         return queries, queries if gated else 0, 1, 1
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows of linear_qkv of each of these. A gate of a whole head is one number."""
+        """Rows per query group in linear_qkv for queries, output gates, keys and values. A gate of a whole head has one
+        row."""
         key, value = self.head_dim, self.value_head_dim
         widths = key, 1 if self.head_wise_attn_gate else value, key, value
         return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
 
     @property
     def has_even_heads(self) -> bool:
-        """True if queries, gates, keys and values have heads of one width."""
+        """True if the heads of queries, gates, keys and values all have the same width."""
         return self.group_rows == tuple(count * self.head_dim for count in self.head_counts)
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads: the query heads themselves without GQA."""
+        """Number of key/value heads; without GQA, the number of query heads."""
         if self.group_query_attention and self.num_query_groups:
             return self.num_query_groups
         return self.num_attention_heads
@@ -112,24 +113,24 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Kind of layer `number`; multi-token prediction modules count on from the layers. Raises ValueError if a
-        pattern cannot be read."""
+        """Return the kind of layer `number`; multi-token prediction modules are numbered after the last layer. Raises
+        ValueError if a layer pattern is invalid."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
-        """The configuration by which layer `number` is built: fields have the values that they have there."""
+        """Return the configuration of layer `number`: this configuration with the layer's own field values."""
         own = self.layer(number).own
         change: Callable[..., TransformerConfig] = replace
         return change(self, **dict(own)) if own else self
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, by number. Raises ValueError if a pattern of layers cannot be read."""
+        """Kind of each layer, by number. Raises ValueError if a layer pattern is invalid."""
         return self._kinds[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
-        """Kinds of the layers of multi-token prediction. Raises ValueError if a pattern of layers cannot be read."""
+        """Layer kinds of the multi-token prediction modules. Raises ValueError if a layer pattern is invalid."""
         return self._kinds[self.num_layers :]
 
     @cached_property
@@ -138,7 +139,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def _sublayers(self) -> tuple[Sublayers, ...]:
-        """Sublayers of all layers, followed by those of multi-token prediction modules, which equal the last layer."""
+        """Sublayers of all layers and of the multi-token prediction modules, which copy the last layer."""
         if (stated := self.stated_layers) is not None:
             return stated
         variant = self.experimental_attention_variant
@@ -147,19 +148,25 @@ class TransformerConfig(ModelFields):
         return self._with_last_repeated(found)
 
     def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
-        """Values by layer and multi-token prediction module: modules equal the last layer."""
+        """Append the last layer's value for each multi-token prediction module."""
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Values by layer and multi-token prediction module: attention spans and rotations of modules follow their own
-        layer numbers, unless --mtp-layer-kind says otherwise."""
+        """Append a value for each multi-token prediction module according to --mtp-layer-kind: module k has the value
+        of layer k (own_number) or of the last layer. Used for attention spans and rotary embeddings."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
 
     def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
-        """The kind of a layer with these sublayers, an MLP of the width `ffn`, and attention that sees few tokens
-        (`local`) or has a rotary embedding."""
+        """Return the kind of a layer with these sublayers.
+
+        Args:
+            parts: The layer's sublayers.
+            local: Whether its attention has a sliding window or chunks.
+            rotated: Whether its queries and keys are rotated.
+            ffn: Width of its MLP.
+        """
         has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
         width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
         if not parts.attends:
@@ -176,32 +183,32 @@ class TransformerConfig(ModelFields):
 
     @property
     def pattern(self) -> LayerPattern | None:
-        """The flags that state sublayers layer by layer; None if each layer has a mixer and an MLP."""
+        """Flags that specify the sublayers of each layer; None if each layer has a mixer and an MLP."""
         patterns = (options for options in self.extension_options if isinstance(options, LayerPattern))
         return next((options for options in patterns if options.states_layers), None)
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
-        """Sublayers of all layers, followed by those of multi-token prediction modules, if a pattern gives them. Raises
-        ValueError if it cannot be read."""
+        """Sublayers of all layers and multi-token prediction modules as a pattern specifies them; None without a
+        pattern. Raises ValueError if the pattern is invalid."""
         return None if self.pattern is None else self.pattern.stated_layers(self)
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the linear attentions that the model has, and of their parts. Raises ValueError if a pattern of
-        layers cannot be read."""
+        """Names of the model's linear attentions and of their parts. Raises ValueError if a layer pattern is
+        invalid."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
         return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with a dense MLP. Raises ValueError if a pattern of layers cannot be read."""
+        """Numbers of the layers with a dense MLP. Raises ValueError if a layer pattern is invalid."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with a mixture of experts. Raises ValueError if --moe-layer-freq cannot be read."""
+        """Numbers of the layers with a mixture of experts. Raises ValueError if --moe-layer-freq is invalid."""
         return tuple(number for number, moe in enumerate(self.expert_pattern) if moe)
 
     @property
@@ -226,7 +233,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotary(self) -> bool:
-        """True if there is a rotary embedding."""
+        """True if the model uses a rotary embedding."""
         return self.position_embedding_type == "rope" or self.attention_facts.rotates
 
     @property
@@ -236,7 +243,7 @@ class TransformerConfig(ModelFields):
         return tuple(self.rotary and not skips for skips in skipped)
 
     def unreadable_patterns(self) -> dict[str, str]:
-        """Field -> error of each pattern of layers that cannot be read, of features that the model does not have."""
+        """Find invalid layer patterns of features that the model does not use. Returns field -> error."""
         found = {}
         for name, present in (
             ("moe_layer_freq", self.num_experts is not None),
@@ -252,15 +259,15 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """For each layer, True if it has a part that is `present` in the model: in all layers, or in those of a
-        text."""
+        """Return, for each layer, whether it has a feature: `present` for all layers without a pattern `text`,
+        otherwise as the pattern states."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
 
     @property
     def local_span(self) -> Span:
-        """Tokens that attention sees in layers with a sliding window or chunks."""
+        """Tokens that are visible to attention in layers with a sliding window or chunks."""
         return Span(self.window_size, self.attention_chunk_size)
 
     @property
@@ -276,7 +283,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_own(self) -> tuple[tuple[str, object], ...]:
-        """Fields that have another value in layers with a sliding window or chunks."""
+        """Fields, with their values, that differ from the model's in layers with a sliding window or chunks."""
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
@@ -290,14 +297,14 @@ class TransformerConfig(ModelFields):
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """MLP width of each layer that has an MLP. Raises ValueError if --ffn-hidden-size-pattern cannot be read."""
+        """MLP width of each layer that has an MLP. Raises ValueError if --ffn-hidden-size-pattern is invalid."""
         if self.ffn_hidden_size_pattern is None:
             return (self.ffn_size,) * self.num_layers
         return layer_numbers(self.ffn_hidden_size_pattern, self.num_layers)
 
     @property
     def mtp_depths(self) -> int:
-        """Depths of multi-token prediction; 0 without it."""
+        """Number of multi-token prediction depths; 0 without multi-token prediction."""
         return self.mtp_num_layers or 0
 
     @property
@@ -310,7 +317,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def activation_flags(self) -> tuple[str, ...]:
-        """The activation functions that a flag of their own names."""
+        """Activation functions that are chosen by their own flags, such as --swiglu."""
         given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
         return tuple(name for name, asked in given.items() if asked)
 
@@ -321,11 +328,11 @@ class TransformerConfig(ModelFields):
 
     @cached_property
     def residual(self) -> str | None:
-        """Name of the residual stream; None for hidden states to which outputs are added."""
+        """Name of the registered residual stream; None for the plain sum of hidden states and sublayer outputs."""
         return RESIDUALS.chosen(self)
 
     def has_recomputed(self, part: str) -> bool:
-        """Return whether the model has a part of --recompute-modules."""
+        """Return whether the model has `part`, a choice of --recompute-modules."""
         if part in ("moe", "moe_act"):
             return self.num_experts is not None
         if part == "shared_experts":
@@ -347,7 +354,7 @@ class TransformerConfig(ModelFields):
         return self.rotated_channels(self.rotation)
 
     def rotated_channels(self, rotation: Rotation) -> int:
-        """Channels of a query or key head that a rotary embedding rotates."""
+        """Return the number of channels of a query or key head that `rotation` rotates."""
         return int((rotation.channels or self.head_widths.rotary) * rotation.percent)
 
     @property
@@ -361,14 +368,14 @@ class TransformerConfig(ModelFields):
         return self.rotary_type == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
-        """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
-        (arXiv 2309.00071, section 3.4; DeepSeek's with `mscale`)."""
+        """Return YaRN's scale factor of queries and keys, which keeps attention as sharp at longer contexts
+        (arXiv 2309.00071, section 3.4). `mscale` is DeepSeek's coefficient."""
         longer = self.yarn and self.rotary_scaling_factor > 1
         return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
 
     @property
     def rotary_mscale(self) -> float:
-        """Factor of the rotated channels of queries and keys."""
+        """Scale factor of the rotated channels of queries and keys."""
         return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
 
     @property
@@ -381,7 +388,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_output_size(self) -> int:
-        """Channels of the values of all query heads, from which the output is projected."""
+        """Input width of attention's output projection: the value channels of all query heads."""
         return self.num_attention_heads * self.value_head_dim
 
     @property
@@ -390,18 +397,19 @@ class TransformerConfig(ModelFields):
 
     @property
     def expert_io_size(self) -> int:
-        """Channels that experts read and write."""
+        """Input and output width of the experts."""
         return self.moe_latent_size or self.hidden_size
 
     @property
     def attention_scale(self) -> float:
-        """Factor of attention scores."""
+        """Scale factor of attention scores."""
         of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.attention_facts.scales_scores else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
 
     @property
     def attends_in_tiles(self) -> bool:
-        """True if kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
+        """True if tile kernels compute all attention, because torch's kernels do not support biases, sinks or score
+        caps."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property
@@ -410,7 +418,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding; independent of the layout."""
+        """Rows of the word embedding, which do not depend on the layout."""
         assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
         return self.pad_vocab_size_to or round_up(self.vocab_size, self.make_vocab_size_divisible_by)
 
@@ -421,8 +429,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def initial(self) -> InitPolicy:
-        """Initial values of parameters by their roles. Weights whose output is added to the residual stream are
-        smaller, so that the stream's variance does not grow with depth."""
+        """Initial values of parameters, by role. Weights whose output is added to the residual stream start smaller, so
+        that the stream's variance does not grow with depth."""
         of_layer = 2 if self.pattern is None else 1
         std, of_embeddings = self.init_method_std, self.embedding_init_method_std
         return InitPolicy(
@@ -435,7 +443,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Kinds of all layers, followed by those of the multi-token prediction modules. Equal models share them."""
+    """Return the kinds of all layers and multi-token prediction modules. Equal configurations share one result."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

@@ -24,18 +24,18 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Parts of some models -> the flag by which a model has them."""
+"""Parts that only some models have -> the flag that adds the part."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Parts -> a larger part that includes them."""
+"""Part -> the larger part that includes it."""
 
 
 class RecomputedParts(Collection[str]):
-    """Choices of --recompute-modules: those of every layer, and those that mixers and residual streams add."""
+    """Choices of --recompute-modules: the parts of every layer, and the parts that mixers and residual streams add."""
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Part of a mixer or a residual stream -> the flag that turns it on in a model."""
+        """Return, for each part of a mixer or a residual stream, the flag that adds it to a model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.recomputed_with) for facts in streams]
@@ -51,17 +51,18 @@ class RecomputedParts(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, part: str) -> str:
-        """File and line where the mixer or residual stream of a part is registered; empty for parts of every model."""
+        """Return file and line where the part's mixer or residual stream is registered; empty for parts of every
+        model."""
         owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
         owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
         return owners[0] if owners else ""
 
     def needs(self, part: str) -> str:
-        """The flag by which a model has a part; empty for parts of every model."""
+        """Return the flag that adds a part to a model; empty for parts of every model."""
         return (NEEDED_BY | self.stated()).get(part, "")
 
     def within(self, part: str) -> str | None:
-        """A larger part that includes it."""
+        """Return the larger part that includes `part`; None if there is none."""
         return WITHIN.get(part)
 
 
@@ -110,11 +111,12 @@ class RecomputeConfig:
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
-        """Parts of each layer that selective recomputation computes again."""
+        """Parts of each layer that selective recomputation recomputes."""
         return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
 
     def recomputes(self, module: str) -> bool:
-        """Return whether selective recomputation computes `module` again, and not a larger one that includes it."""
+        """Return whether selective recomputation recomputes `module` itself rather than a larger part that includes
+        it."""
         named = self.recomputed_modules
         return module in named and RECOMPUTED_PARTS.within(module) not in named
 
@@ -128,10 +130,10 @@ class ModelFields(
     RecomputeConfig,
     Section,
 ):
-    """Flags of the model. `megatron.core.config.model.TransformerConfig` adds what follows from them."""
+    """Flags of the model. `megatron.core.config.model.TransformerConfig` adds the values derived from these flags."""
 
     num_layers: int = flag(0, first_run=True)
-    """Transformer layers."""
+    """Number of transformer layers."""
 
     hidden_size: int = flag(0, first_run=True)
     """Width h of the residual stream."""
@@ -145,7 +147,7 @@ class ModelFields(
     experts have no effect. Default: --ffn-hidden-size for all layers."""
 
     num_attention_heads: int = flag(0, first_run=True)
-    """Query heads."""
+    """Number of query heads."""
 
     kv_channels: int | None = flag(None, effective="head_dim")
     """Width of one head; default hidden-size / num-attention-heads."""
@@ -154,10 +156,10 @@ class ModelFields(
     """Share keys and values among groups of query heads (GQA)."""
 
     num_query_groups: int | None = flag(None, effective="query_groups", first_run=True)
-    """Key/value heads under --group-query-attention."""
+    """Number of key/value heads under --group-query-attention."""
 
     seq_length: int = flag(0, training_only=True, first_run=True)
-    """Tokens s in a training sample."""
+    """Number of tokens s in a training sample."""
 
     max_position_embeddings: int | None = flag(None, effective="max_positions")
     """Longest sequence that the model supports; default seq-length."""
@@ -252,7 +254,7 @@ class ModelFields(
     """Remove the bias of all linear layers, including experts and the router."""
 
     add_qkv_bias: bool = False
-    """Add a bias to the query-key-value projection, even with --disable-bias-linear."""
+    """Add a bias to the query-key-value projection, even under --disable-bias-linear."""
 
     add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
     """Add a bias to the output projection of attention, even with --disable-bias-linear."""

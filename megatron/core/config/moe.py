@@ -23,43 +23,45 @@ class RouterFacts:
     """Facts about a router. Functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
-    """(configuration, layer) -> True if it routes the layer's tokens. The last one for which it is true is taken."""
+    """(configuration, layer number) -> True if the router applies to the layer. If several routers apply, the layer
+    uses the one registered last."""
 
     scores: tuple[str, ...] = ()
-    """Values of --moe-router-score-function. Its `make_scores` makes these scores, also for other routers."""
+    """Values of --moe-router-score-function that the router defines. Its `make_scores` makes these scores, also for
+    other routers."""
 
     losses: tuple[str, ...] = ()
-    """Values of --moe-router-load-balancing-type that are auxiliary losses. Several can be added."""
+    """Values of --moe-router-load-balancing-type that are auxiliary losses. A run may combine several."""
 
     balancings: tuple[str, ...] = ()
-    """Other values of --moe-router-load-balancing-type, each of which is given alone."""
+    """Other values of --moe-router-load-balancing-type, which cannot be combined."""
 
     fixed_scores: Callable[..., str | None] = lambda config: None
-    """Kind of scores (`MoEConfig.moe_router_scores`) that the router uses, whatever --moe-router-score-function is;
-    None if it uses that flag."""
+    """Returns the kind of scores (`MoEConfig.moe_router_scores`) that the router always uses; None if
+    --moe-router-score-function determines it."""
 
     training_only: bool = False
-    """True if it chooses as the router before it does except in training, so that a trained model has no trace of it.
-    """
+    """True if the router differs from the previously registered one only in training, so that a trained model does not
+    depend on it."""
 
 
 class Scores(Protocol):
     """Functions of a router's logits [..., E]."""
 
     def ranked(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] that rank the experts: the k largest are chosen."""
+        """Return the scores [..., E] that rank the experts: the k experts with the largest scores are chosen."""
 
     def summed(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] whose sums rank groups of experts."""
+        """Return the scores [..., E] whose sums rank groups of experts."""
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Weights [..., k] of the experts `chosen` [..., k]."""
+        """Return the weights [..., k] of the experts `chosen` [..., k]."""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., E], which sum to 1, for the balancing losses."""
+        """Return probabilities [..., E], which sum to 1, for the balancing losses."""
 
     def positive(self, logits: Tensor) -> Tensor:
-        """Scores [..., E] to which the expert bias is added."""
+        """Return the scores [..., E] to which the expert bias is added."""
 
 
 class RouterModule(Protocol):
@@ -74,11 +76,11 @@ class RouterClass(Protocol):
     """A class of routers, such as those derived from `megatron.core.moe.router.TopKRouter`."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """`name` begins the names of its parameters, `config` is the layer's `TransformerConfig`, and `ctx` its
-        `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the router. `name` is the prefix of its parameters' names, `config` is the layer's
+        `TransformerConfig`, and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Make the scores that `config.moe_router_scores` names, which are among its facts. A static method."""
+        """Make the scores that `config.moe_router_scores` names, one of `RouterFacts.scores`. A static method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -94,7 +96,7 @@ ROUTERS.register(
 
 
 def router_of(config: Section, number: int, in_training: bool = True) -> str:
-    """The router of layer `number` of a model, or of the trained model if it is not `in_training`."""
+    """Return the name of the router of layer `number`, in training or (`in_training` False) in the trained model."""
     wanted = ROUTERS.wanted(config, number)
     return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
 
@@ -115,14 +117,14 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """The router that states a value. Raises ValueError unless exactly one does."""
+        """Return the name of the router that lists a value. Raises ValueError unless exactly one does."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(f"{value} must be stated by one router, and is by {' and '.join(stating) or 'none'}")
         return stating[0]
 
     def where(self, value: str) -> str:
-        """File and line where the router that states a value is registered."""
+        """Return file and line where the router that lists a value is registered."""
         return ROUTERS.where(self.router(value))
 
 
@@ -130,7 +132,7 @@ SCORE_FUNCTIONS = RouterValues(lambda facts: facts.scores)
 """Choices of --moe-router-score-function."""
 
 BALANCING_LOSSES = RouterValues(lambda facts: facts.losses)
-"""Choices of --moe-router-load-balancing-type that can be added."""
+"""Choices of --moe-router-load-balancing-type that can be combined."""
 
 BALANCINGS = RouterValues(lambda facts: (*facts.losses, *facts.balancings))
 """Choices of --moe-router-load-balancing-type."""
@@ -150,7 +152,7 @@ class MoEConfig:
     """Number of experts E in each mixture-of-experts (MoE) layer. Default: every layer is dense."""
 
     moe_layer_freq: str = flag("1", effective="moe_layers")
-    """Which layers are MoE: N for layers 0, N, 2N, ..., or a list of 0 and 1 for all layers, as "([0]*3+[1]*58)"."""
+    """MoE layers: N for layers 0, N, 2N, ..., or a list with 0 or 1 for each layer, such as "([0]*3+[1]*58)"."""
 
     moe_ffn_hidden_size: int | None = flag(None, effective="moe_ffn_size")
     """Width of one expert; default ffn-hidden-size."""
@@ -268,7 +270,8 @@ class MoEConfig:
     """Smallest capacity of an expert for one sequence, in tokens, if capacity is limited."""
 
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), no_effect_without=CAPACITY)
-    """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""
+    """Tokens to drop beyond the capacity: the tokens with the smallest weights (probs), or the last tokens
+    (position)."""
 
     moe_token_dispatcher_type: str = flag(
         "allgather", choices=("allgather", "alltoall"), without_effect=True, training_only=True
@@ -284,12 +287,14 @@ class MoEConfig:
 
     @property
     def moe_choices(self) -> int:
-        """Number of choices of a router: experts, then zero-computation experts; 0 in a dense model."""
+        """Number of experts among which a router chooses, zero-computation experts included; 0 in a dense model."""
         return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:
-        """Sum of the coefficients of auxiliary losses of these types."""
-        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)  # a rule counts them
+        """Return the sum of the coefficients of auxiliary losses of these types."""
+        pairs = zip(
+            self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False
+        )  # a rule checks the lengths
         return sum(coefficient for kind, coefficient in pairs if kind in types)
 
     @property
@@ -299,7 +304,7 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), or another name in
+        """Kind of scores: softmax (over the selected experts), pre_softmax (over all experts), or another name in
         SCORE_FUNCTIONS."""
         fixed = [scores for name in ROUTERS if (scores := ROUTERS.facts(name).fixed_scores(self)) is not None]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"

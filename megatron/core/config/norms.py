@@ -30,7 +30,7 @@ class NormFacts:
     """True if the norm has a bias by default."""
 
     standard: bool = False
-    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs compute, too."""
+    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs support, too."""
 
 
 class NormModule(Protocol):
@@ -44,9 +44,15 @@ class Norm(Protocol):
     """Makes a norm over the last dim."""
 
     def __call__(self, name: str, size: int, config: Section, ctx: object, partial_over: tuple[str, ...]) -> nn.Module:
-        """`name` begins the names of its parameters, which have the role "norm" and this `partial_over` in their
-        `ParamMeta`. `size` is the number of channels, `config` the layer's `TransformerConfig`, and `ctx` its
-        `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the norm.
+
+        Args:
+            name: Prefix of its parameters' names.
+            size: Number of channels.
+            config: The layer's `TransformerConfig`.
+            ctx: The layer's `megatron.core.tensor_parallel.layers.TPContext`.
+            partial_over: `ParamMeta.partial_over` of its parameters, whose role is "norm".
+        """
 
 
 NORMALIZATIONS = Registry("--normalization", NormFacts, protocol=Norm, makes=NormModule)
@@ -105,7 +111,7 @@ class NormConfig:
 
     @property
     def norms_apart(self) -> bool:
-        """True if the MLP has a norm for its input, separate from that of attention."""
+        """True if the MLP's input has a norm of its own, separate from attention's input norm."""
         return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
 
     @property

@@ -49,7 +49,7 @@ class OptimizerConfig(Section):
     """Consumed samples at which the decay ends; default: train-samples."""
 
     lr_decay_tokens: int | None = flag(None, same_setting_as="lr_decay_iters")
-    """Consumed tokens at which the decay ends; instead of the other two."""
+    """Consumed tokens at which the decay ends; replaces --lr-decay-iters and --lr-decay-samples."""
 
     lr_warmup_iters: int = flag(0, first_run=True)
     """Iterations of linear warm-up."""
@@ -58,7 +58,7 @@ class OptimizerConfig(Section):
     """Samples of linear warm-up."""
 
     lr_warmup_tokens: int | None = flag(None, same_setting_as="lr_warmup_iters")
-    """Tokens of linear warm-up; instead of the other two."""
+    """Tokens of linear warm-up; replaces --lr-warmup-iters and --lr-warmup-samples."""
 
     lr_warmup_fraction: float | None = flag(
         None,
@@ -147,39 +147,39 @@ class OptimizerConfig(Section):
 
     @property
     def has_anneal(self) -> bool:
-        """True if a flag states the length of WSD's final anneal."""
+        """True if a flag gives the length of WSD's final anneal."""
         stated = self.lr_wsd_decay_iters, self.lr_wsd_decay_samples, self.lr_wsd_decay_fraction
         return stated != (None, None, None)
 
     @property
     def whole_roles(self) -> frozenset[str]:
-        """Roles (`ParamMeta.role`) of matrices that the optimizer updates as wholes; none for most optimizers."""
+        """Roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole; empty for most optimizers."""
         return OPTIMIZERS.facts(self.optimizer).whole_roles(self)
 
     @property
     def elementwise(self) -> str:
-        """The optimizer of all parameters that are not updated as whole matrices."""
+        """Name of the optimizer for all parameters that are not updated as whole matrices."""
         others = OPTIMIZERS.facts(self.optimizer).others
         return self.optimizer if others is None else others(self)
 
     @property
     def updates_together(self) -> bool:
-        """True if all ranks of a stage take part in the update of a parameter."""
+        """True if all ranks of a stage participate in the update of a parameter."""
         return not all(OPTIMIZERS.facts(name).by_element for name in (self.optimizer, self.elementwise))
 
     @property
     def state_store(self) -> str:
-        """Entry of STATE_STORES: the last one that holds for this configuration."""
+        """Name of the state store in STATE_STORES: the last one that applies to this configuration."""
         return [name for name in STATE_STORES if STATE_STORES.facts(name).holds(self)][-1]
 
     @property
     def state_plan(self) -> StatePlan:
-        """Storage format of states."""
+        """Storage format of optimizer states."""
         return STATE_STORES.facts(self.state_store)
 
     @property
     def gradients_dtype(self) -> str | None:
-        """Dtype in which gradients are summed over micro-batches; None: the main dtype."""
+        """Dtype in which gradients are summed over micro-batches; None for the main dtype."""
         return self.state_plan.gradients_dtype(self)
 
     @property
@@ -189,37 +189,40 @@ class OptimizerConfig(Section):
 
     @property
     def host_store(self) -> str | None:
-        """Entry of HOST_MEMORY that keeps states; None where all are on the device."""
+        """Name in HOST_MEMORY of the store that keeps optimizer states; None if all states are on the device."""
         return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).fraction(self) > 0), None)
 
     def host_ranges(self, owned: Mapping[tuple[int, int], int]) -> Mapping[tuple[int, int], Sequence[range]]:
-        """The elements of a rank whose states are in host memory, by bucket (`HostFacts.ranges`)."""
+        """Return the ranges of a rank's elements whose states are in host memory, by bucket (see
+        `HostFacts.ranges`)."""
         return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
 
     def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """(number, elements) of the slots that gradients and parameters of ranges on the host pass through."""
+        """Return number and size of the device slots for gradients and parameters of ranges in host memory (see
+        `HostFacts.slots`)."""
         return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 
     @cached_property
     def parameter_rules(self) -> list[ParameterRule]:
-        """Rules that decide on parameters by their `ParamMeta`, in the order in which they apply."""
+        """Parameter rules in the order in which they apply."""
         return [PARAMETER_RULES[name](self) for name in PARAMETER_RULES.wanted(self)]
 
     def check_rules(self, metas: Collection[ParamMeta]) -> None:
-        """Raises ValueError for a rule of parameters that does not fit the parameters of the whole model."""
+        """Raise ValueError if a parameter rule does not fit the parameters of the whole model."""
         if errors := [error for rule in self.parameter_rules for error in rule.errors(metas)]:
             raise ValueError("\n".join(errors))
 
     @property
     def has_own_groups(self) -> bool:
-        """True if parameters are grouped in another way than into those that decay by default and the others."""
+        """True if parameter groups differ from the default grouping, which only separates decayed from other
+        parameters."""
         usual = OptimizerConfig()
         fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
         own = any(getattr(self, name) != getattr(usual, name) for name in fields)
         return own or any(rule.groups for rule in self.parameter_rules)
 
     def group_of(self, meta: ParamMeta) -> ParamGroup:
-        """Learning rate and weight decay of a parameter."""
+        """Return the group of a parameter, which determines its learning rate and weight decay."""
         of_head_norm = self.apply_wd_to_qk_layernorm and (".q_layernorm." in meta.name or ".k_layernorm." in meta.name)
         decays = meta.kind in self.weight_decay_on or of_head_norm
         decoupled = self.decoupled_lr is not None and meta.name in DECOUPLED
@@ -230,12 +233,12 @@ class OptimizerConfig(Section):
 
     @property
     def decoupled(self) -> OptimizerConfig | None:
-        """The configuration of the schedule of --decoupled-lr, where it is given."""
+        """Configuration of the --decoupled-lr schedule; None if the flag is not given."""
         if self.decoupled_lr is None:
             return None
         least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=least, decoupled_lr=None, decoupled_min_lr=None)
 
     def freezes(self, meta: ParamMeta) -> bool:
-        """Return whether a parameter is not trained."""
+        """Return whether a parameter is frozen."""
         return any(rule.freezes(meta) for rule in self.parameter_rules)

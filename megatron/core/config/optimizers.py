@@ -1,5 +1,4 @@
-"""Optimizers, the stores of their states, and schedules of learning rates: the registries. This module does not import
-torch.
+"""Registries of optimizers, optimizer-state stores and learning-rate schedules. This module does not import torch.
 
     @OPTIMIZERS.register("lion", by_element=True)
     def lion(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
@@ -32,29 +31,30 @@ class OptimizerFacts:
     """Facts about an optimizer."""
 
     by_element: bool = False
-    """True if the update of an element depends on this element alone, so that states can be in host memory and each
-    instance of the data-parallel ranks can update by itself."""
+    """True if the update of an element depends only on this element. States can then be in host memory, and each
+    data-parallel rank can update its shard by itself."""
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
-    """Roles (`ParamMeta.role`) of matrices that it updates, each as a whole. They have buffers of their own."""
+    """Returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. These matrices have
+    separate buffers."""
 
     others: Callable[..., str] | None = None
-    """The optimizer of all other parameters; None: the same."""
+    """Returns the name of the optimizer for all other parameters; None if it is the same."""
 
     fields: tuple[str, ...] = ()
-    """Fields of flags that determine which optimizer a parameter has: a run must use the values of the checkpoint that
-    it loads."""
+    """Configuration fields that determine the optimizer of a parameter. A run must use the values of the checkpoint
+    that it loads."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """(config, name of the main dtype) -> names of the dtypes in which the optimizer multiplies matrices."""
+    """(config, main dtype) -> dtypes in which the optimizer multiplies matrices, all by name."""
 
 
 class MakeChain(Protocol):
     """Make the chain of one parameter."""
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
-        """Returns the links, each a `megatron.core.optimizer.transforms.Transform`. Which ones follows from both
-        arguments alone: plans call it too."""
+        """Return the links of the chain, each a `megatron.core.optimizer.transforms.Transform`. The result must depend
+        only on the arguments, because plans call this function too."""
 
 
 OPTIMIZERS = Registry("--optimizer", OptimizerFacts, protocol=MakeChain)
@@ -65,45 +65,49 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Storage of main parameters and states, as far as it is known without torch: here in the main dtype."""
+    """Storage format of main parameters and optimizer states, without torch. This base class stores everything in the
+    main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of states that a checkpoint may lack, and that other stores have no use for."""
+    """Kinds of states that a checkpoint may lack, and that other stores ignore."""
 
     def holds(self, optimizer: Section) -> bool:
-        """Returns whether the configuration asks for it."""
+        """Return whether the configuration selects this store."""
         return True
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Returns how main parameters are stored, given the names of both dtypes: "aliased" (the parameters
-        themselves), or "stored" (a copy in the main dtype), which those `on_host` always are; extensions have
-        others."""
+        """Return how main parameters are stored, given the names of both dtypes.
+
+        "aliased" means that they are the parameters themselves, "stored" that they are a copy in the main dtype. Main
+        parameters in host memory (`on_host`) are always stored. Extensions may define other kinds.
+        """
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 
     def main_bytes(self, numel: int, kind: str, main: int) -> int:
-        """Returns the bytes of main parameters of this kind, where the main dtype has `main`."""
+        """Return the size in bytes of `numel` main parameters of this kind, where an element of the main dtype has
+        `main` bytes."""
         return 0 if kind == "aliased" else numel * main
 
     def gradients_dtype(self, optimizer: Section) -> str | None:
-        """Returns the dtype in which gradients are summed over micro-batches; None: the main dtype."""
+        """Return the dtype in which gradients are summed over micro-batches; None for the main dtype."""
         return None
 
     def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str | None:
-        """Returns the formats of main parameters and states, for a plan; None: the main dtype."""
+        """Describe the formats of main parameters and states for a plan; None for the main dtype."""
         return None
 
 
 def _stated(plan: StatePlan) -> StatePlan:
-    """The facts of a store of states are its plan."""
+    """Return the facts of a state store, which are its plan."""
     return plan
 
 
 class StateStore(Protocol):
-    """Makes the shards of main parameters and optimizer states of a rank. Its facts are a `StatePlan`; if several
-    apply, the last one is used."""
+    """Makes a rank's shards of main parameters and optimizer states. The facts of a registered store are a `StatePlan`.
+    If several stores apply, the last one is used."""
 
     def __call__(self, spec: object) -> object:
-        """Returns the `Shard` of a `ShardSpec`, both of `megatron.core.optimizer.optimizer`."""
+        """Return the `Shard` of a `ShardSpec`, both of `megatron.core.optimizer.optimizer`."""
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)
@@ -121,7 +125,7 @@ class LrSchedule(Protocol):
     """
 
     def __call__(self, samples: float, length: object, config: Section) -> float:
-        """Returns the learning rate of the update at `samples`, the samples consumed since the start of the run.
+        """Return the learning rate of the update at `samples`, the samples consumed since the start of the run.
 
         It is called only after the warm-up, `length.warmup` samples, and also after the decay, `length.decay` samples.
         `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.

@@ -20,29 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Memory that a rank needs on the host."""
+    """Facts about a store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """OptimizerConfig -> share of the elements whose states are in host memory, and are updated there."""
+    """OptimizerConfig -> share of the elements whose states are kept and updated in host memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """(OptimizerConfig, elements that a rank owns of each bucket) -> those whose states are in host memory, from the
-    first element on. A bucket is (number of its buffer, number in it); they come in the order in which backward
-    completes them."""
+    """(OptimizerConfig, bucket -> number of elements that a rank owns) -> bucket -> ranges of these elements whose
+    states are in host memory. A bucket is (buffer number, bucket number in the buffer). Buckets are in the order in
+    which the backward pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Sizes of the ranges in host memory -> number and elements of the slots that their gradients and parameters pass
-    through, for plans."""
+    """Sizes of the ranges in host memory -> number and size of the device slots through which their gradients and
+    parameters are copied, for plans."""
 
     layers: Callable[..., int]
-    """ModelParallelConfig -> layers of each stage, from its first one, whose activations are kept there."""
+    """ModelParallelConfig -> number of layers per stage, counted from its first layer, whose activations are kept in
+    host memory."""
 
     with_layers: Callable[..., Section]
-    """(ModelParallelConfig, layers) -> the same with at most this many, for plans."""
+    """(ModelParallelConfig, n) -> a copy that keeps the activations of at most n layers in host memory, for plans."""
 
 
 class HostMemory(Protocol):
-    """Makes what keeps optimizer states in host memory and updates them there, and what keeps saved activations."""
+    """Makes the objects that keep optimizer states in host memory and update them there, and that keep saved
+    activations."""
 
     def update(
         self,
@@ -51,15 +53,21 @@ class HostMemory(Protocol):
         chains: Sequence[object],
         threads: int | None,
     ) -> object:
-        """Returns the `megatron.core.optimizer.optimizer.HostUpdateRule` of shards in host memory, each updated by its
-        chain."""
+        """Return the `megatron.core.optimizer.optimizer.HostUpdateRule` for shards in host memory.
+
+        Args:
+            config: The `OptimizerConfig`.
+            shards: Shards in host memory.
+            chains: The chain that updates each shard.
+            threads: Number of threads.
+        """
 
     def activations(self, config: Section, device: torch.device) -> object:
-        """Returns the `megatron.core.transformer.activation_store.ActivationStore` of a rank's stages."""
+        """Return the `megatron.core.transformer.activation_store.ActivationStore` of a rank's stages."""
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Name -> `HostMemory`; the library itself keeps nothing in host memory:
+"""Registered `HostMemory` by name. The trunk registers none. An extension registers one as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
                          with_layers=...)
@@ -72,58 +80,58 @@ def _nowhere(config: ModelParallelConfig) -> bool:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Facts about a store of units."""
+    """Facts about a unit store."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """True if the configuration asks for it."""
+    """Returns True if the configuration selects the store."""
 
     on_host: bool = True
-    """True if it keeps parameters and gradients in host memory, for plans."""
+    """True if the store keeps parameters and gradients in host memory, for plans."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
-    """True if a configuration has that memory, and states', in files."""
+    """Returns True if the configuration keeps this memory, and the memory of optimizer states, in files."""
 
 
 class UnitStoreClass(Protocol):
     """Make the store of one rank."""
 
     def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
-        """Returns a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
+        """Return a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
 
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
-"""Name -> class derived from `ShardedUnits`: keeps the matrices of units (transformer layers, and modules outside of
-them) and their gradients between the passes that use them. The trunk has none: `DDPConfig` determines what ranks
-shard."""
+"""Registered classes derived from `ShardedUnits`, by name. A unit store keeps the matrices of units (transformer
+layers, and modules outside of layers) and their gradients between the passes that use them. The trunk registers none:
+by default, `DDPConfig` determines what the ranks shard."""
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Facts about a split of layers."""
+    """Facts about a layer split."""
 
     when: Callable[[ModelParallelConfig], bool]
     """True if the configuration asks for it."""
 
 
 class StageSplit(Protocol):
-    """Divides the layers among pipeline stages in another way than evenly. `model` is a `TransformerConfig`. All but
-    `virtual` raise ValueError, which names the flag."""
+    """Divides the layers unevenly among pipeline stages. `model` is a `TransformerConfig`. All methods except `virtual`
+    raise ValueError, with the flag's name, if the split is invalid."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether it makes more stages than ranks."""
+        """Return whether there are several stages per rank."""
 
     def num_stages(self, model: Section, parallel: ModelParallelConfig) -> int | None:
-        """Returns the number of stages; None where it leaves that to other flags."""
+        """Return the number of stages; None if other flags determine it."""
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
-        """Returns the costs of embedding and head in layers, given those by their FLOPs."""
+        """Return the costs of embedding and output layer, in layers, given their costs by FLOPs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Returns stage -> its number of layers, for stages whose number is given."""
+        """Map each stage whose number of layers is given to this number."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Name -> `StageSplit`; none of the trunk's."""
+"""Registered `StageSplit` by name. The trunk registers none."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +182,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     (all_gather), or an all-to-all over heads (a2a)."""
 
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
-    """Two factors of --context-parallel-size for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, as the
-    GPUs of a node, and the ranks of each ring between them."""
+    """Two factors of --context-parallel-size for --cp-comm-type a2a+p2p: the number of neighbouring ranks that exchange
+    heads, such as the GPUs of a node, and the number of ranks in each ring between these groups."""
 
     expert_model_parallel_size: int = flag(1, "--ep", first_run=True)
     """Ranks that share the experts of a layer (expert parallelism, EP)."""
@@ -208,7 +216,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
+    """Interleaved schedule: number of micro-batches that pass through a stage before the rank's next stage; default
+    PP."""
 
     cpu: bool = flag(False, first_run=True)
     """Train on the CPU even if a GPU is present."""
@@ -222,10 +231,10 @@ class ModelParallelConfig(PrecisionConfig, Section):
     0, the default: all tokens at once."""
 
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
-    """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
-    FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
-    attention dropout, and only for that. fp8: the fastest whose forward is in fp8 (see docs/precision.md), fp8_flash3
-    and fp8_triton: one of these. unfused: plain torch, also on CPU."""
+    """Attention kernel on GPUs. auto: the kernel that is fastest when timed at the start of the run. flash: torch's
+    FlashAttention-2. flash3: the FlashAttention-3 package. cudnn: cuDNN. triton: the only fused kernel with attention
+    dropout, used only for dropout. fp8: the fastest kernel whose forward pass is in fp8 (see docs/precision.md).
+    fp8_flash3 and fp8_triton: one of the fp8 kernels. unfused: plain torch, also on CPU."""
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
@@ -238,22 +247,23 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def activation_store(self) -> str | None:
-        """Entry of HOST_MEMORY that keeps activations of some layers; None for none."""
+        """Name in HOST_MEMORY of the store that keeps activations; None if activations stay on the device."""
         return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).layers(self)), None)
 
     @property
     def offloaded_layers(self) -> int:
-        """Layers of each stage, from its first one, whose saved activations it keeps."""
+        """Number of layers per stage, counted from its first layer, whose saved activations the `activation_store`
+        keeps."""
         name = self.activation_store
         return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
     @property
     def unit_store(self) -> str | None:
-        """Entry of UNIT_STORES that keeps units between their passes; None where devices do."""
+        """Name in UNIT_STORES of the store that keeps units between passes; None if they stay on the device."""
         return UNIT_STORES.chosen(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
-        """The same, with the activations of at most this many layers stored elsewhere."""
+        """Return a copy that offloads the activations of at most this many layers."""
         if (name := self.activation_store) is None:
             return self
         fewer = HOST_MEMORY.facts(name).with_layers(self, layers)
@@ -275,7 +285,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def stage_split(self) -> StageSplit | None:
-        """Part of STAGE_SPLITS that divides the layers; None for the even split."""
+        """Entry of STAGE_SPLITS that divides the layers; None for the even split."""
         name = STAGE_SPLITS.chosen(self)
         return None if name is None else STAGE_SPLITS[name]
 
@@ -286,7 +296,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def ranks_by_heads(self) -> int:
-        """Context-parallel ranks among which attention divides the heads of a token, rather than the queries."""
+        """Number of context-parallel ranks among which attention divides the heads of a token."""
         facts = CONTEXT_PARALLEL.facts(self.cp_comm_type)
         if facts.nested and self.hierarchical_context_parallel_sizes:
             return self.hierarchical_context_parallel_sizes[0]
@@ -294,24 +304,24 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def ranks_by_queries(self) -> int:
-        """Context-parallel ranks among which attention divides the queries of a sample."""
+        """Number of context-parallel ranks among which attention divides the queries of a sample."""
         return self.context_parallel_size // self.ranks_by_heads
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one model replica, context ranks included."""
+        """Number of ranks that hold one model replica, context-parallel ranks included."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def smallest_world_size(self) -> int:
-        """The fewest ranks that this layout runs on; --dp counts where it is given."""
+        """Smallest world size of this layout, including --dp if it is given."""
         dense = self.model_parallel_size * (self.data_parallel_size or 1)
         experts = self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tp
         return lcm(max(1, dense), max(1, experts))
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size of the experts."""
+        """Tensor-parallel size of the experts."""
         given = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if given is None else given
 
@@ -337,16 +347,17 @@ class DDPConfig:
     (ZeRO-2). optim_grads_params: parameters too, gathered layer by layer (ZeRO-3)."""
 
     grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
-    """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""
+    """Reduce gradients in bfloat16: half the bytes, but sums over ranks have only 8 significant bits. Accumulation over
+    micro-batches stays in fp32."""
 
     @property
     def shards_gradients(self) -> bool:
-        """ZeRO-2 or ZeRO-3: a rank keeps the gradients of its shards alone."""
+        """True for ZeRO-2 and ZeRO-3: a rank keeps only the gradients of its shards."""
         return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
     def shards_parameters(self) -> bool:
-        """ZeRO-3: a rank keeps the parameters of its shards alone."""
+        """True for ZeRO-3: a rank keeps only the parameters of its shards."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
@@ -356,5 +367,5 @@ class DDPConfig:
         return 2 if self.shards_gradients else None
 
     def drops_parameters(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether matrices in buckets of units are whole on the device only around the passes of their unit."""
+        """Return whether matrices in unit buckets are complete on the device only around the passes of their unit."""
         return self.shards_parameters or parallel.unit_store is not None

@@ -15,7 +15,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.registry import Registry
 
 SHOWN = 5
-"""Names of parameters that a line lists."""
+"""Maximum number of parameter names that a line lists."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class ParamGroup:
     """Factor of Adam's epsilon (--adam-eps)."""
 
     wd_mult: float = 1.0
-    """Factor of the scheduled weight decay; 0 for none."""
+    """Factor of the scheduled weight decay; 0 for no weight decay."""
 
     weight_decay: float | None = None
-    """Weight decay in place of the scheduled one."""
+    """Constant weight decay that replaces the scheduled one; None for the scheduled weight decay."""
 
     decoupled: bool = False
     """True if --decoupled-lr sets the learning rate."""
@@ -44,16 +44,16 @@ class ParamGroup:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Key that sorts groups: those that decay first, then by their settings."""
+        """Sort key of groups: groups with weight decay come first, and equal groups are sorted by their settings."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 
     def lr(self, lr: float, decoupled_lr: float | None) -> float:
-        """Returns the group's learning rate, given the base learning rate and --decoupled-lr."""
+        """Return the group's learning rate, given the base learning rate and --decoupled-lr."""
         return self.lr_mult * (decoupled_lr if self.decoupled and decoupled_lr is not None else lr)
 
     def decay(self, weight_decay: float) -> float:
-        """Returns the group's weight decay, given the scheduled weight decay."""
+        """Return the group's weight decay, given the scheduled weight decay."""
         return self.wd_mult * weight_decay if self.weight_decay is None else self.weight_decay
 
     def __str__(self) -> str:
@@ -68,31 +68,33 @@ class ParamGroup:
 
 
 class ParameterRule:
-    """Base of rules that decide on parameters by their role, shape, fan-in, layer or name: all that `ParamMeta` says.
+    """Base class of rules that change the settings of parameters according to their `ParamMeta`: role, shape, fan-in,
+    layer or name.
 
-    Each method may depend on the flags and the `ParamMeta` alone, as plans and every rank call it."""
+    The result of each method must depend only on the flags and the `ParamMeta`, because plans and every rank call it.
+    """
 
     groups = True
-    """True if parameters may be in other groups than without the rule."""
+    """True if the rule may change the groups of parameters."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """Returns the group of a parameter, given the group that the flags and earlier rules have chosen."""
+        """Return the group of a parameter, given the group that the flags and earlier rules have chosen."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:
-        """Return whether a parameter is not trained."""
+        """Return whether a parameter is frozen."""
         return False
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Returns the initialization of a parameter, given the one that its role or earlier rules have chosen."""
+        """Return the initialization of a parameter, given the one that its role or earlier rules have chosen."""
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
-        """Messages about a rule that does not fit the parameters of the whole model."""
+        """Return error messages if the rule does not fit the parameters of the whole model."""
         return ()
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:
-        """Lines that a plan prints of the rule, given the trained parameters of the whole model."""
+        """Return the lines that a plan prints about the rule, given the trained parameters of the whole model."""
         return ()
 
 
@@ -105,11 +107,11 @@ class BuildsRule(Protocol):
 @dataclass(frozen=True)
 class RuleFacts:
     when: Callable[[Section], bool]
-    """True if a run with this `OptimizerConfig` has the rule."""
+    """Returns True if the rule applies to a run with this `OptimizerConfig`."""
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
-"""Rules of parameters. Rules that are registered later receive the groups of earlier ones.
+"""Registered parameter rules by name. Each rule receives the groups that earlier rules have chosen.
 
     @PARAMETER_RULES.register("small gates", when=lambda optimizer: True)
     class SmallGates(ParameterRule):
@@ -119,7 +121,7 @@ PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
 
 
 def lines_of_groups(groups: Mapping[str, tuple[ParamGroup, int]]) -> Iterable[str]:
-    """A line for each group of parameters, given name -> (group, elements)."""
+    """Yield a line for each parameter group, given parameter name -> (group, number of elements)."""
     members: dict[ParamGroup, list[str]] = {}
     for name in sorted(groups):
         members.setdefault(groups[name][0], []).append(name)

@@ -19,7 +19,7 @@ MAX_DATASETS = 2**15 - 1
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Divides weights by their sum, with Megatron-LM's rounding."""
+    """Divide weights by their sum, with Megatron-LM's rounding."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 

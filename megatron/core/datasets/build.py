@@ -80,7 +80,7 @@ class Blend(NamedTuple):
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """Parses `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError naming the flag."""
+    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError naming the flag."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")

@@ -130,7 +130,7 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Identifies the document lengths in cache keys."""
+        """Identify the document lengths in cache keys."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 

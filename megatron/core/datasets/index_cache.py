@@ -58,7 +58,7 @@ def array_checksum(array: NDArray) -> int:
 
 
 def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes:
-    """Yield `fn`'s result for each block of an array."""
+    """Concatenate the results of `function` for all blocks of an array."""
 
     def of_block(start: int) -> bytes:
         return function(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data.cast("B"))

@@ -39,7 +39,7 @@ class SampleFormat:
         """
         if text.shape != (self.seq_length + 1,):
             raise ValueError(
-                f"a sample of the data has shape {text.shape}, and must be --seq-length + 1 = {self.seq_length + 1} "
+                f"a sample of the data has shape {text.shape}, but must have --seq-length + 1 = {self.seq_length + 1} "
                 "token ids"
             )
         tokens, labels = text[:-1], text[1:]

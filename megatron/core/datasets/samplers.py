@@ -111,10 +111,10 @@ class DataIterator:
         return self.micro_batch_size * self.dp_size
 
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
+        """Return this rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
-        Consecutive steps are prefetched, whatever their batch sizes; any other start is also legal. Raises ValueError
-        if the dataset ends before the step does.
+        Consecutive steps are prefetched, regardless of their batch sizes; any other start is also legal. Raises
+        ValueError if the dataset ends before the step does.
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size

@@ -48,7 +48,7 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
     Args:
         data: the bytes of the pickles, and whatever follows them.
         size: bytes of the whole file, which limits its storages and calls.
-        also: functions `module.name` that the program permits beyond `RULES`, and whose calls allocate nothing.
+        also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
     Raises pickle.UnpicklingError, in one line, for a call that allocates by a number, copies too much or is not known,
     and for a damaged pickle.

@@ -312,7 +312,7 @@ def _nonempty(tensors: StateDict) -> StateDict:
 
 
 def ranks_without(seen: bool, world: Axis) -> str:
-    """Return the ranks for which `sees` is False, with their hosts: `ranks 2, 3 (on host1)`; empty if there are none.
+    """Return the ranks for which `seen` is False, with their hosts: `ranks 2, 3 (on host1)`; empty if there are none.
 
     Collective over `world`.
     """

@@ -49,16 +49,16 @@ class DistributedDataParallel:
 
     With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
     With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
-    module waits for its own parameters before it runs. A format of products may gather weights in another format:
-    outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you read
+    module waits for its own parameters before it runs. A matrix-product format may gather weights in its own format:
+    the parameters outside of this rank's shards are then outdated. Call `finish_param_sync` before you read
     parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
     passes of their unit; `passes` are the objects that the modules share. `initialize` sets the values of parameters
     that have no memory yet (`WeightSetup.lazy`). Call `gather_params_` before you read such parameters.
 
-    Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`; a sum over ranks is in the main dtype
-    all the same, unless `grad_reduce_in_bf16` is set.
+    Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
+    dtype, unless `grad_reduce_in_bf16` is set.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class DistributedDataParallel:
         `zero_stale_grads`, it holds the previous step's gradient. All contributions must go through
         `accumulate_weight_grad`.
         """
-        assert self._started == 0, "reductions of the step before have not been waited for"
+        assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
         if overwrite:
             self._mark_all_stale()
@@ -174,7 +174,7 @@ class DistributedDataParallel:
             self._readiness.begin_step(num_microbatches)
 
     def zero_grad_buffer(self) -> None:
-        """Zeroes the gradients."""
+        """Zero the gradients."""
         self.units.drop_grads()
         self.units.zero_sums()
         self._small_grads.drop()
@@ -251,7 +251,7 @@ class DistributedDataParallel:
                 bucket.start_param_sync()
 
     def wait_param_sync(self) -> None:
-        """Waits for the all-gathers: a forward pass can run."""
+        """Wait for the all-gathers: a forward pass can run."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
 
@@ -280,7 +280,7 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""
+        """All-gather every `main_grad` after a sync that left shards. For tests and diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 

@@ -47,7 +47,7 @@ class GradReadiness:
         self.started = 0
 
     def report(self, param: int) -> None:
-        """Counts a contribution to the gradient of parameter number `param`."""
+        """Count a contribution to the gradient of parameter number `param`."""
         bucket = self.bucket_of[param]
         assert bucket >= self.started, (
             f"{self.params[param].meta.name} got a gradient after its bucket was reduced"  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def wait_before_forward(
 
 
 def bucket_numbers(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Maps the index of a parameter to the position of its bucket."""
+    """Map the index of a parameter to the position of its bucket."""
     return {place.index: k for k, bucket in enumerate(buckets) for place in bucket.layout.params}
 
 

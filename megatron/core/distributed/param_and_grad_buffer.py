@@ -84,7 +84,7 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Called after the parameters, its `owners`, were moved into `params`."""
+        """Take over the parameters `owners`, whose values were moved into `params`."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of one of `owned_pieces` as a 1-D view."""
@@ -127,7 +127,7 @@ class Bucket:
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
 
     def finish_param_sync(self) -> None:
-        """Waits for `start_param_sync`."""
+        """Wait for `start_param_sync`."""
         if self._param_sync is not None:
             self._param_sync.wait()
             self._param_sync = None
@@ -140,7 +140,7 @@ class Bucket:
             self._behind = False
 
     def gather_grads_(self) -> None:
-        """All-gathers the summed shards into `grads`. For tests and diagnosis; training does not need it."""
+        """All-gather the summed shards into `grads`. For tests and diagnosis; training does not need it."""
         if self.shard_grads and self.axis.size > 1:
             start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
@@ -170,7 +170,7 @@ class WholeUnits:
         """Make the next micro-batch start a new gradient sum."""
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
+        """Yield live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
         element."""
         return iter(())
 
@@ -182,7 +182,7 @@ class UnitStore:
     """
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
-        """A bucket of one unit."""
+        """Create the bucket of one unit."""
         return Bucket(layout, buffer)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ GroupOf = Callable[[ParamMeta], ParamGroup]
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Default bucket size in elements: large enough that reductions are bound by bandwidth, not latency."""
+    """Return the default bucket size in elements, with which bandwidth rather than latency limits reductions."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
@@ -78,7 +78,7 @@ class BucketLayout:
     num_shards: int
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """Shard range [start, stop) of a data-parallel rank, in elements of the buffer."""
+        """Return the shard range [start, stop) of a data-parallel rank, in elements of the buffer."""
         size = (self.stop - self.start) // self.num_shards
         return self.start + rank * size, self.start + (rank + 1) * size
 
@@ -100,7 +100,7 @@ class BufferLayout:
     """True if reduced over "expt_dp" instead of "dp_cp"."""
 
     group: ParamGroup
-    """Learning rate and weight decay of its parameters."""
+    """Parameter group, which determines learning rate and weight decay of the buffer's parameters."""
 
     data_parallel_size: int
     buckets: tuple[BucketLayout, ...]
@@ -243,7 +243,7 @@ class StateRange:
     buffer: int
     bucket: int
     start: int
-    """Relative to the first element of the bucket that the rank owns."""
+    """First element of the range, relative to the first element of the bucket that the rank owns."""
 
     stop: int
     on_host: bool

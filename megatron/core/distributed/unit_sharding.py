@@ -1,18 +1,18 @@
 """ZeRO-2 and ZeRO-3: whole parameters and whole gradients of a unit exist only around its passes.
 
-A unit is a transformer layer, or a module outside of layers that has parameters of its own, such as the embedding and
-the output layer. Around each forward and backward pass of a unit (Rajbhandari et al., arXiv 1910.02054, section 5, P_g
-and P_p):
+A unit is a transformer layer, or a module outside of layers that owns parameters, such as the embedding and the output
+layer. Each forward and backward pass of a unit is surrounded by communication (Rajbhandari et al., arXiv 1910.02054,
+section 5, P_g and P_p):
 
-- before it, its parameters are gathered, and the gather of the unit that comes next is started;
-- after it, they are dropped, unless the next pass is of the same unit, as at the end of a forward pass;
-- after its backward, its gradients are reduced over the ranks, while the next unit computes.
+- before the pass, the unit's parameters are gathered, and the gather for the next unit is started;
+- after the pass, the parameters are dropped, unless the next pass uses the same unit, as at the end of a forward pass;
+- after a backward pass, the unit's gradients are reduced over the ranks, while the next unit computes.
 
-Which unit comes next is remembered from the step before: a schedule asks for them in the same order in each step that
-has as many micro-batches, recomputation included. So all ranks of a group gather and reduce in one order. In the first
-step, and in an evaluation, nothing is gathered ahead.
+The order of units is learned from the previous step: a schedule uses the units in the same order in each step with the
+same number of micro-batches, recomputation included. All ranks of a group therefore gather and reduce in the same
+order. In the first step, and in an evaluation, nothing is gathered ahead.
 
-The weight gradients of a backward that is split (I and W) are reduced when its W has run, which needs no parameters.
+The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Unit:
 
     @property
     def used(self) -> bool:
-        """True if a pass currently computes with its parameters."""
+        """True if a pass currently computes with the unit's parameters."""
         return all(bucket.users for bucket in self.buckets)
 
 

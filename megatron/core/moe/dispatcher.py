@@ -98,7 +98,7 @@ class Routes:
     """This rank's tokens [n, ...] -> rows [assignments, ...]."""
 
     of_assignments: RowMap
-    """The k assignments of this rank's tokens [n * k, ...] -> the same rows."""
+    """The k assignments of this rank's tokens [n * k, ...] -> rows [assignments, ...], like `of_tokens`."""
 
     segments: Segments
     exchange: Exchange | None = None
@@ -187,8 +187,8 @@ If more rows could arrive, the host waits for their number.
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gathers the tokens; each rank selects those of its experts. Suitable for few experts, and for k about as
-    large as ep."""
+    """All-gathers the tokens, from which each rank selects the tokens of its experts. Suitable for few experts, and for
+    k about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -309,8 +309,8 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Invert an order [m] of distinct numbers below `count`.
 
-    Returns the position of each number in it [count], 0 if it is missing, and bool [count], True for numbers that are
-    present and, if `kept` is given, kept.
+    Returns two tensors [count]: the position of each number in `order`, 0 if it is missing, and bool, True for numbers
+    that are present and, if `kept` is given, kept.
     """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)

@@ -170,7 +170,7 @@ GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
 """GEMMs that run in one kernel for all experts, which reads the row counts on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
-"""GEMMs that run one per expert. The host splits the rows."""
+"""One GEMM per expert. The host splits the rows."""
 
 
 def matrices_of(weight: Tensor) -> Tensor:

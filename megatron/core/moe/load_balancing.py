@@ -1,7 +1,7 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
 Auxiliary losses are means over the tokens of the global batch. They are added to the loss once, so that layouts and
-micro-batch sizes cannot change them. Two things make that possible.
+micro-batch sizes cannot change them. This takes two measures.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during backward, so they carry that number in advance: it is known before the
@@ -50,7 +50,7 @@ class RunningLoads:
         self.clear()
 
     def clear(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         for pending in getattr(self, "_started", {}).values():
             pending.wait()
         self._started: dict[int, Pending] = {}
@@ -248,7 +248,7 @@ class Balance(nn.Module):
 
 
 def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Creates a model state of zeros that is not trained but saved in checkpoints. Every rank holds it whole."""
+    """Create a model state of zeros that is not trained but saved in checkpoints. Every rank holds it whole."""
     state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state

@@ -68,7 +68,7 @@ class _Param:
     """Elements [start, stop) of the local tensor that are in the shard; (0, 0) for none."""
 
     span: slice
-    """The same range in the shard."""
+    """Range of the `held` elements in the shard."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _Param:
 
 
 _Elements = tuple[_Param, slice]
-"""Some of the elements of a parameter that this rank updates."""
+"""A parameter, and some of the elements that this rank updates."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Chain(ShardUpdate):
         return [each.kernel for each in self._fused]
 
     def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:
-        """Elements that are updated together."""
+        """Divide the parameters into batches of elements that are updated together."""
         if self.by_element:
             return [[part] for param in params for part in _chunks(param)]
         return list(_batches(params, ROUND * self.axis.size))
@@ -191,18 +191,18 @@ class Chain(ShardUpdate):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All states of this rank."""
+        """Return all states of this rank."""
         kept = [[*p.elements.values(), *p.reduced.values()] for p in self._params]
         kept += [list(states.values()) for p in self._params for states in p.matrices.values()]
         return [tensor for tensors in kept for tensor in tensors]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states."""
+        """Return the size of the states in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def pieces(self) -> Iterator[OptimizerPiece]:
-        """Live views of the states that this rank holds."""
+        """Yield live views of the states that this rank holds."""
         for param in self._params:
             for state in param.planned.states:
                 yield from self._pieces(param, state)
@@ -301,13 +301,13 @@ class Chain(ShardUpdate):
         ]
 
     def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
-        """Call the functions of whole matrices on their owners."""
+        """Call the requested functions of whole matrices on the ranks that own the matrices."""
         if not asked:
             return []
         plan = self.plan.matrices
         requests = {param.planned.meta.name: request for param, request in asked}
         results = {name: torch.empty_like(request.values) for name, request in requests.items()}
-        assert len(requests) == len(asked), "a tuple of requests holds one of whole matrices at most"
+        assert len(requests) == len(asked), "at most one request of a tuple may be for whole matrices"
 
         def read(part: Part, values: Tensor) -> None:
             name = plan.matrices[part.matrix].meta.name
@@ -333,7 +333,7 @@ class Chain(ShardUpdate):
         return [results[param.planned.meta.name] for param, _ in asked]
 
     def _held(self, flat: Tensor, part: Part) -> Tensor:
-        """Return the part's values in this rank's elements of its parameter."""
+        """Return the values of `part` in `flat`, this rank's elements of the part's parameter."""
         first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
 
@@ -353,8 +353,8 @@ def _chunks(param: _Param) -> Iterator[_Elements]:
 
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
-    """Yield consecutive parameters with `limit` elements in the whole model, or a single larger one, which bounds the
-    memory of copies."""
+    """Yield batches of consecutive parameters with at most `limit` elements in the whole model, or a single larger
+    parameter. The limit bounds the memory of copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:
@@ -368,5 +368,5 @@ def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
 
 
 def _keep_or_copy_(state: Tensor, new: Tensor, skipped: Tensor) -> None:
-    """Write new values, unless the step is skipped."""
+    """Write new values into a state, unless the step is skipped."""
     state.copy_(torch.where(skipped, state, new.to(state.dtype)))

@@ -110,7 +110,7 @@ def _build_host_update(
     chains: Sequence[Chain],
     threads: int | None,
 ) -> HostUpdateRule | None:
-    """Return the update of the shards in host memory, each by its chain; None if there are none."""
+    """Return the rule that updates the shards in host memory, each by its chain; None if there are no such shards."""
     if not shards:
         return None
     assert config.host_store is not None
@@ -195,8 +195,8 @@ class DistributedOptimizer:
         """Make one update from finished gradients, or from the result of `reduce_model_grads` and its `factor`. The
         factor and clipping scale gradients in place; fused optimizers apply them when they read gradients.
 
-        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
-        `finish_param_sync`; with a `param_gather` of the ddp only after `finish_param_sync`.
+        With `overlap_param_gather` the parameters are whole again only after a forward pass or `finish_param_sync` has
+        waited for them. If the ddp has a `param_gather`, only `finish_param_sync` makes them whole.
         """
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         if self.host_update is not None:
@@ -206,8 +206,8 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm, of which this rank has `own`, and update. Subclasses may leave part of it to
-        `end_update`."""
+        """Wait for the gradient norm, given this rank's term `own`, and update. Subclasses may leave part of the update
+        to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
@@ -257,7 +257,7 @@ class DistributedOptimizer:
             self.ddp.wait_param_sync()
 
     def _updated_on_device(self) -> set[Bucket]:
-        """Buckets whose parameters can be gathered before the host has made its update."""
+        """Return the buckets whose parameters can be gathered before the host's update."""
         if self.ddp.param_gather is not None:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}

@@ -39,8 +39,8 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
     if len(found) > 1:
         names = " and ".join("no fused link" if kind is None else kind.__name__ for kind in found)
         raise ValueError(
-            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; give their chains the same one, "
-            "or register the optimizer with whole_roles, so that these matrices have buffers of their own"
+            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; use the same one in all chains, "
+            "or register the optimizer with whole_roles, so that these matrices have separate buffers"
         )
     return next(iter(found.values()), None)
 

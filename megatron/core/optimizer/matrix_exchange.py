@@ -32,7 +32,7 @@ class _Round:
     arriving: list[list[Part]]
     """Number of elements of this rank's matrices that other ranks send to it."""
     returned: list[list[Part]]
-    """Number of elements of its matrices that this rank returns to the holders of a part."""
+    """Number of elements of its own matrices that this rank returns to the other ranks."""
     written: list[list[Part]]
     """Number of elements that the owners return to this rank."""
     stacks: list[list[int]]
@@ -40,7 +40,8 @@ class _Round:
 
 
 class MatrixExchange:
-    """Exchange among the ranks of a pipeline stage, `axis`, in tensors of `dtype`. Collective over them."""
+    """Exchange of matrix parts among the ranks of a pipeline stage, `axis`, in tensors of `dtype`. Collective over the
+    axis."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
@@ -161,7 +162,7 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Yield each part of the messages with its place in their buffer."""
+    """Return each part of the messages with a view of its values in `packed`."""
     found, start = [], 0
     for part in (part for message in messages for part in message):
         found.append((part, packed[start : start + part.numel].view(part.shape)))

@@ -59,14 +59,14 @@ class Part:
 
     start: int
     stop: int
-    """Elements of that shard, which contain a box of shape `held`, row-major."""
+    """End of the elements of that shard, which contain a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Place of the part in that box."""
+    """Place of the part in the box of shape `held`."""
 
     place: tuple[slice, ...]
-    """Its position in the matrix."""
+    """Position of the part in the matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:

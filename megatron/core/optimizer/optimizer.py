@@ -77,7 +77,7 @@ class Shard:
         """True if the parameters equal the main parameters, which are then not saved."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate memory for states on its device."""
+        """Allocate memory for states on the shard's device."""
         if self.on_host:
             return self.bucket.host_zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)

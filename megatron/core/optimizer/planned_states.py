@@ -60,7 +60,8 @@ class State:
         return prod(self.shape)
 
     def nbytes(self, numel: int, main: int) -> int:
-        """Return the bytes of some of its elements and their scales; elements of the main dtype have `main` bytes."""
+        """Return the bytes of `numel` elements of the state and of their scales; elements of the main dtype have `main`
+        bytes."""
         width = main if self.dtype is None else (DTYPES | {FLOAT8: 1})[self.dtype]
         return numel * width + (numel // self.scale_block if self.scale_block else 0)
 
@@ -106,17 +107,17 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
     names = [state.name for state in states]
     errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     errors += [
-        f"state {name!r} must be named by a word, and not main_param"
+        f"state {name!r} must be named by a single word other than main_param"
         for name in names
         if not name.isidentifier() or name == "main_param"
     ]
     for state in states:
         if state.dtype is not None and state.dtype not in DTYPES:
-            errors.append(f"state {state.name} has dtype {state.dtype}, which must be one of {', '.join(DTYPES)}")
+            errors.append(f"state {state.name} has dtype {state.dtype}, but must be one of {', '.join(DTYPES)}")
         if state.scale_block:
-            errors.append(f"state {state.name} has scales of blocks, which only a fused link can keep")
+            errors.append(f"state {state.name} has block scales, which only a fused link can keep")
         if state.kind == MATRICES and not meta.matrix:
-            errors.append(f"state {state.name} is one of matrices, and the parameter is no matrix")
+            errors.append(f"state {state.name} belongs to matrices, but the parameter is not a matrix")
     if errors:
         raise ValueError(f"optimizer states of {meta.name} {list(meta.global_shape)}: " + "; ".join(errors))
 

@@ -235,19 +235,19 @@ class Transform:
     """A link of a chain, for one parameter. Derive from it."""
 
     whole_matrices: ClassVar[bool] = False
-    """True if it requests whole matrices (`ParameterUpdate.whole`) although it keeps no matrix state."""
+    """True if the transform requests whole matrices (`ParameterUpdate.whole`) although it keeps no matrix state."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
-        """Return the tensors that it keeps for a parameter.
+        """Return the states that the transform keeps for a parameter.
 
-        They must depend only on `meta`, because plans call it too.
+        The result must depend only on `meta`, because plans call this method too.
         """
         return ()
 
     def update(self, x: ParameterUpdate) -> Requests | None:
         """Replace `x.update`, and modify `x.states` in place.
 
-        Its requests may depend only on `x.meta`, since all ranks must make the same ones. A skipped step must not
+        The requests may depend only on `x.meta`, since all ranks must make the same requests. A skipped step must not
         change anything.
         """
         raise NotImplementedError(f"{type(self).__name__} must write update()")
@@ -356,7 +356,7 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     made = OPTIMIZERS.build(name, config, meta)
     links = tuple(link for link in made if isinstance(link, Transform))
     if len(links) < len(made):
-        raise ValueError(f"--optimizer {name}: a link of its chain is no Transform; derive it from one")
+        raise ValueError(f"--optimizer {name}: a link of its chain is not a Transform; derive its class from Transform")
     for link in links:
         base, method = (FusedTransform, "kernel") if isinstance(link, FusedTransform) else (Transform, "update")
         if getattr(type(link), method, None) is getattr(base, method):

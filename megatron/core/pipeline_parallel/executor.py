@@ -28,7 +28,7 @@ Module = TypeVar("Module", bound=Callable[..., Tensor])
 """A stage: maps (hidden states or None, micro-batch) to hidden states, or to the loss sum on the last stage."""
 
 Micro = TypeVar("Micro")
-"""A micro-batch in the form that stages take."""
+"""A micro-batch in the form that stages accept."""
 
 
 def _nothing(action: Action) -> None:
@@ -94,7 +94,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.message_from: int | None = None
         """The global rank whose message this rank is waiting for."""
         self.after: Callable[[Action], None] = _nothing
-        """Hooks called after each action, for diagnosis."""
+        """Hook called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
         """Contexts entered around each action, including the wait for its message."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext

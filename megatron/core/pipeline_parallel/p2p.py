@@ -105,7 +105,7 @@ class PipelineP2P:
             self.shape = before
 
     def sending(self) -> list[Tensor]:
-        """Messages whose memory is held because they may still be in flight."""
+        """Return the messages whose memory is held because they may still be in flight."""
         return [message for _, message in self._sends]
 
     def finish(self) -> None:

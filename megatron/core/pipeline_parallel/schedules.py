@@ -118,7 +118,7 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
 
     On one rank, `in_turns` lets a forward run in turns with the backward of the previous micro-batch.
     """
-    assert p == 1 or not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
+    assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
     lists = []
     for rank in range(p):
         forwards, backwards = [F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)]

@@ -1,7 +1,7 @@
 """Parameters of a model and of its pipeline stages, read from modules built on the meta device.
 
-Plans, checkpoints and conversions use them. A layer of an extension is counted by its own constructor, so no separate
-list of parameters is needed.
+Plans, checkpoints and conversions use this module. The constructor of an extension's layer determines its parameters,
+so no separate list of parameters is needed.
 """
 
 from __future__ import annotations

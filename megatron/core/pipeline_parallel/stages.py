@@ -1,6 +1,6 @@
 """The pipeline stages of a configuration and their placement on ranks. This module does not import torch.
 
-`layer_split` says which layers each stage holds.
+`layer_split` determines which layers each stage holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross entropy: the loss of logits sharded over the tensor-parallel ranks, without gathering them.
 
-Each rank reduces its columns to three numbers a token; one all-gather of these gives every rank the loss. The backward
-recomputes the softmax, so that the logits are all that is saved.
+Each rank reduces its columns to three numbers per token, and one all-gather of these numbers gives every rank the loss.
+The backward recomputes the softmax, so that only the logits are saved.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of
-caches."""
+"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB; on CPU it fits into
+the caches."""
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, compiled: bool = False, z_loss_coeff: float = 0.0
 ) -> Tensor:
-    """Per-token loss: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
+    """Compute per-token losses: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
 
-    With `z_loss_coeff`, it includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
+    With `z_loss_coeff`, a loss includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
     Columns from `vocab_size` on are padding, which the sum excludes and whose gradient is zero. A token whose loss is
     multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
@@ -52,7 +52,7 @@ Plain torch has no such operator: it computes the gradient in the backward.
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits were overwritten by their gradient; the fields below are then unset."""
+    """True if the logits were overwritten with their gradient; the fields below are then unset."""
     columns: int
     overwrite: bool
     compiled: bool
@@ -100,7 +100,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CrossEntropyContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)."""
+        """Compute d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)."""
         if ctx.made:
             (made,) = ctx.saved_tensors
             scale_rows_(made.view(-1, made.shape[-1]), grad_loss.flatten())

@@ -23,10 +23,10 @@ class LinearFormatFacts:
     """Properties of a number format for GEMMs."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Predicate: does the configuration select the format?"""
+    """Returns True if the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """(config, layers of the model) -> numbers of the layers whose linear layers use it."""
+    """(config, number of layers in the model) -> numbers of the layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
     """(config, ranks) -> required divisor of a rank's features if `ranks` ranks shard them, and the flag that requires
@@ -36,13 +36,14 @@ class LinearFormatFacts:
     """Required divisor of the tokens in a micro-batch, for every kernel."""
 
     described: Callable[[ModelParallelConfig], str]
-    """Short description of the format."""
+    """Returns a short description of the format."""
 
     peak_tflops: Mapping[str, float]
-    """Maps part of a GPU's name to the peak of its data sheet."""
+    """Maps part of a GPU's name to the peak TFLOP/s in its data sheet."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """True if data-parallel ranks gather weights of linear layers in this format, which then have separate buffers."""
+    """Returns True if data-parallel ranks gather the weights of linear layers in this format. The weights then have
+    separate buffers."""
 
 
 class ParamGather(Protocol):

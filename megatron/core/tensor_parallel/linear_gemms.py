@@ -102,7 +102,8 @@ class LinearGemms:
     """True if `forward` takes an addend."""
 
     splits_tokens = True
-    """True if casts and products of some tokens equal the corresponding rows of those of all tokens.
+    """True if the casts and products of some tokens equal the corresponding rows of the casts and products of all
+    tokens.
 
     Parts of a sequence can then be gathered and multiplied separately, by `forward_rows_`, `input_grad_rows_`,
     `cast_grad_to_gather` and `gathered_grad`.
@@ -126,7 +127,7 @@ class LinearGemms:
         return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
-        """Casts dY [s, b, out], after a gather."""
+        """Cast dY [s, b, out], after a gather."""
         return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class LinearGemms:
             torch.addmm(bias, x[0], matrix, out=out)
 
     def cast_grad_to_gather(self, dy: Tensor) -> Operand:
-        """Casts dY [s/t, b, out] before a gather, for `input_grad_rows_`."""
+        """Cast dY [s/t, b, out] before a gather, for `input_grad_rows_`."""
         return (dy,)
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -225,7 +226,7 @@ class WeightCasts:
             del self._kept[key]  # type: ignore[union-attr]
 
     def keep(self, weight: Tensor, **casts: Operand) -> None:
-        """Keeps casts of a weight, by kind."""
+        """Keep casts of a weight, by kind."""
         assert self._kept is not None
         self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 
@@ -279,7 +280,7 @@ class OutputGradient:
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
-        """Casts of dY that the layer's GEMMs will read.
+        """Return the cast of dY that the layer's GEMMs will read.
 
         None if they read dY itself, or if scales are not known in advance.
         """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
     """Return `partial_over` of a replicated parameter used between the linear layers.
 
-    Without sequence parallelism every rank sees all tokens and the whole gradient, so replicas agree. With it, a rank
-    sees its part of the sequence, and its gradient is one term of a sum.
+    Without sequence parallelism, every rank processes all tokens and computes the whole gradient, so replicas agree.
+    With sequence parallelism, a rank processes part of the sequence, and its gradient is one term of a sum.
     """
     return ("tp",) if sequence_parallel else ()
 
@@ -99,7 +99,7 @@ class RowLinear:
 class ReplicatedLinear(RowLinear):
     """A linear layer with a whole weight on every rank: [out_size, in_size].
 
-    It runs between the sharded linear layers, on the rank's tokens there.
+    It runs between the sharded linear layers, on this rank's tokens.
     """
 
     to_residual: bool = False

@@ -22,7 +22,7 @@ ROUNDED_AT_ONCE = 2**22
 """Elements of a bf16 sum that are rounded at a time, which bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
-"""Salt that separates the random bits of gradients from others."""
+"""Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
 """Elements of a bf16 product converted to fp32 at a time on CPU, as many as fit in its cache."""
@@ -49,7 +49,7 @@ class WeightGradQueue:
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
-        """Runs the jobs queued under `key`, in the order of the backward pass, and frees their operands."""
+        """Run the jobs queued under `key` in the order of the backward pass, and free their operands."""
         assert key != self._key, f"{key} has not ended"
         jobs = self._jobs.pop(key)
         jobs.reverse()
@@ -59,7 +59,7 @@ class WeightGradQueue:
     def assert_empty(self) -> None:
         """Check, at the end of a step, that no weight gradient is left."""
         assert self._key is None, f"{self._key} has not ended"
-        assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
+        assert not self._jobs, f"weight gradients were not computed: {list(self._jobs)}"
 
     def defers(self, weight: Tensor) -> bool:
         """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it
@@ -67,7 +67,7 @@ class WeightGradQueue:
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
-        """Runs a job now, or queues it between `begin` and `end`."""
+        """Run a job now, or queue it between `begin` and `end`."""
         if self._key is None:
             job()
         else:

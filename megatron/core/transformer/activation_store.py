@@ -44,17 +44,17 @@ class ActivationStore(Protocol):
     """Store of one rank's stages, created by an entry of HOST_MEMORY."""
 
     num_layers: int
-    """Number of layers of each stage, from its first one, whose activations are stored."""
+    """Number of layers per stage, counted from its first layer, whose activations are stored."""
 
     sent: int
     """Bytes that have been stored so far."""
 
     @property
     def pool(self) -> Pool:
-        """Pool of memory for the stored activations."""
+        """Memory pool for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Start again with an empty pool, for plans; `pinned` allows pinned memory."""
+        """Replace the pool by an empty one, for plans; `pinned` allows pinned memory."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
         """Start a forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, are not

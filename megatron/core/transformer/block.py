@@ -30,7 +30,7 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Input or output of layers.
 
-A layer whose `takes_pending()` is true may take and return a stream with a pending addition, and is then called with
+A layer whose `takes_pending()` is true may accept and return a stream with a pending addition, and is then called with
 `pending=True`. A norm after the layers may accept one too.
 """
 

@@ -111,7 +111,7 @@ def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
 
 
 def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
-    """q [s, b, heads, d] times `query_scales`."""
+    """Multiply q [s, b, heads, d] by `query_scales`."""
     return (q * scales).to(q.dtype)
 
 
@@ -126,7 +126,7 @@ def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: 
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, heads, head_dim] with its first rotary_dim channels rotated: channel i pairs with i + rotary_dim / 2."""
+    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim]: channel i pairs with i + rotary_dim / 2."""
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]
@@ -135,7 +135,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, heads, head_dim] with its first rotary_dim channels rotated: channel 2i pairs with 2i + 1."""
+    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim]: channel 2i pairs with 2i + 1."""
     rotary_dim = 2 * cos.shape[-1]
     first, second = x[..., :rotary_dim].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

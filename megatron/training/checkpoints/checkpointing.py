@@ -126,7 +126,7 @@ class RunCheckpoint:
         return tensors, payload
 
     def save(self, progress: Progress) -> PurePath:
-        """Writes a checkpoint of `progress.iteration` into --save and makes it the latest.
+        """Write a checkpoint of `progress.iteration` into --save and makes it the latest.
 
         Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
         """
@@ -193,7 +193,7 @@ class RunCheckpoint:
     def _load_tensors(
         self, checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, say: Callable[[str], None]
     ) -> None:
-        """Loads parameters, and with `load_optimizer` the optimizer's tensors and counters. Raises ValueError if the
+        """Load parameters, and with `load_optimizer` the optimizer's tensors and counters. Raises ValueError if the
         checkpoint has other tensors than the run."""
         with self.optimizer.loading_state() as pieces:
             ddp, stages = self.optimizer.ddp, self.stages.values()
@@ -227,7 +227,7 @@ class LoadsModels(Protocol):
     """A kind of path, registered in `PATH_KINDS`, of models that are no checkpoints of ours. Both are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
-        """Loads what --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
+        """Load what --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
 
     def stages(
         self,
@@ -241,7 +241,7 @@ class LoadsModels(Protocol):
 
 
 def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
-    """Returns the loader of the foreign model at a path, or None for this program's own checkpoints."""
+    """Return the loader of the foreign model at a path, or None for this program's own checkpoints."""
     kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
     return kind if isinstance(kind, LoadsModels) else None
 

@@ -43,7 +43,7 @@ def choose_checkpoint(
     say: Callable[[str], None] = lambda line: None,
     verified: bool = True,
 ) -> Checkpoint | None:
-    """Opens the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
+    """Open the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
     If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. A checkpoint is
     also damaged if its metadata have values of wrong types. `say` receives one line for each checkpoint skipped, on
@@ -75,7 +75,7 @@ def choose_checkpoint(
 
 
 def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
-    """Raises ValueError, on every rank, if some ranks see checkpoints that others do not: hosts with a disk each. Whole
+    """Raise ValueError, on every rank, if some ranks see checkpoints that others do not: hosts with a disk each. Whole
     copies of the checkpoints on every host are as good as one folder."""
     if found.folders:
         without = ranks_without(any(storage_of(folder).exists(folder) for folder in found.folders), world)
@@ -92,7 +92,7 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
 
 
 def verify(folder: PurePath, world: Axis) -> list[str]:
-    """Compares files with the manifest; the ranks share the reading. Returns the problems, the same on all ranks."""
+    """Compare files with the manifest; the ranks share the reading. Returns the problems, the same on all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
@@ -141,7 +141,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def check_may_start(options: CheckpointConfig) -> None:
-    """Raises ValueError if --load has no checkpoint and the run may not start from scratch."""
+    """Raise ValueError if --load has no checkpoint and the run may not start from scratch."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
     if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(
@@ -157,7 +157,7 @@ def check_may_start(options: CheckpointConfig) -> None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raises ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
+    """Raise ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
     if both fingerprints are known."""
     options = config.checkpoint
     saved = saved_config(checkpoint)

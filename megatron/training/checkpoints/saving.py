@@ -48,7 +48,7 @@ class RunSaver:
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
-        """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
+        """Allocate staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
         later iterations, which this run will replace."""
         save = self.options.save
         root = self.options.save_root
@@ -64,7 +64,7 @@ class RunSaver:
             self.writer.prepare(self.checkpoint.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
-        """Starts a checkpoint of the current iteration; with --no-async-save it is written on return."""
+        """Start a checkpoint of the current iteration; with --no-async-save it is written on return."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last, self._given_up = iteration, ""
@@ -78,7 +78,7 @@ class RunSaver:
         self.report()
 
     def report(self) -> None:
-        """Prints the outcome of saves that ended since the last call, on the first rank.
+        """Print the outcome of saves that ended since the last call, on the first rank.
 
         Raises CheckpointError if a save was given up under --fatal-save-errors.
         """
@@ -102,7 +102,7 @@ class RunSaver:
         self._say_exported()
 
     def _say_failure(self, report: SaveReport, message: str) -> None:
-        """Prints the reason of a failed save once, and of further attempts that fail for it the number alone."""
+        """Print the reason of a failed save once, and of further attempts that fail for it the number alone."""
         failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # such as the bytes that are free
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
@@ -117,7 +117,7 @@ class RunSaver:
             record_event(self.options.save, "save", iteration=report.iteration, seconds=seconds, **error)
 
     def _export(self, iteration: int) -> None:
-        """Hands a complete checkpoint to exporters, on one rank."""
+        """Hand a complete checkpoint to exporters, on one rank."""
         root = self.options.save_root
         assert root is not None
         for exporter in self.exporters if self._runtime.state.world.first else ():
@@ -131,12 +131,12 @@ class RunSaver:
                 self._runtime.say(f" {line}")
 
     def wait(self) -> None:
-        """Waits for the save in progress."""
+        """Wait for the save in progress."""
         if self.writer is not None:
             self.writer.wait()
 
     def finish(self, hurry: bool = False) -> None:
-        """Waits for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
+        """Wait for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
         failed: the end of the run is not on disk."""
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")

@@ -32,7 +32,7 @@ class BatchSizes:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
-        """Returns the batch sizes of a resolved and validated configuration, including the part of the run that
+        """Return the batch sizes of a resolved and validated configuration, including the part of the run that
         precedes its checkpoint."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)

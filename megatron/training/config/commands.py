@@ -107,7 +107,7 @@ class Command:
         return f"planned for {world_size} ranks; --world-size sets another number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
-        """Runs on every rank, and prints on rank 0 alone. Returns the exit code."""
+        """Run on every rank, and prints on rank 0 alone. Returns the exit code."""
         raise NotImplementedError
 
 
@@ -169,7 +169,7 @@ def json_file_of(given: Mapping[str, str]) -> str | None:
 
 
 def refuse(problems: Sequence[Problem], launch: Launch, json_file: str | None) -> NoReturn:
-    """Ends the process with code 2 after one rank has printed the problems."""
+    """End the process with code 2 after one rank has printed the problems."""
     if launch.rank == 0:
         print_problems(problems, json_file)
     raise SystemExit(2)

@@ -132,7 +132,7 @@ def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each output path that cannot be written or is a file instead of a folder."""
+    """Yield a problem for each output path that cannot be written or is a file instead of a folder."""
     for flag in (flag for flag in all_flags() if flag.spec.writes):
         path, folder = value_of(config, flag), flag.spec.writes == "folder"
         if path and isinstance(url := located(path), UrlPath):

@@ -83,7 +83,7 @@ class _Loaded:
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
-    """Resolves and validates a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
+    """Resolve and validates a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)

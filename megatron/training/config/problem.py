@@ -154,7 +154,7 @@ def any_text(text: str) -> str:
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
-    """Prints a line with the number of problems and one line for each, as the last lines of the screen.
+    """Print a line with the number of problems and one line for each, as the last lines of the screen.
 
     With --json, an object with the "problems" is also written to `json_file` ("" is standard output)."""
     if json_file is not None:

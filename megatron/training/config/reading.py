@@ -60,7 +60,7 @@ class ForeignProgram(Protocol):
         """The feature, which is not built, that these values of a field's flag ask for."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Maps a file of examples/ to one of the unregistered flags that need its registrations."""
+        """Map a file of examples/ to one of the unregistered flags that need its registrations."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Lines about results of a resolved configuration that differ from the results of this program under equal
@@ -112,18 +112,18 @@ class FlagReader(GivenOptions):
     """Called once all sources are read: switches that replace values of any source and in any order."""
 
     def raise_problems(self) -> None:
-        """Raises ValueError with every problem, one per line."""
+        """Raise ValueError with every problem, one per line."""
         if self.problems:
             raise ValueError("\n".join(map(str, self.problems)))
 
     def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
-        """Reads a whole command line, as (flag, its values)."""
+        """Read a whole command line, as (flag, its values)."""
         for name, texts in tokens:
             self.read(name, texts)
         self.finish()
 
     def read(self, name: str, texts: list[str]) -> None:
-        """Reads one flag. `finish` is due after the last one."""
+        """Read one flag. `finish` is due after the last one."""
         if not name.startswith("--"):
             self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
             return
@@ -144,7 +144,7 @@ class FlagReader(GivenOptions):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
-        """Ends a source of flags."""
+        """End a source of flags."""
         for judge in self.settings:
             judge()
         self.settings.clear()
@@ -181,7 +181,7 @@ class FlagReader(GivenOptions):
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
-        """Adds a problem with a flag that no field has."""
+        """Add a problem with a flag that no field has."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
@@ -205,7 +205,7 @@ class FlagReader(GivenOptions):
     # Values of fields
 
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
-        """Converts the text of a field's value, and sets it unless it is not legal."""
+        """Convert the text of a field's value, and sets it unless it is not legal."""
         try:
             value = legal_value(flag, texts)
         except IllegalValueError as illegal:
@@ -229,7 +229,7 @@ class FlagReader(GivenOptions):
         self.given[flag.field] = name
 
     def wrong(self, flag: Flag, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
-        """Adds a problem with a field's value."""
+        """Add a problem with a field's value."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.suspects.add(flag.name)
 
@@ -258,7 +258,7 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Adds a problem for each value of a file that names code which no run of the user's own has recorded, apart
+        """Add a problem for each value of a file that names code which no run of the user's own has recorded, apart
         from fields that are `replaced`."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]

@@ -256,7 +256,7 @@ def _read(metadata: PurePath) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, object], metadata: PurePath) -> None:
-    """Raises ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
+    """Raise ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")
 

@@ -79,7 +79,7 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """Returns the parts of a console line: errors of the interval, then the other values by how often they are
+    """Return the parts of a console line: errors of the interval, then the other values by how often they are
     looked at, then `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]

@@ -56,7 +56,7 @@ class ExpertLoad(Meter):
         return [replace(batch, aux_scale=scale, number=number) for number, batch in enumerate(batches)]
 
     def end_step(self, skip: Tensor) -> None:
-        """Moves expert biases on, unless `skip` is 1. Collective over the pipeline stage."""
+        """Move expert biases on, unless `skip` is 1. Collective over the pipeline stage."""
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:
@@ -78,7 +78,7 @@ class ExpertLoad(Meter):
         return totals
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Loads relative to an even share, and losses without their coefficients, per token and layer."""
+        """Expert loads relative to an even share, and losses without their coefficients, per token and layer."""
         table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
         if not table.shape[0] or not interval.results:
             return {}

@@ -30,7 +30,7 @@ class Tallies(Meter):
         """Loss sum and tokens, by row, since the last record."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Adds the tally of a step to the totals, unless `skip` is 1."""
+        """Add the tally of a step to the totals, unless `skip` is 1."""
         for tally in self.tallies if self.counts else ():
             self.totals += torch.where(skip > 0, 0.0, tally)
         self.discard_step()
@@ -84,7 +84,7 @@ class UserMetrics(Tallies):
         return bool(self.metrics)
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Adds a step, unless it was skipped."""
+        """Add a step, unless it was skipped."""
         if not self.metrics:
             return
         with torch.no_grad():

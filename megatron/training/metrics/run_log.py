@@ -67,7 +67,7 @@ class RunLog:
             sink.close()
 
     def go_back(self, iteration: int) -> None:
-        """Drops the records after an iteration, as the log of a run that resumes there does."""
+        """Drop the records after an iteration, as the log of a run that resumes there does."""
         if self._sinks:
             self._close_sinks()
             self._sinks = self._open(iteration)
@@ -75,13 +75,13 @@ class RunLog:
             self._bar.n = iteration
 
     def write(self, record: Record) -> None:
-        """Writes a record to every sink, with the time and the version of the schema."""
+        """Write a record to every sink, with the time and the version of the schema."""
         stamped = record | {"time": round(time.time(), 3), "schema": SCHEMA}
         for sink in self._sinks:
             sink.write(stamped)
 
     def report(self, record: Record, meters: Sequence[Meter]) -> None:
-        """Writes the record of an interval and prints it, with what meters add."""
+        """Write the record of an interval and prints it, with what meters add."""
         self._restore_config()
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)
@@ -91,7 +91,7 @@ class RunLog:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
 
     def _restore_config(self) -> None:
-        """Writes the configuration again if --save was deleted during the run and a save has created it again."""
+        """Write the configuration again if --save was deleted during the run and a save has created it again."""
         for config, file in self._config_file:
             with suppress(OSError):
                 if file.parent.is_dir() and not file.exists():
@@ -99,13 +99,13 @@ class RunLog:
                     save_config(config, file)
 
     def say(self, line: str) -> None:
-        """Prints a line, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         if self._bar is None:
             self._runtime.say(line)
         else:
             self._bar.write(visible(line))
 
     def step(self) -> None:
-        """Advances the progress bar."""
+        """Advance the progress bar."""
         if self._bar is not None:
             self._bar.update(1)

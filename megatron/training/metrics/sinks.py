@@ -93,7 +93,7 @@ class JsonLinesSink:
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        """Leaves out later records, line by line: a long run has a large file, and reads it at every start."""
+        """Leave out later records, line by line: a long run has a large file, and reads it at every start."""
         kept, temporary = RecordsUntil(iteration), path.with_name(path.name + ".tmp")
         with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
             new.writelines(kept.of(old))
@@ -123,7 +123,7 @@ class JsonLinesSink:
         self._unwritten, self._failing = b"", False
 
     def _follow_path(self) -> None:
-        """Opens the file again if another file, or none, has its name now. Raises OSError."""
+        """Open the file again if another file, or none, has its name now. Raises OSError."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self._opened, self._path.stat()):
                 return
@@ -135,7 +135,7 @@ class JsonLinesSink:
         print(f"{self._path} was deleted or replaced: records continue in a new file", file=sys.stderr, flush=True)
 
     def _append(self, lines: bytes) -> None:
-        """Writes lines whole or not at all. Raises OSError."""
+        """Write lines whole or not at all. Raises OSError."""
         try:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

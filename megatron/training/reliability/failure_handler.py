@@ -96,7 +96,7 @@ class FailureHandler:
         return self._store
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all ranks because of an exception on the training thread. Raises it again if not connected."""
+        """End all ranks because of an exception on the training thread. Raises it again if not connected."""
         status = self._status
         rank = self._launch.rank
         here = socket.gethostname()
@@ -119,7 +119,7 @@ class FailureHandler:
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
-        """Ends all ranks because the process of another rank is gone, which was last `seen` at that time."""
+        """End all ranks because the process of another rank is gone, which was last `seen` at that time."""
         with self._only_once():
             board, phase = self._board, ""
             with suppress(RuntimeError):  # the store may be gone with it
@@ -139,7 +139,7 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """Ends because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
+        """End because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
         if self.ending:
             time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store holds it up
             self._end_alone(failure)
@@ -152,12 +152,12 @@ class FailureHandler:
             self._end(failure, ranks)
 
     def follow(self, cause: Failure) -> NoReturn:
-        """Ends because another rank has failed."""
+        """End because another rank has failed."""
         with self._only_once():
             self._follow(cause)
 
     def kill_all(self, number: signal.Signals) -> NoReturn:
-        """Ends all ranks at once, by a second signal on this one."""
+        """End all ranks at once, by a second signal on this one."""
         with self._only_once():
             rank = self._launch.rank
             board = self._board
@@ -176,7 +176,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """Ends all ranks before there is anything to save, to be started again."""
+        """End all ranks before there is anything to save, to be started again."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -203,7 +203,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
-        """Ends because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
+        """End because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
         with self._only_once():
             title = str(error).partition("\n")[0]
             if self._signals.first_at is None and (lost := self._first_gone(title)):
@@ -229,7 +229,7 @@ class FailureHandler:
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Lets the first thread of this process end it, which it does though an error prevents the report; any other
+        """Let the first thread of this process end it, which it does though an error prevents the report; any other
         waits here for that."""
         if not self._ending.acquire(blocking=False):
             while True:
@@ -242,7 +242,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Gives the cause of a consequence time to show up. Returns the ranks that did not answer in that time."""
+        """Give the cause of a consequence time to show up. Returns the ranks that did not answer in that time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -309,7 +309,7 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """Ends because of a failure that no rank can tell another: one rank of each host reports it."""
+        """End because of a failure that no rank can tell another: one rank of each host reports it."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -387,13 +387,13 @@ class FailureHandler:
         self._exit(cause.code)
 
     def _echo(self, cause: Failure) -> None:
-        """Prints one line about a report on the screen of another host, where torchrun does not."""
+        """Print one line about a report on the screen of another host, where torchrun does not."""
         elsewhere = cause.reporter not in self._board.neighbours() and self._launch.launcher == "torchrun"
         if self._launch.local_rank == 0 and elsewhere and restarts_left():
             print(cause.line(), file=sys.stderr, flush=True)
 
     def _kill_silent(self, cause: Failure) -> None:
-        """Kills the processes of this machine that are stopped or stuck and cannot end themselves."""
+        """Kill the processes of this machine that are stopped or stuck and cannot end themselves."""
         said = self._board.get_all("place")
         for rank, peer in self._board.neighbours().items():
             if rank not in said and peer.state() and rank != cause.reporter:
@@ -405,7 +405,7 @@ class FailureHandler:
         )
 
     def _deliver(self, failure: Failure, text: str) -> None:
-        """Prints the report last."""
+        """Print the report last."""
         self.reported = failure
         # torchrun signals the other processes when one is gone, and prints their reports
         now = self._signals.first_at is not None and failure.title != GONE

@@ -39,7 +39,7 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
-    """Enables huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
+    """Enable huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
     allocates a tensor.
 
     With huge pages a new block costs a page fault per 2 MiB instead of 4 KiB, which saves up to a third of a training
@@ -51,7 +51,7 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
 
 
 def quiet_torch(environ: MutableMapping[str, str]) -> None:
-    """Keeps warnings of torch's C++ code off the screen, unless the user has set their level. Call it before torch is
+    """Keep warnings of torch's C++ code off the screen, unless the user has set their level. Call it before torch is
     imported.
 
     When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames ahead of the report.
@@ -85,7 +85,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else those of a SLURM step with one task per
+        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else those of a SLURM step with one task per
         rank, else returns a single process. Raises ValueError if a variable has an invalid value, or if a launcher has
         set some of its variables only: each of its processes would be a run of its own."""
         environ = os.environ if environ is None else environ
@@ -144,7 +144,7 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Holds back signals that the launcher has this process ignore, until `SignalListener.start`.
+    """Hold back signals that the launcher has this process ignore, until `SignalListener.start`.
 
     A script that starts the ranks ignores the signals meant for them, and its children inherit that. Without this, a
     signal that comes before the watchdog would be lost.
@@ -154,7 +154,7 @@ def hold_ignored_signals() -> None:
 
 
 def write_error_file(text: str, at: float | None = None) -> bool:
-    """Writes torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
+    """Write torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
 
     torchrun takes the earliest failure as the root cause, in whole seconds: this one is `at`, by default now."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)

@@ -43,7 +43,7 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Returns the number of bytes given, also if some are dropped."""
+        """Return the number of bytes given, also if some are dropped."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
             self._drop(content)

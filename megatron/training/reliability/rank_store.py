@@ -293,7 +293,7 @@ class Board:
         store.set(f"peer/{launch.rank}", _json(self.me))
 
     def check_world_size(self) -> None:
-        """Raises ValueError if the first rank that came counts another number of ranks."""
+        """Raise ValueError if the first rank that came counts another number of ranks."""
         rank, own = self.launch.rank, self.launch.world_size
         if (first := self.claim("world", str(own), parse_integer)) != own:
             raise ValueError(
@@ -367,7 +367,7 @@ class Board:
         return peer.state() if peer is not None else ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Polls until a condition is true. Returns whether it became true in time."""
+        """Poll until a condition is true. Returns whether it became true in time."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -398,11 +398,11 @@ class Board:
         return failure
 
     def say(self, key: str, value: str = "") -> None:
-        """Sets this rank's value of `key`, as listed above."""
+        """Set this rank's value of `key`, as listed above."""
         self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
-        """Makes `request` the one of this number unless there is one."""
+        """Make `request` the one of this number unless there is one."""
         self.claim(f"ask/{number}", _json(request), _parse_request)
 
     def asked(self, number: int) -> Request | None:
@@ -428,7 +428,7 @@ class Board:
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def watch_first(self) -> None:
-        """Remembers the phase of rank 0, on its machine, if the store would be lost with its process."""
+        """Remember the phase of rank 0, on its machine, if the store would be lost with its process."""
         if 0 in self.neighbours() and not launcher_has_store():
             self.first_phase = self.last_phase(0)
 
@@ -437,7 +437,7 @@ class Board:
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
-        """Reports that this rank has reached a meeting of all ranks."""
+        """Report that this rank has reached a meeting of all ranks."""
         self.say(f"came/{meeting}")
         self.store.add(f"came/{meeting}", 1)
 

@@ -56,7 +56,7 @@ class Outcome:
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Remembers the checkpoint folders and, with `write`, writes that the run is RUNNING."""
+        """Remember the checkpoint folders and, with `write`, writes that the run is RUNNING."""
         self.folders = {
             name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }
@@ -64,7 +64,7 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Writes the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
+        """Write the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
         if self.recorded:
@@ -83,7 +83,7 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Writes the status of a run that its flags end before it starts, on each host, as OUTCOME_FILE may be its own."""
+    """Write the status of a run that its flags end before it starts, on each host, as OUTCOME_FILE may be its own."""
     try:
         yield
     except SystemExit as ended:
@@ -125,12 +125,12 @@ class ExitCode(IntEnum):
 
 
 def _open_at_once(path: str, mode: int) -> int:
-    """Opens a file; raises OSError for a named pipe that nobody reads, for which `open` would wait."""
+    """Open a file; raises OSError for a named pipe that nobody reads, for which `open` would wait."""
     return os.open(path, mode | os.O_NONBLOCK, 0o666)
 
 
 def record_event(save: str | Path | None, event: str, **facts: object) -> None:
-    """Adds a line. Without --save, before its folder exists, and on a full disk it does nothing."""
+    """Add a line. Without --save, before its folder exists, and on a full disk it does nothing."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):
         return

@@ -25,7 +25,7 @@ class StackDump:
         self._kills = out_of_memory_kills()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Opens the file, and has the interpreter write into it if it crashes. Raises ValueError if it cannot."""
+        """Open the file, and has the interpreter write into it if it crashes. Raises ValueError if it cannot."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank:05d}.txt").open("w")
@@ -49,7 +49,7 @@ class StackDump:
             beside(self.folder, self._rank)
 
     def _open_again_if_deleted(self) -> None:
-        """Opens the file of this rank again if it was deleted or renamed during the run, and its --save folder is
+        """Open the file of this rank again if it was deleted or renamed during the run, and its --save folder is
         there."""
         assert self._file is not None and self.folder is not None
         path = Path(self._file.name)

@@ -45,7 +45,7 @@ def spare_ranks(config: RunConfig) -> int:
 
 
 def start(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Makes the attempts of a rank: one, in this process, unless an extension makes them. Returns the exit code."""
+    """Make the attempts of a rank: one, in this process, unless an extension makes them. Returns the exit code."""
     asked = [options.starter for options in config.extension_options if isinstance(options, StartsRanks)]
     name = next((found for found in asked if found is not None), None)
     if name is None:

@@ -63,7 +63,7 @@ class StopRequests:
         return self.request.why if self.request is not None else ""
 
     def tick(self, save_later: bool = False) -> bool:
-        """Begins a tick. Returns False, and begins none, if a request is due first: it is then in `request`. With
+        """Begin a tick. Returns False, and begins none, if a request is due first: it is then in `request`. With
         `save_later` only a request to stop is due."""
         with self._change:
             while self._asked is not None:
@@ -77,25 +77,25 @@ class StopRequests:
             return True
 
     def decide(self, unsaved: bool) -> None:
-        """Ends `undecided`, alike on all ranks. To load a state that is on no disk is a tick, so that a request to stop
+        """End `undecided`, alike on all ranks. To load a state that is on no disk is a tick, so that a request to stop
         that comes before the first step is carried out after it: by a save."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False
 
     def done(self) -> None:
-        """Ends the current request, so that the next one can be made."""
+        """End the current request, so that the next one can be made."""
         with self._change:
             self.request = self._asked = self._after = None
             self._number += 1
 
     def ask(self, request: Request) -> None:
-        """Adds a wish of this rank."""
+        """Add a wish of this rank."""
         if request not in self._wishes:
             self._wishes.append(request)
 
     def look(self, board: Board, signal_at: float | None) -> str | None:
-        """Exchanges requests and answers with the other ranks. `signal_at`: monotonic time of this rank's first signal.
+        """Exchange requests and answers with the other ranks. `signal_at`: monotonic time of this rank's first signal.
 
         Returns why the run is to end at once, if that is before its first step, so that there is nothing to save.
         """
@@ -140,7 +140,7 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Takes over the signals if `listen`, on the main thread. Signals that were held since the start arrive now."""
+        """Take over the signals if `listen`, on the main thread. Signals that were held since the start arrive now."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
@@ -154,7 +154,7 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Waits for signals. Returns (signal, whether it is a second one), without repetitions of the first."""
+        """Wait for signals. Returns (signal, whether it is a second one), without repetitions of the first."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)
         found = []
@@ -170,7 +170,7 @@ class SignalListener:
         return found
 
     def stop(self, ignore: bool) -> None:
-        """Gives the signals back to the handlers from before, or has them ignored from now on."""
+        """Give the signals back to the handlers from before, or has them ignored from now on."""
         if not self._handlers:
             return
         signal.set_wakeup_fd(-1)

@@ -32,7 +32,7 @@ class ForeignPortError(ConnectionError):
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
-    """Leaves the reason why this rank cannot open the store to the ranks that the same launcher started on this
+    """Leave the reason why this rank cannot open the store to the ranks that the same launcher started on this
     host."""
     with suppress(OSError):
         path = _place(address, port)

@@ -90,7 +90,7 @@ class Ignored:
             self._say(f"ignored {what}: {why}. Further ones are ignored and counted")
 
     def close(self) -> None:
-        """Reports how many messages were ignored, if there was more than one."""
+        """Report how many messages were ignored, if there was more than one."""
         if self.count > 1:
             self._say(f"ignored {self.count} malformed messages")
 

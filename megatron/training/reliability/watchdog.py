@@ -92,7 +92,7 @@ class Watchdog:
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
     def check_save_folder(self) -> None:
-        """Raises OSError if the run must not write to --save now. On the first rank."""
+        """Raise OSError if the run must not write to --save now. On the first rank."""
         for guard in self.save_guards:
             guard()
 
@@ -126,7 +126,7 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Ends the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
+        """End the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
         board = self.board
         first = self.launch.rank == 0
         code = self.code

@@ -168,8 +168,8 @@ class GPTModel(nn.Module):
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(
-                f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; begin it with the "
-                "name that the part was given"
+                f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; use the name that "
+                "the module received as a prefix"
             )
 
     def set_positions(self, config: TransformerConfig) -> None:

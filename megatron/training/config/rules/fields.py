@@ -36,7 +36,7 @@ def _saved_values(config: RunConfig) -> str:
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
-    """Checks each value on its own."""
+    """Check each value on its own."""
     for flag in all_flags():
         value = value_of(config, flag)
         if flag.field == "num_layers" and config.model.pattern is not None:
