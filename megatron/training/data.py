@@ -1,4 +1,4 @@
-"""Data of a run: number of samples in each split, and an iterator over each."""
+"""Data of a run: the number of samples in each split, and iterators over the splits."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class Splits(NamedTuple):
 
     train: Dataset
     valid: dict[str, Dataset]
-    """Validation sets by name; "" is the one that has none."""
+    """Validation sets by name; "" for the unnamed one."""
 
     test: Dataset | None
 
 
 @dataclass
 class TrainingData:
-    """Iterators over the splits, those for evaluation of one phase: `enter` changes it."""
+    """Iterators over the training data of all phases, and over the evaluation data of one phase, which `enter`
+    selects."""
 
     plan: RunPlan
     runtime: Runtime
@@ -54,27 +55,27 @@ class TrainingData:
     """(first sample, fingerprint) of the training data of each phase."""
 
     sources: SourceNames
-    """All data sets."""
+    """Names and numbers of all data sets."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
-    """None if there is none, or nothing is evaluated."""
+    """Iterator over the test set; None if there is no test set, or if nothing is evaluated."""
 
     watchers: list[Callable[[Step, Sequence[MicroBatch]], None]] = field(default_factory=list)
-    """Called with this rank's micro-batches of each training step, before context parallelism cuts them."""
+    """Hooks called with this rank's micro-batches of each training step, before context parallelism shards them."""
 
     def __post_init__(self) -> None:
         self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
-        """This rank's micro-batches of a training step, on its device. Collective if the watchers are called."""
+        """Return this rank's micro-batches of a training step, on its device. Collective if the watchers are called."""
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)
         return put_on_device(taken, self.model, self.runtime, self.divide)
 
     def evaluated(self, split: str) -> dict[str, DataIterator]:
-        """The data sets of "valid" or "test" of the current phase, by name."""
+        """Return the iterators over the current phase's "valid" or "test" sets, by name."""
         return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
 
     def add_source_ids(self) -> None:
@@ -86,12 +87,12 @@ class TrainingData:
         return [each for each in (self.train, *self.valid.values(), self.test) if each is not None]
 
     def fingerprint_at(self, consumed_samples: int) -> str:
-        """Equal if the first `consumed_samples` samples are the same."""
+        """Return a fingerprint that is equal if the first `consumed_samples` samples are the same."""
         begun = [each for each in self.fingerprints if each[0] < max(1, consumed_samples)]
         return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
 
     def enter(self, phase: Phase) -> None:
-        """Evaluate on the data of a phase from now on, and makes batches for its model."""
+        """Switch to a phase: use its data for evaluation, and its model's batch format."""
         self.model, number = phase.config.model, self.plan.phases.index(phase)
         self.train.deal, self.divide = dealer_of(phase.config), divider_of(phase.config)
         for each in self._iterators()[1:]:
@@ -124,10 +125,10 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
 
 @runtime_checkable
 class DealsSamples(Protocol):
-    """Flags of an extension that may deal the samples of training steps in another way."""
+    """Flags of an extension that may assign the samples of training steps to replicas in another way."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the dealer for samples of this length, or None if no flag asks for one."""
+        """Return the dealer for samples of this length, or None if no flag selects one."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
@@ -145,7 +146,7 @@ class DividesSamples(Protocol):
     """Flags of an extension that may divide training samples over context-parallel ranks in another way."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the divider of sequences, or None if no flag asks for one."""
+        """Return the divider of sequences, or None if no flag selects one."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
@@ -156,7 +157,7 @@ def divider_of(config: RunConfig) -> DividesSequences | None:
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """Build the data and the plan with the run's length, which for one epoch is known only now.
+    """Build the data, and the plan with the run's length, which for one epoch is known only at this point.
 
     Raises ValueError for any problem of the data that the flags name.
     """
@@ -209,10 +210,10 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
-    if len(made.train) < phase.samples:  # the run would go on after the data: a blend without weights has one epoch
+    if len(made.train) < phase.samples:  # the run is longer than the data: a blend without weights has one epoch
         raise ValueError(
-            f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens and the run "
-            f"takes {phase.samples}: several --data-path prefixes without weights are read once; give each a "
+            f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
+            f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "
             "weight, which repeats the data, or train for less"
         )
     order.take(made.train, phase.samples)
@@ -244,7 +245,7 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
 
 
 def _with_length(plan: RunPlan) -> RunPlan:
-    """The plan with the end of the run where this is one epoch of the data."""
+    """Return the plan with the run's length filled in if the run is one epoch of the data."""
     last = plan.phases[-1]
     if last.end is not None:
         return plan
@@ -257,7 +258,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
         raise ValueError(
             f"--global-batch-size {training.global_batch_size} must be at most one epoch of the training data, "
             f"{len(train)} samples of {config.model.seq_length} tokens; "
-            "make it smaller, or say how long to train with --train-iters"
+            "make it smaller, or set the length with --train-iters"
         )
     return replace(plan, phases=(*plan.phases[:-1], replace(last, end=len(train))))
 
@@ -293,7 +294,7 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 def _build(
     config: RunConfig, sizes: tuple[int | None, int | None, int | None], demands: Demands | None = None
 ) -> Datasets:
-    """The data of the flags but for validation sets with names, none wrapped."""
+    """Build the data that the flags name, except named validation sets, without wrappers."""
     named, data = config.tokenizer, config.data
     if data.multiple_validation_sets:
         config = replace(config, data=replace(data, valid_data_path=None))
@@ -311,14 +312,14 @@ def _build(
 
 @runtime_checkable
 class WrapsDatasets(Protocol):
-    """Flags of an extension, as part of the data's, that change the samples of data sets."""
+    """Flags of an extension, registered with `part_of="data"`, that change the samples of data sets."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """A data set that changes the samples of another one, or that data set itself."""
+        """Return a data set that changes the samples of `dataset`, or `dataset` itself."""
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
-    """The data sets, wrapped as the flags ask for."""
+    """Wrap the data sets according to the flags."""
     wrappers = [options for options in config.data.extension_options if isinstance(options, WrapsDatasets)]
     for options in wrappers:
         named = config.tokenizer
@@ -329,7 +330,7 @@ def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
 
 
 def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset | None:
-    """One validation set."""
+    """Build one validation set."""
     alone = replace(config.data, data_path=None, train_data_path=None, test_data_path=None)
     data = replace(alone, valid_data_path=(prefix,), multiple_validation_sets=False)
     config = replace(config, data=data)
@@ -339,8 +340,8 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
 def put_on_device(
     batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
 ) -> list[Batch]:
-    """A step's micro-batches as the model takes them: with the labels and masks that the loss makes of whole samples,
-    this rank's part of each."""
+    """Prepare a step's micro-batches for the model: apply the loss' changes of labels and masks to whole samples, take
+    this context-parallel rank's part, and copy it to the device."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]

@@ -60,7 +60,8 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
 
 
 def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
-    """A block in which the model has the weights that a callback offers for evaluations, or its own. Collective."""
+    """Return a context in which the model has the weights that a callback offers for evaluations, or its own weights.
+    Collective."""
     offers = (callback.evaluation_weights(run) for callback in reversed(run.callbacks))
     offered = next((weights for weights in offers if weights is not None), None)
     return nullcontext() if offered is None else other_weights(run.optimizer, offered)
@@ -70,8 +71,19 @@ def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
 def summed_loss(
     run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int, split: str, name: str = ""
 ) -> tuple[float, float, Record] | None:
-    """(loss of all tokens, tokens, what meters report) of `steps` batches, without dropout. Collective; equal on every
-    rank. None if the run is asked to stop before the evaluation ends."""
+    """Evaluate `steps` batches without dropout. Collective.
+
+    Returns (loss sum over all tokens, number of tokens, reports of the meters), equal on every rank; None if the run is
+    asked to stop before the evaluation ends.
+
+    Args:
+        run: The run.
+        iterator: Iterator over the data set.
+        first_sample: Number of the first sample.
+        steps: Number of steps.
+        split: "valid" or "test".
+        name: Name of the validation set.
+    """
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with ExitStack() as counting:

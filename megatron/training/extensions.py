@@ -1,9 +1,9 @@
-"""Loading of extensions: Python files of a user's own that register parts and flags (--extension); and the registry of
-callbacks. No torch itself.
+"""Loads extensions, which are Python files of users that register parts and flags (--extension), and contains the
+registry of callbacks. This module itself does not import torch.
 
 An extension is imported before flags are parsed, so that its registrations appear in `--help` and are validated like
-built-in ones. Its path is kept in the saved configuration and in checkpoints. These files cannot make it run: the
-command line must name it too, unless they are of a run of the user's own (`code_record`).
+built-in ones. Its path is kept in the saved configuration and in checkpoints. These files alone do not make the
+extension run: the command line must name it too, unless the files belong to one of the user's own runs (`code_record`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stored:
     """Storage of a callback's states."""
 
     dtype: str | None = None
-    """Name of their dtype in torch; None for the main dtype."""
+    """Name of the states' torch dtype; None for the main dtype."""
 
     on_host: bool = False
     """True for host memory, False for the device of the parameters."""
@@ -55,23 +55,23 @@ class CallbackFacts:
     """Facts about a callback, known before it is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """Return True if a run with this configuration uses it; otherwise it is not imported."""
+    """Returns True if a run with this configuration uses the callback; otherwise it is not imported."""
 
     evaluates: str = ""
-    """The flag with which one of its tasks evaluates the model, so that --skip-train has something to do."""
+    """Flag with which one of the callback's tasks evaluates the model, so that --skip-train has something to do."""
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
-    """Names of its states, or a function that returns a run's state names.
+    """Names of the callback's states, or a function that returns their names for a run.
 
     A state has one number per element of the trained parameters, stored as `stored` says. States start at zero, are
     included in plans, sharded like the optimizer's, and saved in checkpoints (`Callback.states`).
     """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """Storage of a run's states: by default in the main dtype, on the device."""
+    """Returns the storage of the states: by default the main dtype, on the device."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
-        """Names of the states that it keeps in a run."""
+        """Return the names of the states that the callback keeps in a run."""
         return self.states(config) if callable(self.states) else self.states
 
 
@@ -91,7 +91,7 @@ CALLBACKS = Registry("callback", CallbackFacts, protocol=CallbackClass)
 
 
 class ExtensionError(ValueError):
-    """An extension cannot be used; the message names its file and line."""
+    """Raised if an extension cannot be used; the message names its file and line."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
         super().__init__(f"{rule}; {remedy}" if remedy else rule)
@@ -107,16 +107,22 @@ def extension_flags(
     part_of: str | None = None,
     always: bool = False,
 ) -> Callable[[type[T]], type[T]]:
-    """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
+    """Decorate a frozen dataclass whose fields become flags; the string below a field is its help text.
 
-    Parts read the values by `config.options(Cls)`. `rules(config, world_size)`, a function or its "module:function",
-    may yield a `Problem` for each value that is wrong; `config` is the whole `RunConfig`. It is imported and called
-    only if one of the flags is given, or in every run with `always=True`, for a part that other flags choose.
-    `resolve(config)`, like `rules`, returns the configuration with values of other flags that follow from these;
-    `reads(config)`, with those that are in files which they name, or raises a ValueError that names the flag.
-    A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
-    for a callback, a metric or a learning rate. Flags that are `part_of="model"` say what a model is: they are taken
-    from a checkpoint, and converted, as the model's own are.
+    Parts read the values with `config.options(Cls)`. The functions `rules`, `resolve` and `reads` may also be given as
+    "module:function".
+    Args:
+        title: Title of the flags in `--help`.
+        may_change: True if a run may have other values than the checkpoint that it loads, as for a callback, a metric
+            or a learning rate.
+        rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
+            It is imported and called only if one of the flags is given.
+        resolve: `resolve(config)` returns the configuration with values of other flags that follow from these flags.
+        reads: `reads(config)` returns the configuration with values from files that these flags name. It raises
+            ValueError with the flag's name if a file cannot be read.
+        part_of: "model" for flags that describe a model. They are taken from a checkpoint and converted like the
+            model's own flags. "data" for flags that name data.
+        always: True to call the rules in every run, for a part that other flags choose.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -127,7 +133,7 @@ def extension_flags(
 
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
-    """Import each extension once in a process: a path that ends in .py, or package.module.
+    """Import each extension once per process. A name is a path that ends in .py, or package.module.
 
     Returns the names, with absolute paths. Raises ExtensionError.
     """
@@ -152,11 +158,18 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 
 
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
-    """The extensions to import out of those that a file names: code that a run of the user's own has recorded for the
-    folder of `source`. An extension in `given`, which the command line names, replaces one with the same file name, or
-    one whose file is missing. `shown` is the source in messages.
+    """Return the extensions named in a file that may be imported.
 
-    Raises ExtensionError, which lists the others, each with the flag that allows it."""
+    This is code that one of the user's runs has recorded for the folder of `source`. An extension in `given`, which the
+    command line names, replaces one with the same file name, or one whose file is missing. Raises ExtensionError, which
+    lists the other extensions, each with the flag that allows it.
+
+    Args:
+        names: Extensions that the file names.
+        given: Extensions on the command line.
+        source: The file.
+        shown: Name of the source in messages.
+    """
     recorded = []
     refused = []
     missing = []
@@ -189,7 +202,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 CHANGED = " (changed since that run)"
 
 _LOADED: dict[str, str] = {}
-"""Name, paths whole -> module of every extension that was imported."""
+"""Module of every imported extension, by name with absolute paths."""
 
 
 def _load(name: str) -> str:
@@ -203,7 +216,7 @@ def _load(name: str) -> str:
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise ExtensionError(f"{name}: {what}" + ("" if Path(name).is_absolute() else f", relative to {Path.cwd()}"))
     if path is None and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as python -m does
+        sys.path.insert(0, here)  # like python -m
     try:
         _LOADED[whole] = import_module(name).__name__ if path is None else _import_file(path)
     except KeyboardInterrupt:
@@ -215,7 +228,7 @@ def _load(name: str) -> str:
 
 def _import_file(path: Path) -> str:
     name = f"extension_{path.stem}"
-    while name in sys.modules:  # another file of this name
+    while name in sys.modules:  # another file has this name
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -230,8 +243,8 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """The problem of an error, or of a cause of it, that arose in an extension after its import: `file:line: Kind:
-    message`. None if no code of an extension ran."""
+    """Return the problem of an error that arose in an extension after its import, directly or as a cause:
+    `file:line: Kind: message`. None if no code of an extension was involved."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found
@@ -240,7 +253,8 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
-    """An error, or the cause of it that came through an extension's code, and `file:line`, the last one there."""
+    """Return the error, or its cause, that passed through an extension's code, and the last `file:line` in this code;
+    None if there is none."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:
@@ -252,7 +266,7 @@ def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None
 
 
 def _own_code() -> Iterator[str]:
-    """The files of extensions, and the folders of packages that they are modules of."""
+    """Yield the files of extensions, and the folders of the packages that contain them."""
     for name in _LOADED.values():
         module = sys.modules[name.partition(".")[0]]
         folders = [f"{folder}/" for folder in getattr(module, "__path__", ())]
@@ -264,7 +278,7 @@ def _kind_and_message(error: BaseException) -> str:
 
 
 def _what_failed(name: str, error: BaseException) -> str:
-    """`file:line: Kind: message`, the place being the last one in the user's code."""
+    """Describe an error as `file:line: Kind: message`, with the last position in the user's code."""
     what = _kind_and_message(error)
     if isinstance(error, SystemExit):
         what = f"the extension ends the process while it is imported ({what})"

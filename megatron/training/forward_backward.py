@@ -1,4 +1,4 @@
-"""The pipeline of a rank, and the gradients of one step, for the loop, the search for a NaN and a replay."""
+"""Runs a rank's pipeline and computes the gradients of a step, for training, the search for a NaN, and replays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sums:
     """Results of the forward and backward passes of a step, besides gradients."""
 
     seed: float
-    """Factor that every loss sum was multiplied by before the backward."""
+    """Factor by which every loss sum was multiplied before the backward."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -47,7 +47,7 @@ class StepInput:
     """This rank's micro-batches, on its device."""
 
     scaled: list[Batch]
-    """The same with the factor for auxiliary losses."""
+    """This rank's micro-batches with the factor for auxiliary losses."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -71,7 +71,7 @@ class ForwardBackward:
         return self.gradients(self.prepared(step, batches, loss_scale))
 
     def prepared(self, step: Step, batches: list[Batch], loss_scale: float) -> StepInput:
-        """The micro-batches of a step as its passes read them."""
+        """Prepare the micro-batches of a step for its passes."""
         seed = self.loss_seed(loss_scale)
         return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
 
@@ -84,11 +84,13 @@ class ForwardBackward:
         return Sums(given.seed, given.total_tokens, own)
 
     def loss_seed(self, loss_scale: float) -> float:
-        """The factor of loss sums. In fp16 the loss scale fits the mean over a sample's tokens, not their sum."""
+        """Return the factor of loss sums. In fp16, the loss scale is meant for the mean over a sample's tokens instead
+        of their sum."""
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """(micro-batches with the factor of auxiliary losses and the loss seed, valid tokens of the global batch)."""
+        """Return the micro-batches with the factor of auxiliary losses and the loss seed, and the number of valid
+        tokens in the global batch."""
         total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
@@ -104,7 +106,7 @@ class ForwardBackward:
             meter.end_step(skip)
 
     def step_state(self) -> list[torch.Tensor]:
-        """The tensors that `end_step` changes."""
+        """Return the tensors that `end_step` changes."""
         return [tensor for meter in self.meters for tensor in meter.step_state()]
 
     def discard_step(self) -> None:
@@ -115,13 +117,13 @@ class ForwardBackward:
 
 
 def count_tokens(batches: list[Batch]) -> torch.Tensor:
-    """Valid tokens of this rank's micro-batches; a scalar on the device."""
+    """Return the number of valid tokens in this rank's micro-batches, a scalar on the device."""
     return torch.stack([batch.num_tokens for batch in batches]).sum()
 
 
 def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """[loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, zeros elsewhere, so that
-    a plain sum over the world counts each token once."""
+    """Return [loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, and zeros elsewhere, so
+    that a plain sum over the world counts each token once."""
     if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=runtime.device)
@@ -134,7 +136,7 @@ class Pipeline:
 
     executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor
     may_overwrite = True
-    """True if the first micro-batch of a step may write gradients in place of adding to zeros."""
+    """True if the first micro-batch of a step may overwrite gradients instead of adding to zeros."""
 
     def __init__(
         self, config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], passes: PassContext
@@ -149,28 +151,29 @@ class Pipeline:
 
     @property
     def counting_rank(self) -> int | None:
-        """Return the pipeline rank that counts a batch's tokens for all, which is the rank of the loss.
+        """Return the pipeline rank that counts a batch's tokens for all ranks, which is the rank with the loss.
 
-        None means that each rank counts for itself and waits for no other.
+        None means that each rank counts by itself without waiting for another rank.
         """
         return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else []."""
+        """Run the forward, and the backward of `seed` * loss sum. Returns the loss sum of each micro-batch on the last
+        stage, else []."""
         lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """The same, one action after another, each with the stages' modules, so that their hooks run."""
+        """Train like `train`, one action after another with the stages' modules, so that their hooks run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
+        """Run only forward passes. Returns the loss sum of each micro-batch on the last stage, else []."""
         lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
         return self.executor.run(lists[self.pp.rank], batches)
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
-        """The actions of a step by pipeline rank."""
+        """Return the actions of a step by pipeline rank."""
         return pipeline_lists(
             self.schedule, self.pp.size, microbatches, self.layout.chunks, group=self.group, in_turns=in_turns
         )
@@ -188,7 +191,7 @@ class Pipeline:
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
-    """Shape of the activations that one stage sends to the next: [s, b, w], or [s/tp, b, w] under sequence
+    """Return the shape of the activations that one stage sends to the next: [s, b, w], or [s/tp, b, w] under sequence
     parallelism."""
     s = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:

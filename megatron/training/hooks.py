@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunView:
-    """The view of a run for callbacks and metrics, on each rank. It is a `megatron.training.run.TrainingRun`, which has
-    all parts of the run."""
+    """The view of a run for callbacks and metrics on each rank. It is a `megatron.training.run.TrainingRun`, which
+    holds all parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -53,8 +53,8 @@ class RunView:
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
-        """Request the end of the run. A request on one rank suffices: at the next log line or evaluation, or the
-        current one, all ranks save and stop together."""
+        """Request the end of the run. A request on one rank suffices: all ranks save and stop together at the current
+        or next log line or evaluation."""
         self.stop_reason = str(why or "a callback asks for it")
 
 
@@ -78,7 +78,7 @@ class Evaluation:
     name: str
     """Name of the validation set; empty if it has none."""
     dataset: Dataset
-    """The data set; `Batch.sample_index` has the numbers of its samples."""
+    """The data set; `Batch.sample_index` contains sample numbers in this data set."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class Log(Protocol):
 
 
 class Exporter(Protocol):
-    """Work on complete checkpoints while training continues. On one rank, apart from `poll` and `abandon`."""
+    """Work on complete checkpoints while training continues. All methods except `poll` and `abandon` run on one
+    rank."""
 
     doing: str
     """Current work, for reports about hangs."""
@@ -153,16 +154,16 @@ class Exporter(Protocol):
 
 
 class Meter:
-    """Base class of meters, which count during the passes of steps on one rank, and report at log lines. For each step:
-    `begin_step`, the passes, `gradients_ready`, `end_step` with the update of the weights, or `discard_step` in its
-    place, `after_update`. At a log line: `take` on every rank, a sum over the world, `report`."""
+    """Base class of meters, which count during the passes of steps and report at log lines. Calls for each step:
+    `begin_step`, the passes, `gradients_ready`, `end_step` with the weight update (or `discard_step` instead), and
+    `after_update`. At a log line: `take` on every rank, then a sum over the world, then `report`."""
 
     def begin_step(self, step: Step) -> None:
         """Called before the passes of a step, and again if they are repeated."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches for the passes. `scale`: the factor that turns a mean over the tokens of the global
-        batch into a term of the differentiated loss."""
+        """Return the micro-batches for the passes. `scale` is the factor that converts a mean over the tokens of the
+        global batch to a term of the differentiated loss."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
@@ -217,7 +218,7 @@ class Task:
 
     name: str
     interval: int | None
-    """Iterations; None or 0 for never."""
+    """Number of iterations between runs of the task; None or 0 for never."""
     run: Callable[[], object]
     at_end: bool = False
     """True if the task is also due after the last iteration."""
@@ -235,7 +236,7 @@ class Task:
     """True if the task runs before a step instead of after one, including a run's first step; its time counts only with
     `counts`."""
     ends_interval: bool = False
-    """True if steps before and after the task must not share a log line: a line is due at the task."""
+    """True if steps before and after the task must not share a log line, so a line is written at the task."""
     at_finish: bool = False
     """True if the task runs once all iterations are trained and saved."""
 
@@ -262,10 +263,10 @@ class Callback:
     """Name of the callback's state in checkpoints: its registered name, or otherwise the name of its class."""
 
     states: Sequence[OptimizerPiece] = ()
-    """Its states of `register(..., states=("name",))`, from `on_start` on: `piece.data` [n] are the elements [start,
-    stop) of this rank's part of the parameter `piece.meta`, flat, and `piece.key` is the state's name. Write them in
-    place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer
-    updates."""
+    """States declared by `register(..., states=("name",))`, available from `on_start` on. `piece.data` [n] is a flat
+    view of elements [start, stop) of this rank's part of the parameter `piece.meta`, and `piece.key` is the state's
+    name. Write the views in place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the
+    weights that the optimizer updates."""
 
     start_order = 0
     """`start` is called in the order of these numbers; the first callback that returns a position decides."""
@@ -277,7 +278,7 @@ class Callback:
         self.config = config
 
     def __init_subclass__(cls) -> None:
-        """Raise ValueError for a method on_... of no event, or one that is misspelt, which would never be called."""
+        """Raise ValueError for a misspelt or unknown method on_..., which would never be called."""
         super().__init_subclass__()
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in vars(cls):
@@ -294,13 +295,13 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """Return additional watches for this rank's watchdog. Called before the ranks meet, as soon as they can learn
-        of each other's failures."""
+        """Return additional watches for this rank's watchdog. Called as soon as ranks can learn of each other's
+        failures, before they meet."""
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
         """Return an analysis that finds the ranks for which others wait in vain. Called before process groups are
-        built; the last callback that returns one decides."""
+        built; the last callback that returns an analysis wins."""
         return None
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
@@ -320,7 +321,7 @@ class Callback:
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         """Load the initial weights instead of --load, and return the position of the run, or None to leave this to
-        --load. `data`: consumed samples -> fingerprint of the data. A ValueError ends the run. Collective."""
+        --load. `data` maps consumed samples to the data's fingerprint. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
@@ -328,23 +329,23 @@ class Callback:
         return {}
 
     def flops_per_token(self, model: TransformerConfig) -> float | None:
-        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None to leave it to
-        others. Called on the first rank."""
+        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None to leave this to
+        other callbacks. Called on the first rank."""
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
         """Return the object that detects spikes, built with the `Judge.state` of the checkpoint, which is empty at the
-        start; None to leave it to others. The first callback that returns one decides."""
+        start; None to leave this to other callbacks. The first callback that returns a judge wins."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Called with the outcome of a step, after it or while the next one runs, before anything else depends on it.
-        May raise `StepsTakenBackError` if the run was asked to read it before the next step begins, in
-        `on_step_end`."""
+        """Called with the outcome of a step, after the step or during the next one, before anything else depends on the
+        outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
+        next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Search for the cause of a step whose loss or gradient was not finite. Called on every rank, before the next
-        update of the weights; it may run the step again, in the run that `meters` was given."""
+        update of the weights; it may repeat the step, in the run that was passed to `meters`."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:
@@ -381,21 +382,21 @@ class Callback:
         """Called after each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation in place of the model's, such as averages; None for the model's own. They are a
-        state of the optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns
-        some wins. Every rank returns the elements that it updates. Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own. They are a state of the optimizer,
+        from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns weights wins. Every
+        rank returns the elements that it updates. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
-        """Called after an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of
-        "tasks", with the scores of --eval-tasks as `eval/TASK/METRIC`."""
+        """Called after an evaluation of "valid" or "test", whose record has `valid_loss` or `test_loss`, or of "tasks",
+        whose record has the scores of --eval-tasks as `eval/TASK/METRIC`."""
 
     def on_checkpoint(self, run: RunView) -> None:
         """Called after a save has started."""
 
     def on_end(self, run: RunView) -> None:
-        """Called after the last step and the last save. An error is reported, and the other callbacks are called; the
-        run ends with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
+        """Called after the last step and the last save. An error is reported, the other callbacks are still called, and
+        the run ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -421,17 +422,17 @@ def registered(name: str, config: RunConfig) -> Callback:
 
 
 def states_of(callback: Callback) -> tuple[str, ...]:
-    """Names of the states that a callback was registered with."""
+    """Return the names of the states with which a callback was registered."""
     return CALLBACKS.facts(callback.name).states_in(callback.config) if callback.name in CALLBACKS else ()
 
 
 def storage_of(callback: Callback) -> Stored:
-    """Storage of these states."""
+    """Return the storage of a callback's registered states."""
     return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
-    """Add what callbacks have watched to a watchdog that is connected, and the analysis of hangs."""
+    """Add the callbacks' watches and their hang analysis to a connected watchdog."""
     for callback in callbacks:
         watchdog.watches += callback.watches(watchdog)
         watchdog.status.analysis = callback.hang_analysis(watchdog.status) or watchdog.status.analysis
@@ -440,7 +441,8 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Call `on_failure` of the callbacks. An error in one must not hide the first error: it becomes a note."""
+    """Call `on_failure` of the callbacks. An error in a callback becomes a note of the first error instead of hiding
+    it."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -134,7 +134,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert why_unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     url = Path("s3://bucket/x")
-    assert why_unwritable(url) == f"{url} is a URL, and only paths of mounted file systems are taken here"
+    assert why_unwritable(url) == f"{url} is a URL, but only paths of mounted file systems are accepted here"
     assert why_unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'} is a file, not a folder"
     if Path("/proc/self").exists():
         assert "/proc cannot be written" in (why_unwritable(Path("/proc/x")) or "")

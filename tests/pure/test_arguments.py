@@ -132,8 +132,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
         f"--pipeline-schedule 1f1: must be one of {', '.join(PIPELINE_SCHEDULES)}; nearest: 1f1b",
-        "--swiglu yes: takes no value but true or false; give the flag alone",
-        f"--gibberish: unknown flag; {nobody} has it; remove it",
+        "--swiglu yes: takes no value except true or false; give the flag alone",
+        f"--gibberish: unknown flag; {nobody} has this flag; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
     ):
@@ -152,7 +152,7 @@ def test_no_flag_takes_a_value_that_cannot_be_seen(text: str) -> None:
     named = [flag.name for flag in takers] + [name for name, option in options().items() if option.usage]
     reader = FlagReader()
     reader.read_all(list(tokens_of([word for name in named for word in (name, text)])))
-    rule = "which is no value" if not text.strip() else "has the control character U+00"
+    rule = ("is only white space" if text else "is empty") if not text.strip() else "has the control character U+00"
     assert [problem.flag for problem in reader.problems if rule in str(problem)] == named
     assert reader.values == {} and reader.options == {}
 
@@ -167,7 +167,7 @@ def test_quoted_blanks_after_a_flag_are_ignored(tmp_path: Path) -> None:
     assert not read_flags(["--swiglu", " ", "--lr", "1e-3", " ", "--data-path", "a", "b", "\t"]).problems
     (tmp_path / "run.yaml").write_text('tokenizer-model: " "\n')
     (problem,) = read_flags(["--config", str(tmp_path / "run.yaml")]).problems
-    assert "tokenizer-model ' ': is white space, which is no value; give a value, or remove the flag" in str(problem)
+    assert "tokenizer-model ' ': is only white space; give a value, or remove the flag" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,8 @@ def test_no_tool_takes_a_value_that_cannot_be_seen(words: list[str], capsys: pyt
         parser.parse_args(words)
     named = f"argument {words[0] or 'first'}: '{words[-1] if words[0] else ''}' is".replace("\t", "\\t")
     error = capsys.readouterr().err
-    assert named in error and "which is no value; give a value, or remove the flag" in error
+    assert named in error and "; give a value, or remove the flag" in error
+    assert "is empty" in error or "is only white space" in error
 
 
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:
@@ -376,7 +377,7 @@ def test_switches_may_say_true_or_false() -> None:
     assert parse_args(["--mock-data=true", "--swiglu", "false"]).data.mock_data
     assert not parse_args(["--swiglu", "--swiglu=False"]).model.swiglu
     assert parse_args(["--no-async-save=true"]).checkpoint.async_save is False
-    with pytest.raises(ValueError, match="--mock-data 1: takes no value but true or false; give the flag alone"):
+    with pytest.raises(ValueError, match="--mock-data 1: takes no value except true or false; give the flag alone"):
         parse_args(["--mock-data=1"])
 
 
@@ -390,5 +391,5 @@ def test_a_part_of_a_kind_that_nothing_registers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(MIXERS, "_entries", {name: MIXERS._entries[name] for name in ATTENTION_MODULES})
-    rule = "--experimental-attention-variant x: must name a part, and none is registered; give the --extension that"
+    rule = "--experimental-attention-variant x: must name a part, but none is registered; give the --extension that"
     assert any(rule in line for line in failure("--experimental-attention-variant x", capsys))

@@ -220,9 +220,9 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
     for part in (
         "--hidden-size 32 in the checkpoint, 64 in the run",
         "--rotary-base 10000.0 in the checkpoint, 500000.0 in the run",
-        "--seed is 1234 in the checkpoint and 1 in the run",
+        "--seed is 1234 in the checkpoint but 1 in the run",
         "--no-load-rng",
-        "--optimizer is adam in the checkpoint and sgd in the run",
+        "--optimizer is adam in the checkpoint but sgd in the run",
     ):
         assert part in message
     assert "recompute" not in message
@@ -249,12 +249,12 @@ def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
     tokens = LLAMA.vocab_size or 0
     more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)
     beyond = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size + 1)
-    way = f"a vocabulary of {tokens} tokens and the run one of .*: to add tokens, convert it to a Hugging Face folder"
+    way = f"its vocabulary has {tokens} tokens, but the run's has .*: to add tokens, convert it to a Hugging"
     refuses(way, tmp_path, model=more)
     refuses(way, tmp_path, model=beyond, finetune=True)
     run = Run(config(tmp_path, model=more, finetune=True))
     assert run.load() == Progress()
-    assert f" tokens {tokens} to {LLAMA.padded_vocab_size - 1} take rows that padded" in run.said[0]
+    assert f" tokens {tokens} to {LLAMA.padded_vocab_size - 1} use untrained rows that padded" in run.said[0]
 
 
 def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consumed_samples(tmp_path: Path) -> None:

@@ -116,6 +116,6 @@ def test_a_loss_that_may_need_more_than_logits_and_label_is_refused(monkeypatch:
     LOSSES.register("shifted", CrossEntropy, multi_token=True)
     assert problems("--mtp-num-layers 1 --loss-func shifted") == []
     assert problems("--mtp-num-layers 1 --loss-func pairs") == [
-        "--mtp-num-layers 1: needs a loss that takes labels of later tokens, and --loss-func pairs is not known to; "
-        "remove --mtp-num-layers, or register the loss with multi_token=True if logits and label are all it needs"
+        "--mtp-num-layers 1: needs a loss that supports labels of later tokens, which --loss-func pairs does not "
+        "declare; remove --mtp-num-layers, or register the loss with multi_token=True if it needs only logits and label"
     ]

@@ -23,13 +23,13 @@ def test_rules_of_paths() -> None:
     assert path_rule("local", "/dev/null") is None and path_rule("local", "/dev/stdout") is None
     assert path_rule("local", f"runs/{'a' * 255}/b") is None and path_rule("url", f"s3://bucket/{LONG}") is None
     for path, said in (
-        (f"runs/{LONG}/b", "has a name of 300 bytes, and file systems take 255"),
+        (f"runs/{LONG}/b", "has a name of 300 bytes, but file systems allow only 255"),
         ("ä" * 128, "has a name of 256 bytes"),
         ("a/" * 2500, "is longer than 4,095 bytes"),
         ("a\0b", "has a zero byte"),
         ("s3://bucket/a", "is a URL"),
-        ("/dev/zero", "is a device, whose content has no end"),
-        ("/dev/../dev/full", "is a device, whose content has no end"),
+        ("/dev/zero", "is a device with endless content"),
+        ("/dev/../dev/full", "is a device with endless content"),
     ):
         rule = path_rule("local", path)
         assert rule is not None and rule[0].startswith(said)
@@ -42,14 +42,14 @@ PATHS = [flag for flag in all_flags() if flag.spec.path is not None and flag.fie
 def test_every_flag_of_a_path_refuses_a_name_that_is_too_long(flag: object, tmp_path: Path) -> None:
     name = flag.name  # type: ignore[attr-defined]
     (problem,) = read_flags([name, f"{tmp_path}/{LONG}"]).problems
-    assert (problem.flag, problem.rule) == (name, "has a name of 300 bytes, and file systems take 255")
+    assert (problem.flag, problem.rule) == (name, "has a name of 300 bytes, but file systems allow only 255")
 
 
 @pytest.mark.parametrize("name", ["--hf-family", "--data-phases", "--tokenizer-model", "--load"])
 def test_no_flag_reads_a_device_without_end(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line([name, "/dev/zero"])
-    assert f"{name} /dev/zero: is a device, whose content has no end; name a file" in capsys.readouterr().err
+    assert f"{name} /dev/zero: is a device with endless content; name a file" in capsys.readouterr().err
 
 
 def test_extensions_and_files_of_commands_refuse_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

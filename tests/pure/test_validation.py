@@ -64,12 +64,12 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
     }
     assert len(local) == len(flags) - 16 and {"sample_log", "tensorboard_dir"} < {flag.field for flag in local}
     for flag in stored:
-        said = f"{flag.name} none://a/b: is a URL, and no storage is registered for none://; {NO_STORAGE}"
+        said = f"{flag.name} none://a/b: is a URL, but no storage is registered for none://; {NO_STORAGE}"
         assert said in map(str, read_flags([flag.name, "none://a/b"]).problems)
     for flag in local:
         if flag.field != "extension":  # imported before anything is validated
             said = (
-                f"{flag.name} gs://a/b: is a URL, and only paths of mounted file systems are taken here; "
+                f"{flag.name} gs://a/b: is a URL, but only paths of mounted file systems are accepted here; "
                 "use such a path, and copy from or to the other storage yourself"
             )
             assert said in map(str, read_flags([flag.name, "gs://a/b"]).problems)

@@ -88,8 +88,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows per query group in linear_qkv for queries, output gates, keys and values. A gate of a whole head has one
-        row."""
+        """Rows per query group in linear_qkv for queries, output gates (one row if per head), keys and values."""
         key, value = self.head_dim, self.value_head_dim
         widths = key, 1 if self.head_wise_attn_gate else value, key, value
         return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
@@ -113,8 +112,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`; multi-token prediction modules are numbered after the last layer. Raises
-        ValueError if a layer pattern is invalid."""
+        """Return the kind of layer `number`; multi-token prediction modules follow the layers. Raises ValueError if a
+        layer pattern is invalid."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -159,14 +158,8 @@ class TransformerConfig(ModelFields):
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
 
     def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
-        """Return the kind of a layer with these sublayers.
-
-        Args:
-            parts: The layer's sublayers.
-            local: Whether its attention has a sliding window or chunks.
-            rotated: Whether its queries and keys are rotated.
-            ffn: Width of its MLP.
-        """
+        """Return the kind of a layer with these sublayers and an MLP of width `ffn`. Its attention is `local` if it
+        has a sliding window or chunks, and `rotated` if it has a rotary embedding."""
         has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
         width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
         if not parts.attends:

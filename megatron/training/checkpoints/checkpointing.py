@@ -1,9 +1,9 @@
 """Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
 
-The state consists of the parameters, the optimizer's tensors, its count of updates and loss scale, the `Progress`, and
-the states of extensions' callbacks. Nothing else is needed: the learning rate follows from the progress, and initial
-values, dropout and data order from the seed and a position, so no generator has a state to save. A run resumes exactly
-with the seed of its checkpoint, at any layout.
+The state consists of the parameters, the optimizer's tensors, its update count and loss scale, the `Progress`, and the
+states of extensions' callbacks. Nothing else is needed: the learning rate follows from the progress. Initial values,
+dropout and data order follow from the seed and a position, so there are no generator states to save. With the seed of
+its checkpoint, a run resumes exactly, under any layout.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 Fingerprint = Callable[[int], str | None]
-"""Consumed samples -> what identifies the data that they came from; None if nothing does."""
+"""Number of consumed samples -> fingerprint of the data that they came from; None if the data have no fingerprint."""
 
 
 def no_fingerprint(consumed_samples: int) -> None:
@@ -69,20 +69,20 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """Contents of a run's checkpoint on one rank, and the way to load it. `CheckpointWriter` writes it: in the
-    foreground or in the background, with older ones deleted. All methods are collective."""
+    """Contents of a run's checkpoint on one rank, and functions that load them. `CheckpointWriter` writes checkpoints,
+    in the foreground or in the background, and deletes older ones. All methods are collective."""
 
     config: RunConfig
     state: ParallelState
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
     plan: RunPlan | None = None
-    """None if nothing is trained."""
+    """Plan of the training run; None if nothing is trained."""
     callbacks: Sequence[Callback] = ()
     """Callbacks of the run, some of which keep state."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
-        """The configuration with the model's flags of the phase that was trained last."""
+        """Return the configuration with the model flags of the phase that was trained last."""
         if self.plan is None:
             return self.config
         return replace(self.config, model=self.plan.trained(consumed_samples).config.model)
@@ -90,7 +90,7 @@ class RunCheckpoint:
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
     ) -> tuple[StateDict, dict[str, object]]:
-        """Return (tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
+        """Return (tensors, other values) of a checkpoint of `progress.iteration`. The tensors are not copied.
 
         `metrics` holds values measured at this iteration, by which cleanups choose checkpoints.
         """
@@ -126,9 +126,10 @@ class RunCheckpoint:
         return tensors, payload
 
     def save(self, progress: Progress) -> PurePath:
-        """Write a checkpoint of `progress.iteration` into --save and makes it the latest.
+        """Write a checkpoint of `progress.iteration` into --save and make it the latest.
 
-        Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
+        Raises CheckpointError on every rank if it cannot be written; the latest checkpoint is then still the previous
+        one.
         """
         root = self.config.checkpoint.save_root
         assert root is not None
@@ -140,11 +141,17 @@ class RunCheckpoint:
         """Load the newest complete and undamaged checkpoint of --load, saved under any layout, into parameters and
         optimizer.
 
-        Prints which checkpoints were skipped and why, what was loaded and from where (`why` explains the place), and
-        where the run starts. Returns the position of the run, which is the start if there is no checkpoint, or with
-        --finetune or --reset-iteration. Raises ValueError, on every rank, if the checkpoint does not fit the run, or if
-        the run's data differ from the data of the checkpoint's position; `data` is their fingerprint at a number of
-        consumed samples.
+        Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
+        of the run, which is the start if there is no checkpoint, and with --finetune or --reset-iteration.
+
+        Args:
+            say: Prints a line.
+            data: Returns the fingerprint of the run's data at a number of consumed samples.
+            why: Reason for loading from this folder, for the log.
+
+        Raises:
+            ValueError: On every rank, if the checkpoint does not fit the run, or if the run's data differ from the data
+                at the checkpoint's position.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -158,7 +165,7 @@ class RunCheckpoint:
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Fingerprint, source: str
     ) -> Progress:
-        """As `load`, from an open checkpoint; the line about what was loaded calls it `source`."""
+        """Resume from an open checkpoint, as `load` does; the log line calls the checkpoint `source`."""
         options = self.config.checkpoint
         consumed = int(checkpoint.payload.get("consumed_samples") or 0)
         config, data_fingerprint = self.config_at(consumed), data(consumed)
@@ -186,15 +193,15 @@ class RunCheckpoint:
         return progress
 
     def resume_from(self, load: str, say: Callable[[str], None], data: Fingerprint, why: str) -> Progress:
-        """Load a checkpoint from the folder `load` instead of --load. The log line about it has the reason `why`."""
+        """Load a checkpoint from the folder `load` instead of --load; the log line gives the reason `why`."""
         options = replace(self.config.checkpoint, load=load)
         return replace(self, config=replace(self.config, checkpoint=options)).load(say, data, why)
 
     def _load_tensors(
         self, checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, say: Callable[[str], None]
     ) -> None:
-        """Load parameters, and with `load_optimizer` the optimizer's tensors and counters. Raises ValueError if the
-        checkpoint has other tensors than the run."""
+        """Load parameters and, with `load_optimizer`, the optimizer's tensors and counters. Raises ValueError if the
+        tensors of the checkpoint and of the run differ."""
         with self.optimizer.loading_state() as pieces:
             ddp, stages = self.optimizer.ddp, self.stages.values()
             ddp.drop_params()
@@ -224,10 +231,10 @@ class RunCheckpoint:
 
 @runtime_checkable
 class LoadsModels(Protocol):
-    """A kind of path, registered in `PATH_KINDS`, of models that are no checkpoints of ours. Both are collective."""
+    """A path kind, registered in `PATH_KINDS`, of models in formats of other programs. Both methods are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
-        """Load what --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
+        """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
 
     def stages(
         self,
@@ -237,11 +244,11 @@ class LoadsModels(Protocol):
         device: torch.device | str,
         number_format: str | None,
     ) -> tuple[dict[int, GPTModel], RunConfig]:
-        """As `load_stages`."""
+        """Load this rank's pipeline stages of the model at a path, as `load_stages` does."""
 
 
 def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
-    """Return the loader of the foreign model at a path, or None for this program's own checkpoints."""
+    """Return the loader of a model in a format of another program; None for this program's checkpoints."""
     kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
     return kind if isinstance(kind, LoadsModels) else None
 
@@ -249,8 +256,10 @@ def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load the source of a callback, or what --load names (a checkpoint, or a model that an extension loads), into
-    parameters and optimizer, and return the position of the run. Collective."""
+    """Load parameters and optimizer at the start of a run, and return the position of the run. Collective.
+
+    The source is a callback's checkpoint, or the checkpoint or other model that --load names.
+    """
     for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:
             return progress
@@ -260,7 +269,7 @@ def load_start(
 
 
 def callback_states(callbacks: Sequence[Callback]) -> dict[str, object]:
-    """Name -> a copy of its state, of the callbacks that have one. Raises ValueError if one cannot be kept."""
+    """Return copies of the callbacks' states, by callback name. Raises ValueError if a state cannot be saved."""
     states: dict[str, object] = {}
     for callback in callbacks:
         name, state = _name_of(callback), callback.state()
@@ -286,7 +295,7 @@ def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback],
             there[name].load_state(states[name])
         except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
             raise ValueError(
-                f"callback {name} cannot take its state in the checkpoint ({type(error).__name__}: {error}); remove "
+                f"callback {name} cannot load its state from the checkpoint ({type(error).__name__}: {error}); remove "
                 "the callback, or load another checkpoint"
             ) from error
     if gone := [name for name in states if name not in there]:
@@ -294,7 +303,7 @@ def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback],
 
 
 def load_whole_model(path: PurePath | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
-    """The whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
+    """Load the whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
     stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), "cpu", number_format)
     return stages[0], config
 
@@ -340,7 +349,7 @@ def stages_without_weights(
     device: torch.device | str,
     number_format: str | None = None,
 ) -> dict[int, GPTModel]:
-    """This rank's pipeline stages of a model that is not trained further, their weights yet to be loaded."""
+    """Build this rank's pipeline stages of a model that will not be trained, without initializing their weights."""
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
     parallel = replace(layout, **(dtypes if number_format is None else {number_format: True}))
     model = replace(config.model, mtp_num_layers=None)
@@ -368,7 +377,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
 
 
 def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
-    """Adam's count of updates, and the loss scale where both the checkpoint and the run have a dynamic one."""
+    """Load the optimizer's update count, and the loss scale if it is dynamic in both the checkpoint and the run."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
     if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():

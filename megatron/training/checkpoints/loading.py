@@ -1,5 +1,5 @@
-"""Loading a checkpoint: the newest that is complete and undamaged, whether it fits the run, and which of its tensors
-the run loads."""
+"""Selects the newest complete and undamaged checkpoint, checks that it fits the run, and selects its tensors to
+load."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def choose_checkpoint(
 ) -> Checkpoint | None:
     """Open the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
-    If they are to be `verified`, every file is read by one of the ranks and compared with the manifest. A checkpoint is
-    also damaged if its metadata have values of wrong types. `say` receives one line for each checkpoint skipped, on
-    every rank. Raises ValueError on every rank if there are checkpoints and none is readable.
+    With `verified`, the ranks read all files and compare them with the manifest. A checkpoint also counts as damaged if
+    its metadata contain values of wrong types. `say` receives one line for each skipped checkpoint, on every rank.
+    Raises ValueError on every rank if there are checkpoints but none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     _check_seen(path, found, world)
@@ -75,8 +75,10 @@ def choose_checkpoint(
 
 
 def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
-    """Raise ValueError, on every rank, if some ranks see checkpoints that others do not: hosts with a disk each. Whole
-    copies of the checkpoints on every host are as good as one folder."""
+    """Raise ValueError, on every rank, if only some ranks see the checkpoints, because hosts have separate disks.
+
+    Complete copies of the checkpoints on every host are as good as one shared folder.
+    """
     if found.folders:
         without = ranks_without(any(storage_of(folder).exists(folder) for folder in found.folders), world)
         if without:
@@ -92,7 +94,8 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
 
 
 def verify(folder: PurePath, world: Axis) -> list[str]:
-    """Compare files with the manifest; the ranks share the reading. Returns the problems, the same on all ranks."""
+    """Compare files with the manifest; each rank reads some of the files. Returns the problems, the same on all
+    ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
@@ -114,15 +117,15 @@ def verify(folder: PurePath, world: Axis) -> list[str]:
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Entries besides tensors that a checkpoint needs so that a run can resume from it."""
+"""Metadata entries, by type, that a checkpoint needs so that a run can resume from it."""
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration that a checkpoint was saved under. Raises ValueError if this version cannot read it."""
+    """Return the configuration of the run that saved a checkpoint. Raises ValueError if this version cannot read it."""
     version = checkpoint.payload.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"checkpoint {checkpoint.folder} has format version {version}, and this program reads {FORMAT_VERSION}: "
+            f"checkpoint {checkpoint.folder} has format version {version}, but this program reads {FORMAT_VERSION}: "
             "load it with the version of the program that saved it"
         )
     for name, kind in PAYLOAD.items():
@@ -135,7 +138,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     if broken := next((each for each in single_values(config) if each.flag in names), None):
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: its {broken}")
     count, layers = len(checkpoint.tensors), config.model.num_layers + (config.model.mtp_num_layers or 0)
-    if layers > count:  # before anything lists them
+    if layers > count:  # checked before anything lists them
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: {layers:,} layers cannot have {count} tensors")
     return config
 
@@ -157,31 +160,33 @@ def check_may_start(options: CheckpointConfig) -> None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raise ValueError, with every difference at once, if the run would not continue what was saved. Data are compared
-    if both fingerprints are known."""
+    """Raise ValueError, with every difference at once, if the run would not continue the saved run.
+
+    The data are compared if both fingerprints are known.
+    """
     options = config.checkpoint
     saved = saved_config(checkpoint)
     problems = []
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before and not (options.finetune and _same_rows(saved, config)):
         problems.append(
-            f"it has a vocabulary of {before} tokens and the run one of {now} (--vocab-size, or the tokenizer's): to "
+            f"its vocabulary has {before} tokens, but the run's has {now} (--vocab-size, or the tokenizer's): to "
             "add tokens, convert it to a Hugging Face folder with tools/convert_checkpoint.py, and --load that folder"
         )
     if not options.finetune:
         ignored = free_choices(saved) if converted(checkpoint) else frozenset[str]()
         if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
             problems.append(
-                "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
+                "the run's model differs: " + ", ".join(changed) + "; give the checkpoint's values, "
                 "or --finetune to load weights of equal shapes only and start at iteration 0"
                 + (_new_phase(config) if saved.model.seq_length != config.model.seq_length else "")
             )
         if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
             problems.append(
-                f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
-                "other dropout and data order: give the checkpoint's, or --no-load-rng to continue with the new one"
+                f"--seed is {saved.training.seed} in the checkpoint but {config.training.seed} in the run, which gives "
+                "other dropout and data order: give that seed, or --no-load-rng to continue with the new one"
             )
-        # other data do not matter if nothing is trained, or if training starts over
+        # different data do not matter if nothing is trained, or if training starts over
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem + _new_phase(config))
@@ -190,8 +195,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
     elif load_optimizer:
         fields = OPTIMIZERS.facts(config.optimizer.optimizer).fields
         problems += [
-            f"--{field.replace('_', '-')} is {before} in the checkpoint and {now} in the run: give the checkpoint's, "
-            "or --no-load-optim to start the new one afresh"
+            f"--{field.replace('_', '-')} is {before} in the checkpoint but {now} in the run: give that value, "
+            "or --no-load-optim to start with new optimizer states"
             for field in ("optimizer", *fields)
             for before, now in [(named_value(saved, field), named_value(config, field))]
             if before != now
@@ -201,8 +206,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return a remedy for other data or another sequence length: the flags that divide a run into phases, if the run
-    has no phases."""
+    """Return a remedy for changed data or sequence length: the flags that divide a run into phases, unless the run has
+    phases already."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -218,11 +223,11 @@ def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str],
     """Report which tokens use rows that padded the checkpoint's vocabulary, under --finetune."""
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before:
-        say(f" tokens {before} to {now - 1} take rows that padded the checkpoint's vocabulary, which were not trained")
+        say(f" tokens {before} to {now - 1} use untrained rows that padded the checkpoint's vocabulary")
 
 
 def converted(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was made of another format: weights that no run of this program has trained."""
+    """Return whether a checkpoint was converted from another format, so that no run of this program has trained it."""
     return checkpoint.payload.get("converted") is True
 
 
@@ -231,18 +236,18 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
     if override or not consumed or None in (before, now) or before == now:
         return None
     return (
-        f"the training data is not what its {consumed} consumed samples came from (fingerprint {before} in the "
-        f"checkpoint, {now} in the run), so that samples would be repeated and left out: give the same data, split, "
+        f"the training data is not the data of its {consumed} consumed samples (fingerprint {before} in the "
+        f"checkpoint, {now} in the run), so samples would be repeated or left out: give the same data, split, "
         "seed, sequence length and length of the run, or --override-data-fingerprint to continue with the new data at "
         f"sample {consumed}"
     )
 
 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """Return the targets without histories that the checkpoint lacks or has in another length.
+    """Drop histories from the targets that the checkpoint lacks or that have another length there.
 
-    They start empty, because a run may turn on fp8, or change its recipe, at any time. Missing optional states are
-    dropped too.
+    These histories start empty, because a run may turn on fp8, or change its recipe, at any time. Missing optional
+    states are dropped too.
     """
 
     def saved(key: str) -> bool:
@@ -252,14 +257,14 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Return whether a checkpoint may lack the state, or a run have no use for it."""
+    """Return whether a checkpoint may lack a state, and a run may ignore it."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
 
 def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
-    """The targets without optimizer states of parameters that were frozen when the checkpoint was saved and are trained
-    now: these begin at zero."""
+    """Drop from the targets the optimizer states of parameters that were frozen when the checkpoint was saved but are
+    trained now. These states start at zero."""
     saved = saved_config(checkpoint)
     missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
     frozen = frozen_names(saved) if missing else frozenset()
@@ -273,18 +278,18 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
 
 
 def _frozen_by(saved: RunConfig) -> Iterator[str]:
-    """The flags with which a run left parameters untrained, each followed by its values."""
+    """Yield the flags that froze parameters in the saved run, each followed by its values."""
     for flag in all_flags():
         if flag.spec.chooses_trained and (values := value_of(saved, flag)):
             yield " ".join([flag.name, *values])
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
-    """The remedy if only states of the optimizer do not match: other versions updated some parameters by another
-    rule."""
+    """Return the remedy if only optimizer states do not match, for example because another version of the program
+    updated some parameters with another optimizer. Empty otherwise."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
-    return "; another optimizer updated these parameters: give --no-load-optim to start all states afresh"
+    return "; another optimizer updated these parameters: give --no-load-optim to start with new optimizer states"
 
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
@@ -298,27 +303,30 @@ def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str
     }
     if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
         name, (before, now) = next(iter(other.items()))
-        say(f" {len(other)} parameters have another group than in the checkpoint, {name}: {before} there, {now} now")
+        say(f" {len(other)} parameters are in another group than in the checkpoint; {name}: {before} there, {now} now")
 
 
 def frozen_names(config: RunConfig) -> frozenset[str]:
-    """Names of the parameters that a run does not train."""
+    """Return the names of the parameters that a run does not train."""
     if not config.optimizer.parameter_rules:
         return frozenset()
     return frozenset(meta.name for meta in stage_metas(config.model) if config.optimizer.freezes(meta))
 
 
 def _parameter_of(key: str) -> str:
-    """`decoder.layers.0.mlp.linear_fc1.weight` of `optimizer.exp_avg.decoder...`."""
+    """Return the parameter name in a key: `decoder.layers.0.mlp.linear_fc1.weight` of
+    `optimizer.exp_avg.decoder...`."""
     return key.removeprefix(OPTIMIZER).partition(".")[2]
 
 
 def unused_tensors(
     checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
-    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories, optional states and states of callbacks, and none for optimizer states of parameters that
-    it freezes."""
+    """Return a predicate that is true for keys of a checkpoint that the run may leave unused.
+
+    These are parameters that are loaded from their main copy, histories, optional states, callback states, and
+    optimizer states of parameters that the run freezes.
+    """
     frozen = frozenset() if config is None else frozen_names(config)
 
     def unused(key: str) -> bool:
@@ -333,8 +341,8 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """The progress in a checkpoint's JSON; fields it does not know take their default. A schedule without a separate
-    position followed consumed samples."""
+    """Return the progress in a checkpoint's JSON; missing fields have their defaults. If the schedule has no separate
+    position, it followed the consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

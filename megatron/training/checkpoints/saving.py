@@ -27,19 +27,19 @@ class RunSaver:
     def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpoint.config.checkpoint
         self.writer = _writer_of(checkpoint, progress)
-        """None without --save."""
+        """Writer of the run's checkpoints; None without --save."""
         self.checkpoint = checkpoint
         self._runtime = runtime
         self._progress = progress
         self._lines = lines
         self.last = progress.iteration or None
-        """The iteration that was saved last, or loaded."""
+        """Iteration that was last saved or loaded; None if there is none."""
 
         self._told: tuple[int, str] | None = None
-        """Iteration and reason of the failure that was printed last, without the reason's numbers."""
+        """Iteration and reason, without numbers, of the last printed failure."""
 
         self._given_up = ""
-        """Reason why the newest checkpoint that was begun is not on disk; empty if it is, or is being written."""
+        """Reason why the newest checkpoint is not on disk; empty if it is, or if it is being written."""
 
         self.exporters: list[Exporter] = []
         if self.writer is not None:
@@ -48,8 +48,8 @@ class RunSaver:
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
-        """Allocate staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
-        later iterations, which this run will replace."""
+        """Allocate staging memory if checkpoints are saved during the run. Warn if --save holds checkpoints of later
+        iterations, which this run will replace."""
         save = self.options.save
         root = self.options.save_root
         iteration = self._progress.iteration
@@ -69,7 +69,7 @@ class RunSaver:
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last, self._given_up = iteration, ""
         self._runtime.watchdog.doing(f"saving iteration {iteration}")
-        if self.exporters:  # they learn of the save before, whose checkpoint must then not be deleted
+        if self.exporters:  # exporters first receive the previous save, whose checkpoint must then not be deleted
             self.writer.wait()
             self.report()
         self.writer.save(iteration, *self.checkpoint.contents(self._progress, metrics))
@@ -102,8 +102,8 @@ class RunSaver:
         self._say_exported()
 
     def _say_failure(self, report: SaveReport, message: str) -> None:
-        """Print the reason of a failed save once, and of further attempts that fail for it the number alone."""
-        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # such as the bytes that are free
+        """Print the reason of a failed save, and only the iteration of further saves that fail for the same reason."""
+        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # numbers such as the free bytes change
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
         self._told = failure
@@ -117,7 +117,7 @@ class RunSaver:
             record_event(self.options.save, "save", iteration=report.iteration, seconds=seconds, **error)
 
     def _export(self, iteration: int) -> None:
-        """Hand a complete checkpoint to exporters, on one rank."""
+        """Pass a complete checkpoint to the exporters, on one rank."""
         root = self.options.save_root
         assert root is not None
         for exporter in self.exporters if self._runtime.state.world.first else ():
@@ -150,7 +150,7 @@ class RunSaver:
 
 
 def _writer_of(checkpoint: RunCheckpoint, progress: Progress) -> CheckpointWriter | None:
-    """The writer of the run's checkpoints; None without --save. Collective over the world."""
+    """Create the writer of the run's checkpoints; None without --save. Collective over the world."""
     options, world = checkpoint.config.checkpoint, checkpoint.state.world
     if options.save is None:
         return None

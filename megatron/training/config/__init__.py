@@ -1,1 +1,1 @@
-"""From a command line to a validated configuration. This module does not import torch."""
+"""Parsing and validation of configurations. This module does not import torch."""

@@ -1,4 +1,4 @@
-"""From a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
+"""Conversion of a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
 
 Nothing is ignored silently, and all problems are reported together: unknown flags with a suggestion, values of the
 wrong type, flags for features that are not built, and the problems that `validate` finds.
@@ -47,29 +47,29 @@ from megatron.training.reliability.starts import spare_ranks
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "with_flags"]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-"""Extensions that a clone of the repository has."""
+"""Folder of example extensions in a clone of the repository."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Contents of a command line: the configuration, and the rest."""
+    """Contents of a command line: the configuration, notes, and the command to run."""
 
     config: RunConfig
     world_size: int | None = None
     notes: tuple[str, ...] = ()
-    """Lines to show: flags without effect, and flags read as others."""
+    """Lines to print about flags without effect and flags that are read as others."""
 
     command: Command | None = None
     """The command that runs instead of training."""
 
     json_file: str | None = None
-    """File for the command's JSON: "" is standard output."""
+    """File for the command's JSON; "" for standard output, None for no JSON."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """Every flag as it was given, alone and with its first value: also those that no field has."""
+    """Every flag as it was given, alone and with its first value, including flags that no field has."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
-    """Flags that nobody gave: a model in --load that is no checkpoint of ours determines them."""
+    """Flags that were not given but follow from a model of another program in --load."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -79,7 +79,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
-        from importlib.metadata import version  # which imports email
+        from importlib.metadata import version  # imported here because it imports email
 
         if launch.rank == 0:
             print(f"pretrain_gpt {__version__}, torch {version('torch')}")
@@ -127,7 +127,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
 
 
 def _options() -> list[tuple[str, str]]:
-    """(spelling, help) of flags that are not configuration."""
+    """Return (spelling, help) of flags that are not configuration."""
     return [
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
         (
@@ -139,13 +139,13 @@ def _options() -> list[tuple[str, str]]:
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:
-    """The words after --help up to the next flag; None without --help."""
+    """Return the words after --help up to the next flag; None without --help."""
     place = next((number for number, token in enumerate(argv) if token in ("--help", "-h")), None)
     return None if place is None else list(takewhile(lambda token: not token.startswith("-"), argv[place + 1 :]))
 
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
-    """The configuration that `argv` says, not validated. Raises ValueError with every problem, one per line."""
+    """Parse `argv` to a configuration without validating it. Raises ValueError with every problem, one per line."""
     reader = read_flags(argv)
     config = with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
@@ -154,32 +154,34 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """A kind of path, registered in `PATH_KINDS`, of models that determine flags of a run that starts from them."""
+    """A path kind, registered in `PATH_KINDS`, of models that determine flags of the runs that load them."""
 
     def __call__(self, path: str, /) -> bool: ...
 
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
-        """The configuration with the flags that the model in --load determines. Problems and notes are added to the
-        reader. This module does not import torch."""
+        """Return the configuration with the flags that the model in --load determines.
+
+        Problems and notes are added to the reader. The implementation must not import torch.
+        """
 
 
 @runtime_checkable
 class ChangesModel(Protocol):
-    """A class of flags with which a run begins as another model than the one in --load."""
+    """A class of flags that change the model in --load at the start of a run."""
 
     def changes_model(self) -> Collection[str]:
-        """The fields of the model that differ."""
+        """Return the names of the model fields that the flags change."""
 
 
 def changed_by_start(config: RunConfig) -> set[str]:
-    """The fields of the model in which a run differs from the model in --load."""
+    """Return the model fields in which the run differs from the model in --load."""
     given = (options for options in config.extension_options if isinstance(options, ChangesModel))
     return {name for options in given for name in options.changes_model()}
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """The configuration with the flags that follow from a model in --load that is no checkpoint of ours: also from one
-    whose folder holds the checkpoints of the run that started from it."""
+    """Return the configuration with the flags that follow from a model of another program in --load. The model's folder
+    may also hold checkpoints of a run that started from the model."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]
@@ -193,22 +195,24 @@ def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
-    """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one per line."""
+    """Return `config` with the flags in `argv` changed, not validated. Raises ValueError with every problem, one per
+    line."""
     reader = read_flags(argv)
     reader.raise_problems()
     return config_of(flat_values(config) | reader.values)
 
 
 def config_of(values: dict[str, object]) -> RunConfig:
-    """The configuration of values of fields by their names, not resolved."""
-    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # which replace the missing values
+    """Return the configuration with these field values, not resolved."""
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # zeros replace the missing values
     return replace(config_of_sections({"": values}), given=zeros)
 
 
 def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
-    """Files first, in order, then flags, so that flags win. Before both, the extensions that either names.
+    """Read a command line: first the extensions that it names, then --config files in order, then flags, which win.
 
-    `script` is the file that the flags were read from, if the user did not type them. Raises ExtensionError."""
+    `script` is the file from which the flags were read, if the user did not type them. Raises ExtensionError.
+    """
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens, script)
     unknown = [(name, texts) for name, texts in tokens if not is_registered(name, *texts[:1])]
@@ -252,8 +256,7 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
 
 
 def _extensions_in(path: str) -> list[str]:
-    """Return the extensions that a file of flags names. None if the file cannot be read, which is reported with the
-    rest of it."""
+    """Return the extensions that a flag file names. Empty if the file cannot be read, which is reported later."""
     try:
         node = compose(path)
     except (OSError, ValueError):
@@ -272,7 +275,7 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
     """
     derived = dict(config.given)
     derived.pop("global_batch_size", None)
-    lines = ["# Resolved configuration. Start a run with it by --config; flags override this file."]
+    lines = ["# Resolved configuration. Start a run with --config FILE; flags override this file."]
     section = None
     for flag in all_flags():
         if flag.section != section:
@@ -294,7 +297,7 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
 
 
 def _yaml_lines(flag: Flag, value: object) -> list[str]:
-    """A flag and its value as a line of YAML; nothing for None."""
+    """Format a flag and its value as YAML lines; empty for None."""
     import yaml
 
     if value is None:

@@ -1,5 +1,6 @@
-"""Global batch size over a run as a function of consumed samples; and the lines that describe model, number formats and
-batch. No torch."""
+"""Global batch size as a function of consumed samples, and lines that describe model, number formats and batch.
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class BatchSizes:
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()
-    """(consumed samples at which it ends, batch size) of each size before the final one, in order."""
+    """(consumed samples at which the batch size ends, batch size) for each size before the final one, in order."""
 
     past: tuple[Point, ...] = START
-    """Positions between which the batch size was constant, in order, in the part of the run that other flags trained.
-    `earlier` and `final` hold from the last one on."""
+    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. `earlier`
+    and `final` apply from the last position on."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
@@ -49,7 +50,7 @@ class BatchSizes:
         return begun if begun.samples(iterations) == consumed else replace(begun, past=(*begun.past, past[-1]))
 
     def points(self, iterations: int, consumed_samples: int) -> tuple[Point, ...]:
-        """`past` of a run that resumes here: the changes of the batch size so far, and the position."""
+        """Return `past` for a run that resumes at this position: the batch-size changes so far, and the position."""
         found, (done, consumed) = [point for point in self.past if point[1] <= consumed_samples], self.past[-1]
         for end, size in self.earlier:
             steps = -(-(end - consumed) // size) if end > consumed else 0
@@ -61,14 +62,14 @@ class BatchSizes:
         return tuple(dict.fromkeys((*found, (iterations, consumed_samples))))
 
     def at(self, consumed_samples: int) -> int:
-        """Samples in the step that starts after `consumed_samples`."""
+        """Return the number of samples in the step that starts after `consumed_samples`."""
         for (i, s), (j, t) in pairwise(self.past):
             if consumed_samples < t:
                 return (t - s) // max(1, j - i)
         return next((size for end, size in self.earlier if consumed_samples < end), self.final)
 
     def iterations(self, samples: int) -> int:
-        """Full steps that `samples` samples are enough for."""
+        """Return the number of full steps that `samples` samples suffice for."""
         for (i, s), (j, t) in pairwise(self.past):
             if samples < t:
                 return i + (samples - s) * (j - i) // (t - s)
@@ -81,7 +82,7 @@ class BatchSizes:
         return iterations + (samples - consumed) // self.final
 
     def samples(self, iterations: int) -> int:
-        """Samples consumed after `iterations` steps."""
+        """Return the number of samples consumed after `iterations` steps."""
         for (i, s), (j, t) in pairwise(self.past):
             if iterations < j:
                 return s + (iterations - i) * (t - s) // (j - i)
@@ -94,24 +95,25 @@ class BatchSizes:
 
 @runtime_checkable
 class SchedulesBatches(Protocol):
-    """A class of flags by which the batch size changes (`megatron.training.extensions.extension_flags`)."""
+    """A class of flags that change the batch size during a run (`megatron.training.extensions.extension_flags`)."""
 
     @property
     def changes_batches(self) -> bool:
         """True if a flag changes the batch size during the run."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """The sizes of a run that is resolved and validated, if it changes them."""
+        """Return the batch sizes of a resolved and validated run, if the flags change them."""
 
 
 def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
-    """The flags by which the batch size of a run changes; None if it stays the same."""
+    """Return the flags that change the batch size during the run; None if it is constant."""
     found: list[object] = [config.options(section.cls) for section in EXTENSION_SECTIONS.values()]
     return next((each for each in found if isinstance(each, SchedulesBatches) and each.changes_batches), None)
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """The batch sizes of a configuration that may break rules: constant if its schedule does; at least 1."""
+    """Return the batch sizes of a configuration that may be invalid: at least 1, and constant if the schedule is
+    invalid."""
     size = config.training.global_batch_size or 0
     try:
         return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)
@@ -120,7 +122,7 @@ def legal_sizes(config: RunConfig) -> BatchSizes:
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
-    """Forward passes of each replica in one step."""
+    """Return the number of micro-batches of each replica in one step."""
     assert global_batch_size % (micro_batch_size * data_parallel_size) == 0, "validate() checks divisibility"
     return global_batch_size // (micro_batch_size * data_parallel_size)
 
@@ -138,7 +140,7 @@ def samples_of_run(config: RunConfig) -> int | None:
 
 
 def shape_line(m: TransformerConfig) -> str:
-    """Layers, width, heads, MLP."""
+    """Describe layers, width, heads and MLP of a model."""
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
     if m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
@@ -154,7 +156,7 @@ def _width(m: TransformerConfig) -> str:
 
 
 def formats_of_states(config: RunConfig) -> str:
-    """Number formats of parameters, gradients and optimizer states."""
+    """Describe the number formats of parameters, gradients and optimizer states."""
     params = config.parallel.params_dtype
     main = config.parallel.main_dtype
     optimizer = config.optimizer
@@ -168,7 +170,7 @@ def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
 
 
 def batch_line(config: RunConfig, dims: ParallelDims) -> str:
-    """Composition of the global batch."""
+    """Describe the composition of the global batch."""
     size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
     return (
         f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "
@@ -177,7 +179,7 @@ def batch_line(config: RunConfig, dims: ParallelDims) -> str:
 
 
 def byte_text(size: float) -> str:
-    """In the largest binary unit that keeps the number at or above 1."""
+    """Format a size in bytes in the largest binary unit in which it is at least 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.2f} {unit}"

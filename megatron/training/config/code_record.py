@@ -1,5 +1,5 @@
-"""Records the code that the user's own runs have used, so that files of these runs may name it again. This module does
-not import torch.
+"""Records the code that the user's runs have used, so that files of these runs may name it again.
+This module does not import torch.
 
 Code runs only because the command line names it. A checkpoint or configuration that names code is not trusted, because
 it may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
@@ -28,14 +28,14 @@ from megatron.training.config.run_config import RunConfig
 Standing = Literal["recorded", "changed", "unknown"]
 
 CODE_SUFFIXES = (".py", ".yaml", ".yml")
-"""Files of a folder whose content counts: Python, and YAML files that name it."""
+"""Suffixes of the files in a folder whose content counts: Python files, and YAML files that name them."""
 
 MOST_FILES = 10_000
-"""A folder with more files is not recorded."""
+"""Maximum number of files; a folder with more files is not recorded."""
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Folder of the records: paritrain/runs in XDG_STATE_HOME, by default in ~/.local/state."""
+    """Return the folder of the records: paritrain/runs in XDG_STATE_HOME, which is ~/.local/state by default."""
     environ = os.environ if environ is None else environ
     named = environ.get("XDG_STATE_HOME", "")
     root = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
@@ -151,12 +151,12 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """A name whose path is made absolute and whose links are resolved; a module's name unchanged."""
+    """Make the path in a name absolute and resolve its links; a module name is returned unchanged."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 
 
 def _resolved(path: str | PurePath) -> Path:
     if isinstance(found := located(path) if "://" in str(path) else path, UrlPath):
-        return Path("/", *found.parts)  # a name that no folder has
+        return Path("/", *found.parts)  # a path that matches no folder
     return Path(os.path.realpath(os.path.expanduser(path)))

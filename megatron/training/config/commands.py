@@ -1,5 +1,5 @@
-"""Commands that `pretrain_gpt.py` runs instead of training. Extensions add commands together with their options. This
-module does not import torch.
+"""Commands that `pretrain_gpt.py` runs instead of training. Extensions add commands together with their options.
+This module does not import torch.
 
 An option is given on the command line and is not configuration: files do not contain it, and checkpoints do not store
 it.
@@ -20,41 +20,42 @@ from megatron.training.reliability.launch import Launch
 
 @dataclass(frozen=True)
 class Option:
-    """One option as the command line knows it."""
+    """Definition of one command-line option."""
 
     help: str
     usage: str = ""
-    """Placeholder for its value in help, such as INT; `[FILE]` if the value may be left out."""
+    """Placeholder for the option's value in help texts, such as INT; `[FILE]` if the value is optional."""
 
     command: bool = False
-    """True if it selects a command other than training."""
+    """True if the option selects a command other than training."""
 
     json: bool = False
-    """True if its value is the file to which a command writes JSON, including problems; without a value, standard
-    output."""
+    """True if the option's value is the file to which a command writes JSON, including problems. Without a value, the
+    JSON goes to standard output."""
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The numbers of values that it takes."""
+        """Return the numbers of values that the option accepts."""
         return (0,) if not self.usage else (0, 1) if self.usage.startswith("[") else (1,)
 
 
 @dataclass
 class GivenOptions:
-    """The options of a command line, and the problems with it."""
+    """The options on a command line, and the problems found in it."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
-    """Option -> its values, one for each time that it is given; "" for none."""
+    """Option -> its values, one for each time that it is given; "" if it has no value."""
 
     problems: list[Problem] = field(default_factory=list)
 
     def last(self, name: str) -> str | None:
-        """The value of an option that counts; None if it is not given."""
+        """Return the last value of an option, which is the effective one; None if the option is not given."""
         values = self.options.get(name)
         return values[-1] if values else None
 
     def number(self, name: str, remedy: str) -> int | None:
-        """The value of an option. A value that is not a number above 0 is reported as a problem and discarded."""
+        """Return the value of an option. A value that is not an integer above 0 is reported as a problem and
+        discarded."""
         if (text := self.last(name)) is None:
             return None
         rule = "must be a whole number above 0"
@@ -77,37 +78,38 @@ class Prepared:
     config: RunConfig
     world_size: int
     problems: Sequence[Problem]
-    """Problems that prevent a run from starting, except problems of files that it reads or writes."""
+    """Problems that prevent a run from starting, except problems with the files that it reads or writes."""
 
     inputs: Sequence[Problem]
-    """Problems of data lists that cannot be read; `missing_inputs` finds more problems."""
+    """Problems with data lists that cannot be read; `missing_inputs` finds the problems with other inputs."""
 
     given: frozenset[str]
     """Every flag as it was given, alone and with its first value."""
 
     json_file: str | None
-    """File for the command's JSON: "" is standard output; None for nowhere."""
+    """File for the command's JSON; "" for standard output, None for no JSON."""
 
     launch: Launch
 
     def refuse(self, problems: Sequence[Problem], json: bool = True) -> NoReturn:
-        """End the process with code 2 after one rank has printed the problems. With `json`, they are also written to
-        `json_file`."""
+        """Print the problems on one rank, then end the process with exit code 2. With `json`, the problems are also
+        written to `json_file`."""
         refuse(problems, self.launch, self.json_file if json else None)
 
 
 class Command:
-    """Base of commands that run instead of training."""
+    """Base class of commands that run instead of training."""
 
     reads_data: ClassVar[bool] = True
-    """True if flags must select the data; otherwise the data are synthetic by default."""
+    """True if flags must select the data; otherwise synthetic data are the default."""
 
     def note(self, world_size: int) -> str | None:
-        """Printed if the number of ranks follows from the layout: neither flags nor a launcher say it."""
+        """Return a line to print if the number of ranks follows from the layout, because neither flags nor a launcher
+        set it."""
         return f"planned for {world_size} ranks; --world-size sets another number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
-        """Run on every rank, and prints on rank 0 alone. Returns the exit code."""
+        """Run the command on every rank; only rank 0 prints. Returns the exit code."""
         raise NotImplementedError
 
 
@@ -116,14 +118,14 @@ class CommandFacts:
     """Facts about a command, known before it is imported."""
 
     options: Mapping[str, Option]
-    """By spelling."""
+    """Options of the command, by spelling."""
 
 
 class ReadCommand(Protocol):
-    """Reads the options of a command. It is imported when one of them is given."""
+    """Reads the options of a command. It is imported when one of these options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
-        """The `Command` that the options ask for, None if there is none; adds their problems to `given.problems`.
+        """Return the `Command` that the options select, or None; add problems with the options to `given.problems`.
         `world_size` is --world-size."""
 
 
@@ -135,7 +137,7 @@ COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
 
 
 def options() -> dict[str, Option]:
-    """Every option by its spelling."""
+    """Return all options by spelling."""
     of_commands = {name: option for each in COMMANDS for name, option in COMMANDS.facts(each).options.items()}
     return {
         "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),
@@ -145,12 +147,12 @@ def options() -> dict[str, Option]:
 
 
 def switches() -> list[str]:
-    """The options that ask for a command."""
+    """Return the options that select a command."""
     return [name for name, option in options().items() if option.command]
 
 
 def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
-    """Return the command that options select; errors in them become problems."""
+    """Return the command that options select; errors in the options become problems."""
     found = [
         COMMANDS[each](given, world_size)
         for each in COMMANDS
@@ -162,14 +164,14 @@ def asked_command(given: GivenOptions, world_size: int | None) -> Command | None
 
 
 def json_file_of(given: Mapping[str, str]) -> str | None:
-    """File for a command's JSON, by options and their values; None without a command."""
+    """Return the file for a command's JSON, given options and their values; None without a command."""
     if given.keys().isdisjoint(switches()):
         return None
     return next((given[name] for name, option in options().items() if option.json and name in given), None)
 
 
 def refuse(problems: Sequence[Problem], launch: Launch, json_file: str | None) -> NoReturn:
-    """End the process with code 2 after one rank has printed the problems."""
+    """Print the problems on one rank, then end the process with exit code 2."""
     if launch.rank == 0:
         print_problems(problems, json_file)
     raise SystemExit(2)

@@ -19,7 +19,7 @@ from megatron.training.reliability.url_credentials import take_credentials
 
 
 class TooLargeError(ValueError):
-    """A whole number is larger than every flag allows."""
+    """Raised for an integer that is larger than any flag allows."""
 
 
 class StandInError(ValueError):
@@ -33,7 +33,7 @@ class StandInError(ValueError):
 
 
 def parse_int(text: str) -> int:
-    """A whole number: `1000000`, `1_000_000`, `1e6` and `1000000.0` are one and the same. Raises ValueError."""
+    """Parse an integer: `1000000`, `1_000_000`, `1e6` and `1000000.0` are all accepted. Raises ValueError."""
     try:
         value = int(text)
     except ValueError:
@@ -54,7 +54,7 @@ def parse_float(text: str) -> float:
 
 
 def parse_window(text: str) -> int:
-    """Tokens that a token sees, itself included; also Megatron's pair `(left, right)`, where right is 0."""
+    """Parse a window: the number of visible tokens, or Megatron-LM's pair `(left, right)`, where right must be 0."""
     parts = text.strip("() ").split(",")
     if len(parts) == 1:
         return parse_int(parts[0])
@@ -71,7 +71,7 @@ KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
 
 @dataclass(frozen=True)
 class Flag:
-    """One field as the command line knows it."""
+    """Command-line flag of one configuration field."""
 
     section: str
     field: str
@@ -82,16 +82,16 @@ class Flag:
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """Return the flags without which no flag of a dataclass has an effect, from its `NO_EFFECT_WITHOUT`."""
+    """`NO_EFFECT_WITHOUT` of the dataclass: flags without which none of its flags has an effect."""
 
     @property
     def name(self) -> str:
-        """The spelling that help and messages use."""
+        """Spelling used in help texts and messages."""
         return self.spec.name or dashed(self.field)
 
     @property
     def metavar(self) -> str:
-        """Placeholder for a value in help."""
+        """Placeholder for a value in help texts."""
         names = {"local": "PATH", "stored": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}
         return names[self.spec.path]
 
@@ -102,12 +102,12 @@ class Flag:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Spellings that help lists."""
+        """Spellings listed in help texts."""
         both = self.kind is bool and self.default and not self.spec.name
         return (self.name, *self.spec.aliases, *((dashed(f"no_{self.field}"),) if both else ()))
 
     def spellings(self) -> Iterator[tuple[str, bool]]:
-        """(spelling, whether it turns a bool on): every bool can also be turned on and off by its field's name."""
+        """Yield (spelling, whether it turns a bool on). The field's name also turns every bool on and off."""
         on = not (self.kind is bool and self.default and self.spec.name)
         yield self.name, on
         for alias in self.spec.aliases:
@@ -118,7 +118,7 @@ class Flag:
                     yield spelling, value
 
     def convert(self, texts: Sequence[str]) -> object:
-        """The field's value. Raises ValueError that describes the error in the text."""
+        """Convert texts to the field's value. Raises ValueError with a description of the error in a text."""
         parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
         for text in texts:
@@ -137,10 +137,10 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""(resolved configuration, world size) -> problems. Must not raise for any values."""
+"""(resolved configuration, world size) -> problems. The function must not raise for any values."""
 
 Resolve = Callable[[RunConfig], RunConfig]
-"""A configuration -> the same with values that follow from others. Must not raise either."""
+"""Configuration -> the configuration with derived values filled in. The function must not raise for any values."""
 
 
 @dataclass(frozen=True)
@@ -151,20 +151,20 @@ class ExtensionSection:
     """A frozen dataclass: each field is a flag."""
 
     may_change: bool = False
-    """True if they may differ between a checkpoint and the run that loads it."""
+    """True if the flags may differ between a checkpoint and the run that loads it."""
 
     rules: Rules | str | None = None
     """Rules about the flags, or their location "module:function", which is imported if one of the flags is given."""
 
     always: bool = False
-    """True if the rules are called in every run: they concern a part that other flags choose."""
+    """True if the rules are called in every run, because they concern a part that other flags choose."""
 
     resolve: Resolve | str | None = None
-    """Function that fills in values of other flags, in the same form."""
+    """Function that fills in values of other flags, given directly or as "module:function"."""
 
     reads: Resolve | str | None = None
-    """Function that reads values of other flags from the files that they name, in the same form. Raises ValueError,
-    which names the flag, where one cannot be read."""
+    """Function that reads values of other flags from files that these flags name, given directly or as
+    "module:function". It raises ValueError with the flag's name if a file cannot be read."""
 
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
@@ -174,7 +174,8 @@ class ExtensionSection:
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Problems that the rules find in a resolved configuration that has one of the flags, or was given one."""
+        """Return the problems that the rules find in a resolved configuration in which one of the flags is set or
+        given."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -182,7 +183,7 @@ class ExtensionSection:
         return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
-        """The configuration with what follows from these flags, where one of them is given."""
+        """Return the configuration with the values that follow from these flags, if any flag is given."""
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
@@ -208,7 +209,7 @@ class ExtensionSection:
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
-"""Title -> flags of an extension."""
+"""Maps a help title to the flags of an extension."""
 
 
 def add_section(title: str, section: ExtensionSection) -> None:
@@ -239,7 +240,7 @@ def add_section(title: str, section: ExtensionSection) -> None:
 
 @lru_cache(maxsize=1)
 def all_flags() -> tuple[Flag, ...]:
-    """Every field of every section, in order."""
+    """Return the flags of all fields of all sections, in order."""
     return tuple(flag for section, cls in sections().items() for flag in _flags_of(section, cls))
 
 
@@ -258,19 +259,18 @@ def _flags_of(section: str, cls: type) -> tuple[Flag, ...]:
 
 
 def value_of(config: RunConfig, flag: Flag) -> Any:
-    """The value of a flag's field in a configuration."""
+    """Return the value of a flag's field in a configuration."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
 
 
 def shown_value(value: object) -> object:
-    """A value after its flag in a message; a switch has none."""
+    """Return a value as it follows its flag in a message; None for a switch."""
     return None if isinstance(value, bool) else value
 
 
 def holds(config: RunConfig, condition: Condition) -> bool:
-    """Return True if a condition holds for a configuration. Flags of extensions that are not installed are not
-    given."""
+    """Return whether a condition holds for a configuration. Flags of missing extensions count as not given."""
     if condition.holds is not None:
         return condition.holds(config)
     return any(_is_given(config, *words.split()) for words in condition.parts[0].split(" or "))
@@ -291,7 +291,7 @@ def flags_of(section: str) -> tuple[Flag, ...]:
 
 
 def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
-    """Names of the flags that have their default in one configuration and another value in the next."""
+    """Return the names of the flags that have their default in `before` and another value in `after`."""
     if before == after:
         return frozenset()
     return frozenset(
@@ -321,17 +321,17 @@ def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
 
 
 def run_of(model: TransformerConfig) -> RunConfig:
-    """A run's configuration that has this model, with the values of extensions' flags that it carries."""
+    """Return the configuration of a run with this model, including the model's values of extension flags."""
     return RunConfig(model=model, extension_options=model.extension_options)
 
 
 def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
-    """A model's configuration with `values` by fields, those that extensions define included."""
+    """Return a model's configuration with `values` by field, including fields that extensions define."""
     return with_named(run_of(model), values).model
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
-    """Field -> value over all sections."""
+    """Return the values of all sections by field."""
     values = _values_of_sections(config)
     return {flag.field: getattr(values[flag.section], flag.field) for flag in all_flags()}
 
@@ -346,20 +346,20 @@ def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
 
 
 def _without_credentials(flag: Flag, value: Any) -> Any:
-    """A value with the credentials of its URLs hidden."""
+    """Hide the credentials of URLs in a value."""
     if flag.spec.path != "url" or value is None:
         return value
     return tuple(map(take_credentials, value)) if isinstance(value, tuple) else take_credentials(value)
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """The configuration with the credentials of its URLs hidden, which this process remembers."""
+    """Hide the credentials of URLs in a configuration; this process remembers them."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, object]:
-    """Section, or title of an extension's flags -> the instance of its dataclass."""
+    """Return the dataclass instances by section, or by title for the flags of extensions."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
         for section, cls in sections().items()
@@ -402,24 +402,24 @@ def _fields_in_order(cls: type) -> list[Field]:
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
-    """Attribute of `RunConfig`, or title of an extension's flags -> its dataclass."""
+    """Return the dataclasses by attribute of `RunConfig`, or by title for the flags of extensions."""
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
     return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}
 
 
 FLAG_HOMES: dict[str, str] = {}
-"""Flag, or `--flag=value` -> the built-in extension that it belongs to, installed or not. `megatron.extensions.load`
-fills it."""
+"""Maps a flag, or `--flag=value`, to its built-in extension, installed or not. `megatron.extensions.load` fills the
+table."""
 
 
 def home_of(spelling: str) -> str | None:
-    """The built-in extension that a flag belongs to, whether it is installed or not; None for any other flag."""
+    """Return the built-in extension to which a flag belongs, installed or not; None for any other flag."""
     return FLAG_HOMES.get(spelling)
 
 
 def _kind(hint: Any) -> Any:
-    """`tuple[str, ...] | None` -> str."""
+    """Return the type of a single value in a type hint: str for `tuple[str, ...] | None`."""
     if get_origin(hint) in (UnionType, Union):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:
@@ -429,7 +429,7 @@ def _kind(hint: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def spelling_table() -> dict[str, tuple[Flag, bool]]:
-    """Spelling -> (flag, whether it turns a bool on)."""
+    """Map each spelling to (flag, whether it turns a bool on)."""
     table: dict[str, tuple[Flag, bool]] = {}
     for flag in all_flags():
         for spelling, on in flag.spellings():
@@ -439,12 +439,12 @@ def spelling_table() -> dict[str, tuple[Flag, bool]]:
 
 
 def is_registered(spelling: str, value: str = "") -> bool:
-    """Return whether a flag is known, and takes the value."""
+    """Return whether a flag is known and accepts the value."""
     flag, _ = spelling_table().get(spelling, (None, True))
     return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
 
 
 @lru_cache(maxsize=1)
 def field_table() -> dict[str, Flag]:
-    """Field name -> flag; names are unique over the sections."""
+    """Map field names, which are unique over the sections, to flags."""
     return {flag.field: flag for flag in all_flags()}

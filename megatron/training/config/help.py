@@ -1,4 +1,4 @@
-"""Help about flags: the text of `--help`, and the string below each field. This module does not import torch."""
+"""Builds the text of `--help` from the string below each field. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTION_TITLES = {
     "data": "data",
     "tokenizer": "tokenizer",
     "training": "batch size and length",
-    "checks": "skipped steps and failing ones",
+    "checks": "skipped and failing steps",
     "logging": "logging",
     "checkpoint": "checkpoints",
     "extensions": "extensions",
@@ -99,7 +99,7 @@ def help_text(
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """Spelling and help of a flag, including the descriptions of its choices."""
+    """Return spelling and help text of a flag, including the descriptions of its choices."""
     default = " (required)" if flag.field in required else _default(flag)
     text, choices = field_docs(cls).get(flag.field, ""), flag.spec.choices
     if isinstance(choices, Registry):

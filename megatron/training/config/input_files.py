@@ -1,4 +1,4 @@
-"""Checks before start-up that the files which a run reads exist. This module does not import torch."""
+"""Checks before start-up that all input files of a run exist. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
-    """A problem for each file that a run of a resolved configuration needs and a plan does not, but for values that are
-    a problem already: output folders that cannot be written, data sets that are not there, a checkpoint to load."""
+    """Return a problem for each file that a run needs but a plan does not.
+
+    These are output folders that cannot be written, missing data sets, and a missing checkpoint to load. Values with a
+    `known` problem are not reported again.
+    """
     wrong = {(problem.flag, problem.value) for problem in known}
     return [problem for problem in _missing(config) if (problem.flag, problem.value) not in wrong]
 
@@ -54,7 +57,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     if kind != "missing":
         return [Problem.of_message("--load", load, f"--load {load}: {refusal(load).removeprefix(f'{load} ')}")]
     remedy = "correct the path"
-    if not (options.finetune or options.exit_on_missing_checkpoint):  # these need a checkpoint
+    if not (options.finetune or options.exit_on_missing_checkpoint):  # these flags need a checkpoint
         remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
         remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
@@ -62,19 +65,21 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 
 
 def absent_checkpoint(config: RunConfig) -> Problem | None:
-    """The problem of a --load that does not exist and that is not needed to know the model, which a plan reports
-    without an error; None for any other run."""
+    """Return the problem of a --load that does not exist and that is not needed to determine the model; None otherwise.
+
+    A plan reports this problem without failing.
+    """
     if config.checkpoint.exit_on_missing_checkpoint or kind_of(config.checkpoint.load or "") != "missing":
         return None
     return next(iter(unusable_checkpoint(config)), None)
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*[A-Za-z0-9]")
-"""A name such as Qwen/Qwen3-0.6B."""
+"""Pattern of a Hugging Face hub name such as Qwen/Qwen3-0.6B."""
 
 
 def missing_data(data: DatasetConfig) -> Iterator[Problem]:
-    """A problem for each data set of files that cannot be opened."""
+    """Yield a problem for each data set whose files cannot be opened."""
     from megatron.core.datasets.build import parse_blend, split_share
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

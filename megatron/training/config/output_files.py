@@ -1,5 +1,6 @@
-"""Output files: checks that paths in flags are writable, and reports full or closed files and standard output. This
-module does not import torch."""
+"""Checks that output paths in flags are writable, and reports full disks and closed standard output.
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
-"""Errors of writing to an output that is open."""
+"""Error numbers of failed writes to an open output."""
 
 
 class OutputError(OSError):
-    """A file that a flag names cannot be written; the message is one line for the user."""
+    """Raised if a file that a flag names cannot be written; the message is one line for the user."""
 
 
 def write_json(content: Mapping[str, object], json_file: str) -> None:
@@ -48,7 +49,7 @@ def write_json(content: Mapping[str, object], json_file: str) -> None:
 
 
 def why_unwritten(error: OSError) -> str | None:
-    """One line about output that could not be written; None for an error of anything else."""
+    """Return a line about output that could not be written; None for any other error."""
     if isinstance(error, OutputError):
         return str(error)
     if error.errno not in UNWRITABLE or error.filename is not None:
@@ -61,7 +62,7 @@ def _output_fails() -> bool:
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
-    except io.UnsupportedOperation:  # it is no file, and never full
+    except io.UnsupportedOperation:  # not a file, so never full
         return False
     except OSError:
         return True
@@ -89,7 +90,7 @@ def drop_output() -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Reason why no file can be created in a folder, which may not exist yet; None if one can. Leaves no files."""
+    """Return why no file can be created in a folder, which may not exist yet; None if one can. Leaves no files."""
     if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # s3://bucket as a Path
         return f"{folder} {NO_URL[0]}"
     nearest = folder
@@ -99,21 +100,22 @@ def why_unwritable(folder: Path) -> str | None:
         return f"{nearest} is a file, not a folder"
     try:
         with tempfile.TemporaryDirectory(prefix=".written-", dir=nearest) as probe:
-            (Path(probe) / "page").write_bytes(bytes(4096))  # a full disk takes a folder, and no page
+            (Path(probe) / "page").write_bytes(bytes(4096))  # a full disk may still accept a folder, but not a page
     except OSError as error:
         return f"{nearest} cannot be written ({error.strerror})"
     return None
 
 
 def why_not_written(path: Path) -> str | None:
-    """Reason why a file cannot be written, in a folder that may not exist yet; None if it can."""
+    """Return why a file, whose folder may not exist yet, cannot be written; None if it can."""
     if path.exists():
         return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
     return why_unwritable(path.parent)
 
 
 def _kind_of_no_file(path: Path) -> str | None:
-    """The kind of an entry in the place of a file; None for a file, or if there is no entry."""
+    """Return the kind of a directory entry that is not a regular file; None for a file, or if the path does not
+    exist."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -122,13 +124,13 @@ def _kind_of_no_file(path: Path) -> str | None:
 
 
 def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
-    """The problem of a URL whose storage does not answer or takes no file. Leaves no files."""
+    """Yield a problem if the storage of a URL does not respond or cannot be written. Leaves no files."""
     storage, probe = storage_of(folder), folder / f".written-{os.urandom(16).hex()}"
     try:
         storage.write(probe, b"")
         storage.remove(probe)
     except OSError as error:
-        yield Problem(name, given, f"cannot be written: {error}", "correct it, or start or mend that storage")
+        yield Problem(name, given, f"cannot be written: {error}", "correct it, or start or repair that storage")
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""From a command line to a configuration that can run, or to every problem with it at once.
+"""Turns a command line into a configuration that can run, or reports every problem with it at once.
 
 This module does not import torch.
 """
@@ -28,14 +28,14 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.url_credentials import redacted
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
-"""If one of these is wrong, there is no tokenizer to read."""
+"""Flags that select the tokenizer; if one of them is wrong, no tokenizer can be read."""
 
 
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
-    """The resolved configuration for the world this process is in.
+    """Return the resolved configuration for the world of this process.
 
-    Raises SystemExit: with code 2 after printing every problem, and with the code of a command after running it. One
-    rank prints.
+    Raises SystemExit with code 2 after printing every problem, or with the exit code of a command after running the
+    command. Only one rank prints.
     """
     try:
         return _prepared(command, launch)
@@ -48,10 +48,11 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
 
 
 def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunConfig, list[Problem]]:
-    """The resolved configuration of a command line, and every problem for which a run of it could not start. It is
-    resolved once, and its tokenizer is built once for the whole process. Prints nothing, and runs no command.
+    """Return the resolved configuration of a command line, and every problem that prevents the run from starting.
 
-    Raises ExtensionError for an --extension that cannot be loaded."""
+    The tokenizer is built only once per process. Prints nothing and runs no command. Raises ExtensionError for an
+    --extension that cannot be loaded.
+    """
     launch = launch or Launch()
     reader = read_flags(argv)
     config = with_model_flags(config_of(reader.values), reader)
@@ -65,7 +66,7 @@ def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunC
 
 
 class _LoadError(ValueError):
-    """The checkpoint or model that --load names cannot be read."""
+    """Raised if the checkpoint or model that --load names cannot be read."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -79,11 +80,11 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems that a command may do without, and a run does not."""
+    """Problems with input files, which prevent a run but not necessarily a command."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
-    """Resolve and validates a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
+    """Resolve and validate a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)
@@ -115,7 +116,7 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
 
 
 def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """`prepare`; errors of an extension's code are raised."""
+    """Do the work of `prepare`, except that errors in an extension's code are raised."""
 
     def tell(said: str) -> None:
         if launch.rank == 0:
@@ -132,7 +133,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:  # a run that can start says it itself
+        if launch.rank == 0:  # a run that can start prints these notes itself
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config
@@ -162,19 +163,19 @@ def _vocabulary(
 
 
 def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
-    """A notice where --vocab-size has no effect, because the tokenizer has more `tokens`."""
+    """Return a notice if --vocab-size has no effect because the tokenizer has more `tokens`."""
     stated = config.model.vocab_size
     if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
         return []
-    rule = f"has no effect: it is below the {tokens} tokens of the tokenizer, which the model has"
+    rule = f"has no effect: it is below the {tokens} tokens of the tokenizer, which the model uses"
     return [Problem("--vocab-size", stated, rule, "remove it", harmless=True)]
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
     """Return the problems, plus one if --load cannot be used to determine missing model flags.
 
-    `together` means that the flags describe the model. The problem is then found later, by the ranks of several hosts,
-    some of which may have the folder, or by a command.
+    `together` means that the flags describe the model. A missing folder is then reported later, by a command or by the
+    ranks, because only some hosts may have it.
     """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]
@@ -186,12 +187,12 @@ def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> l
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
-    """Yield a problem if the SLURM job would end before training starts, and again after each requeue."""
+    """Return a problem if the SLURM job would always end before training starts, even after a requeue."""
     start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
     margin = config.training.exit_margin_in_mins
     if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:
         return []
-    rule = f"must be below {minutes:g}, the minutes that the SLURM job has in all"
+    rule = f"must be below {minutes:g}, the time limit of the SLURM job in minutes"
     return [Problem("--exit-margin-in-mins", margin, rule, f"{minutes / 4:g}, or a longer --time for the job")]
 
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
 
 NO_URL = (
-    "is a URL, and only paths of mounted file systems are taken here",
+    "is a URL, but only paths of mounted file systems are accepted here",
     "use such a path, and copy from or to the other storage yourself",
 )
 """Rule and remedy for a URL given instead of a path."""
 
-NO_STORAGE = "use a path of a mounted file system, or name by --extension a file that registers one (docs/extending.md)"
+NO_STORAGE = "use a path of a mounted file system, or the --extension that registers the storage (docs/extending.md)"
 """Remedy for a URL whose scheme no extension has registered."""
 
 
@@ -36,12 +36,12 @@ SECRET = (
 """Rule and remedy for a storage URL that contains a password, a token or a signature."""
 
 LONGEST_NAME = 255
-"""Bytes of a file's name on the file systems of Linux."""
+"""Maximum length in bytes of a file name on Linux file systems."""
 
 LONGEST_PATH = 4095
 
 MEMORY, NULL = 1, 3
-"""Number of Linux's devices of memory (/dev/zero, /dev/full, /dev/random, ...), and of /dev/null among them."""
+"""Major number of Linux's memory devices (/dev/zero, /dev/full, /dev/random, ...), and minor number of /dev/null."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Problem:
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
-        """One problem for each line of an error message, for example of reading a file.
+        """Return a problem for each line of an error message, for example from reading a file.
 
         A line of the form `--flag value: rule; remedy` names its own flag; any other line is attributed to `flag`.
         """
@@ -73,23 +73,23 @@ class Problem:
 
     @classmethod
     def no_effect(cls, flag: str, value: object, needed: str) -> Problem:
-        """Notice about a flag that has no effect without another one."""
+        """Return a notice about a flag that has no effect without another flag."""
         return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}", harmless=True)
 
     @classmethod
     def exclusive(cls, flag: str, value: object, other: str, why: str = "") -> Problem:
-        """The problem of two flags that cannot be combined."""
+        """Return the problem of two flags that cannot be combined."""
         return cls(flag, value, f"cannot be combined with {other}{why and f': {why}'}", "keep one of them")
 
     @classmethod
     def of_message(cls, flag: str, value: object, message: str) -> Problem:
-        """A problem from a ValueError's message of the form `flag value: rule; remedy`."""
+        """Return the problem that a ValueError's message of the form `flag value: rule; remedy` describes."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 
     @property
     def record(self) -> dict[str, str]:
-        """The problem in the output of --json."""
+        """The problem as an object for the output of --json."""
         about = {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
         return {key: redacted(text) for key, text in about.items()}
 
@@ -100,7 +100,7 @@ class Problem:
 
 
 def problems_of(found: Iterable[object]) -> Iterator[Problem]:
-    """The problems that the rules of a registered part yield. Raises TypeError for anything else."""
+    """Yield the problems that the rules of a registered part yield. Raises TypeError for any other object."""
     for problem in found:
         if not isinstance(problem, Problem):
             raise TypeError(f"rules must yield Problem, and yield {problem!r}")
@@ -114,10 +114,12 @@ def _shown(value: object) -> str:
 
 
 def text_rule(text: str) -> tuple[str, str] | None:
-    """(rule, remedy) of a text that no flag has as its value, else None: an empty one, as of a variable of the shell
-    that is not set, white space, and one with a control character."""
+    """Return (rule, remedy) for a text that no flag accepts as its value, else None.
+
+    Such texts are empty, as from an unset shell variable, or white space, or contain a control character.
+    """
     if not text.strip():
-        rule = "is white space, which is no value" if text else "is empty, which is no value"
+        rule = "is only white space" if text else "is empty"
         return rule, "give a value, or remove the flag"
     found = next((character for character in text if ord(character) in CONTROLS), None)
     if found is None:
@@ -126,9 +128,11 @@ def text_rule(text: str) -> tuple[str, str] | None:
 
 
 def checked_texts(parser: ArgumentParser) -> ArgumentParser:
-    """The parser of a tool, which from here on refuses a text or path by `text_rule`. A flag or an argument that may be
-    any text has the type `any_text`, and a path in any storage the type `located`."""
-    from argparse import ArgumentTypeError  # no run needs it
+    """Make the parser of a tool refuse texts and paths that violate `text_rule`, and return the parser.
+
+    Use the type `any_text` for arguments that accept any text, and the type `located` for paths in any storage.
+    """
+    from argparse import ArgumentTypeError  # imported here because runs do not need it
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:
@@ -149,7 +153,7 @@ def checked_texts(parser: ArgumentParser) -> ArgumentParser:
 
 
 def any_text(text: str) -> str:
-    """The type of a tool's flag whose value may be empty and have control characters."""
+    """Argument type of a tool's flag whose value may be empty or contain control characters."""
     return text
 
 
@@ -162,14 +166,14 @@ def print_problems(problems: Sequence[Problem], json_file: str | None = None) ->
         if not json_file:
             print(text, end="", flush=True)
         else:
-            with suppress(OSError):  # which is one of the problems
+            with suppress(OSError):  # one of the printed problems describes the file
                 Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
 
 
 def multiples(value: int, divisor: int) -> str:
-    """The nearest multiples of `divisor` as a remedy: `nearest: 996 or 1008`."""
+    """Return the nearest multiples of `divisor` as a remedy: `nearest: 996 or 1008`."""
     below = value // divisor * divisor
     return f"nearest: {below} or {below + divisor}" if below > 0 else f"nearest: {divisor}"
 
@@ -177,14 +181,16 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """The problem of a value that is no multiple of the `divisor` that the flags `name` give. The nearest legal values
-    are multiples of `step`, by default of the divisor."""
+    """Yield a problem if a value is not a multiple of the `divisor` that the flags `name` give.
+
+    The remedy names the nearest multiples of `step`, by default of the divisor.
+    """
     if not divides(divisor, value):
         yield Problem(flag, value, f"must be a multiple of {name} {divisor}", multiples(value or 0, step or divisor))
 
 
 def unless_at_most(flag: str, value: float, name: str, limit: float) -> Iterator[Problem]:
-    """The problem of a value above the `limit` that the flag `name` gives."""
+    """Yield a problem if a value is above the `limit` that the flag `name` gives."""
     if value > limit:
         shown = f"{limit:g}" if isinstance(limit, float) else str(limit)
         yield Problem(flag, value, f"must be at most {name} {shown}", f"nearest: {shown}")
@@ -195,7 +201,7 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Return True if `divisor` divides `value`. True if either is missing or not positive, as another rule reports
+    """Return whether `divisor` divides `value`; True if either is missing or not positive, because another rule reports
     that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 
@@ -209,24 +215,24 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
         if kind == "stored" and take_credentials(path) != path:
             return SECRET
         if kind == "stored" and not isinstance(located(path), UrlPath):
-            return f"is a URL, and no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
+            return f"is a URL, but no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
         if kind == "stored" and path.partition("://")[2].startswith("/"):
             return "is a URL without a name after the two slashes", "write SCHEME://NAME/FOLDER"
         return NO_URL if kind == "local" else None
     if "\0" in path:
-        return "has a zero byte, which no path has", "correct the path"
+        return "has a zero byte, which paths cannot contain", "correct the path"
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     if longest > LONGEST_NAME:
-        return f"has a name of {longest:,} bytes, and file systems take {LONGEST_NAME}", "use shorter names"
+        return f"has a name of {longest:,} bytes, but file systems allow only {LONGEST_NAME}", "use shorter names"
     if len(os.fsencode(path)) > LONGEST_PATH:
         return f"is longer than {LONGEST_PATH:,} bytes, the longest path", "use shorter names"
     if _is_endless(path):
-        return "is a device, whose content has no end", "name a file"
+        return "is a device with endless content", "name a file"
     return None
 
 
 def _is_endless(path: str) -> bool:
-    """Return whether this is a device of memory other than /dev/null, such as /dev/zero, or a disk."""
+    """Return whether a path is a disk, or a memory device other than /dev/null, such as /dev/zero."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,7 +1,7 @@
 """Reads flags from a command line or a YAML file into the values of fields. This module does not import torch.
 
-Every flag ends in one of four ways: it sets a field, it is replaced with other flags, it has no effect, or it is a
-problem. Each is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
+Every flag has one of four outcomes: it sets a field, it is replaced with other flags, it has no effect, or it is a
+problem. Each outcome is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.yaml_text import compose, plain, texts_of
 
 SAID_OF_SWITCHES = {"true": True, "false": False}
-"""Values that a switch may have on a command line, as it may in a file."""
+"""Values that a switch accepts on a command line, as in a file."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The reading of one flag as it was given."""
+    """Outcome of reading one given flag."""
 
     given: tuple[str, ...]
     """The flag and its values."""
 
     ours: tuple[str, ...]
-    """The flags and values that it is read as; empty if it has no effect or is a problem."""
+    """Flags and values as which the given flag is read; empty if it has no effect or is a problem."""
 
     why: str = ""
-    """Why it differs from what was given; empty if it does not."""
+    """Reason why `ours` differs from `given`; empty if it does not."""
 
     problem: bool = False
 
@@ -51,38 +51,41 @@ class ForeignProgram(Protocol):
     """
 
     def spellings(self) -> Collection[str]:
-        """The flags."""
+        """Return the flags of the program that no field has."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
         """Report the flag or value to the reader; return False if it is unknown."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
-        """The feature, which is not built, that these values of a field's flag ask for."""
+        """Return the unsupported feature that these values of a field's flag select; None if there is none."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Map a file of examples/ to one of the unregistered flags that need its registrations."""
+        """Map each file in examples/ that registers some of these unknown flags to one of the flags."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
-        """Lines about results of a resolved configuration that differ from the results of this program under equal
-        flags. `given` has every flag as it was given, alone and with its first value, also those that no field has."""
+        """Yield lines about differences between the results of a resolved configuration and the other program's
+        results.
+
+        `given` contains every flag as it was given, alone and with its first value, including flags that no field has.
+        """
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Programs whose flags are known here. They are read only for a flag or value that no field has."""
+"""Other programs whose flags are known. They are imported only for a flag or value that no field accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
-    """Name -> program."""
+    """Return the registered programs by name."""
     return {name: FOREIGN_PROGRAMS[name] for name in FOREIGN_PROGRAMS}
 
 
 def foreign_spellings() -> set[str]:
-    """The flags of other programs."""
+    """Return the flags of all other programs."""
     return {each for program in foreign_programs().values() for each in program.spellings()}
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Return files of examples/, each with one of the unknown flags that need its registrations."""
+    """Map each file in examples/ that registers some of the unknown flags to one of the flags."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -92,24 +95,24 @@ class FlagReader(GivenOptions):
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
-    """Field -> the spelling or place that set it last."""
+    """Field -> the spelling or location that set it last."""
 
     sources: dict[str, str] = field(default_factory=dict)
     """Field -> the file that set it last."""
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
-    """Flags that were probably meant, or given with a bad value: reporting them as missing would be no use."""
+    """Flags that were probably meant, or given with a bad value, and that are therefore not reported as missing."""
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
     """Every flag that was given, alone and with its first value."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Called once all flags of a source are read: flags that can be judged only then."""
+    """Functions called after all flags of a source are read, for flags that can only then be interpreted."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Called once all sources are read: switches that replace values of any source and in any order."""
+    """Functions called after all sources are read, for switches that replace values from any source, in any order."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -123,7 +126,7 @@ class FlagReader(GivenOptions):
         self.finish()
 
     def read(self, name: str, texts: list[str]) -> None:
-        """Read one flag. `finish` is due after the last one."""
+        """Read one flag. Call `finish` after the last flag."""
         if not name.startswith("--"):
             self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
             return
@@ -132,19 +135,19 @@ class FlagReader(GivenOptions):
         self.read_known(name, texts)
 
     def read_known(self, name: str, texts: list[str]) -> None:
-        """Read a flag by a known spelling, if there is one: of an option, a field, or another program."""
+        """Read a flag by its known spelling: the spelling of an option, of a field, or of another program's flag."""
         flag, _ = spelling_table().get(name, (None, True))
         if _is_switch(flag, name):
             texts = [text for text in texts if not text.isspace()]
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # most runs never read the tables
+            self.read_field(name, texts, texts)  # most runs never import the other programs
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
-        """End a source of flags."""
+        """Finish a source of flags after its last flag."""
         for judge in self.settings:
             judge()
         self.settings.clear()
@@ -158,10 +161,10 @@ class FlagReader(GivenOptions):
         elif len(texts) == 1 and texts[0].lower() in SAID_OF_SWITCHES:
             self.set(flag, name, on == SAID_OF_SWITCHES[texts[0].lower()])
         elif texts:
-            self.wrong(flag, name, texts, "takes no value but true or false", "give the flag alone")
+            self.wrong(flag, name, texts, "takes no value except true or false", "give the flag alone")
         else:
             self.set(flag, name, on)
-        why = "; ".join(map(str, self.problems[before:])) or ("" if texts == given else "another name of the value")
+        why = "; ".join(map(str, self.problems[before:])) or ("" if texts == given else "another name for the value")
         self.readings.append(Reading((name, *given), (name, *texts), why, len(self.problems) > before))
 
     def _option(self, name: str, texts: list[str]) -> None:
@@ -177,7 +180,7 @@ class FlagReader(GivenOptions):
 
     @property
     def world_size(self) -> int | None:
-        """--world-size. A value that is not a number above 0 is reported as a problem and discarded."""
+        """Value of --world-size. A value that is not an integer above 0 is reported as a problem and discarded."""
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
@@ -186,7 +189,7 @@ class FlagReader(GivenOptions):
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """An unknown flag. A suggestion is for typing errors, so it must be close, or for the rest of a name."""
+        """Report an unknown flag. A suggestion must be close, as for a typing error, or complete the name."""
         import difflib
 
         if (home := home_of(name)) is not None:
@@ -197,7 +200,7 @@ class FlagReader(GivenOptions):
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
         close = close or sorted((each for each in spelling_table() if each.startswith(f"{plain}-")), key=len)
         nobody = " nor ".join(["neither this program", *FOREIGN_PROGRAMS]) if FOREIGN_PROGRAMS else "no extension"
-        remedy = f"did you mean {close[0]}?" if close else f"{nobody} has it; remove it"
+        remedy = f"did you mean {close[0]}?" if close else f"{nobody} has this flag; remove it"
         self.refuse(name, texts, "unknown flag", remedy)
         if close and close[0] in spelling_table():
             self.suspects.add(spelling_table()[close[0]][0].name)
@@ -205,7 +208,7 @@ class FlagReader(GivenOptions):
     # Values of fields
 
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
-        """Convert the text of a field's value, and sets it unless it is not legal."""
+        """Convert the texts of a field's value, and set the value if it is legal."""
         try:
             value = legal_value(flag, texts)
         except IllegalValueError as illegal:
@@ -214,8 +217,8 @@ class FlagReader(GivenOptions):
             self.set(flag, name, value)
 
     def set(self, flag: Flag, name: str, value: object) -> None:
-        """Set a value. The last of several wins, because launch scripts append overrides; a note says so if they
-        differ.
+        """Set a field's value. If a flag is given several times, the last value wins, because launch scripts append
+        overrides; a note reports differing values.
 
         The values of a repeatable flag accumulate.
         """
@@ -236,7 +239,7 @@ class FlagReader(GivenOptions):
     # Files
 
     def read_file(self, path: str) -> None:
-        """A flat YAML mapping: names of flags or fields, with dashes or underscores."""
+        """Read a flat YAML mapping with names of flags or fields, spelled with dashes or underscores."""
         try:
             node = compose(path)
         except (OSError, ValueError) as error:
@@ -258,8 +261,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value of a file that names code which no run of the user's own has recorded, apart
-        from fields that are `replaced`."""
+        """Add a problem for each value from a file that names code which none of the user's runs has recorded. Skips
+        fields that are `replaced`."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -272,7 +275,7 @@ class FlagReader(GivenOptions):
                 self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
     def read_entry(self, path: str, key: str, value: object) -> None:
-        """One key of a mapping and its plain value; `path` gives its location."""
+        """Read one key of a mapping and its plain value; `path` is the file."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))
@@ -303,7 +306,7 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Field -> itself, and fields that set the same thing in other units."""
+    """Map each field to the fields for the same setting in other units, itself included."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:
@@ -312,16 +315,18 @@ def settings_in_other_units() -> dict[str, list[str]]:
 
 
 def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    """The values of two sources of flags. `later` wins, also over the same setting in another unit."""
+    """Merge the values of two sources of flags. `later` wins, also over the same setting in another unit."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later
 
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag, its values): everything up to the next flag, or after its `=`. A token before the first flag has no values
-    and does not begin with two dashes. Blanks that a script quotes are nothing, unless they are a flag's first
-    value."""
+    """Yield (flag, its values): all tokens up to the next flag, and the text after `=`.
+
+    A token before the first flag is yielded without values and does not begin with two dashes. Quoted blanks are
+    ignored, unless they are a flag's first value.
+    """
     current: tuple[str, list[str]] | None = None
     for token in argv:
         if token.isspace() and (current is None or any(map(str.strip, current[1]))):
@@ -340,7 +345,8 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """`name`, or if nobody knows it, the known one that has dashes for its underscores and `--no-` for `--disable-`."""
+    """Return `name` if it is known, else the known spelling with dashes for underscores and `--no-` for
+    `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():
@@ -350,12 +356,12 @@ def known_spelling(name: str) -> str:
 
 
 def _is_switch(flag: Flag | None, name: str) -> bool:
-    """Return whether a flag takes no value, as far as this program knows it."""
+    """Return whether this program knows that a flag takes no value."""
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 
 class IllegalValueError(ValueError):
-    """Texts that are no value of a field."""
+    """Raised for texts that are not a legal value of a field."""
 
     def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
         super().__init__(rule)
@@ -365,7 +371,7 @@ class IllegalValueError(ValueError):
 
 
 def legal_value(flag: Flag, texts: Sequence[str]) -> object:
-    """Value of a field from the texts after its flag. Raises IllegalValueError."""
+    """Return the value of a field, given the texts after its flag. Raises IllegalValueError."""
     if flag.spec.empty_is_none and list(texts) == [""]:
         return None
     _check_number_of_values(flag, texts)
@@ -375,7 +381,7 @@ def legal_value(flag: Flag, texts: Sequence[str]) -> object:
     except ValueError as error:
         example = "2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4"
         raise IllegalValueError(texts, str(error), f"for example {example}") from None
-    if flag.spec.path is not None:  # before anything opens it
+    if flag.spec.path is not None:  # checked before anything opens the path
         _check_each(texts, partial(path_rule, flag.spec.path))
     if flag.spec.choices is not None:
         values = value if isinstance(value, tuple) else (value,)
@@ -389,7 +395,7 @@ def _check_number_of_values(flag: Flag, texts: Sequence[str]) -> None:
         return
     rule = "takes one or more values" if flag.spec.many else "takes one value"
     if not texts:
-        raise IllegalValueError(texts, rule, "write it behind the flag")
+        raise IllegalValueError(texts, rule, "write it after the flag")
     if feature := _feature(flag, texts):
         raise IllegalValueError(texts, f"asks for {feature}, which is not built", "give one value")
     raise IllegalValueError(texts, rule, f"given: {len(texts)}")
@@ -402,8 +408,10 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 
 
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
-    """Return the error for a value that is not a choice of a flag: known to another program, from an extension that is
-    not installed, or unknown."""
+    """Return the error for a value that is not a choice of a flag.
+
+    The value may be known to another program, belong to an extension that is not installed, or be unknown.
+    """
     import difflib
 
     choices = list(map(str, flag.spec.choices or ()))
@@ -413,7 +421,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
         rule = f"is a value of the extension {home}, which is not installed"
         return IllegalValueError(texts, rule, f"{_restore(home)}; without it: {', '.join(choices)}")
     if not choices:
-        rule = "must name a part, and none is registered"
+        rule = "must name a part, but none is registered"
         return IllegalValueError(texts, rule, "give the --extension that registers it")
     in_lower_case = {choice.lower(): choice for choice in reversed(choices)}
     close = difflib.get_close_matches(illegal.lower(), [choice.lower() for choice in choices], n=1, cutoff=0.6)
@@ -422,12 +430,12 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """The feature of another program, which is not built, that values ask for."""
+    """Return the unsupported feature of another program that values select; None if there is none."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 
 def _shown(value: object) -> str:
-    """A value in the form that follows its flag; empty for a switch."""
+    """Format a value as it follows its flag; empty for a switch."""
     values = value if isinstance(value, tuple) else (value,)
     return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
 

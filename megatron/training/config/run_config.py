@@ -109,8 +109,8 @@ class ChecksConfig:
     SAVE/nan. If off, skip and count such steps."""
 
     max_skipped_iterations: int = 0
-    """Number of iterations that the run may skip because of NaN, Inf or a reported spike. The next such iteration
-    ends the run."""
+    """Number of iterations that the run may skip because of NaN, Inf or a reported spike. One more such iteration ends
+    the run."""
 
     iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
     """Iterations whose samples are skipped without training, numbered from 1 as in the log."""
@@ -118,7 +118,7 @@ class ChecksConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Logging: what, how often and where."""
+    """Settings of logs: format, interval and files."""
 
     log_interval: int = flag(100, first_run=True)
     """Iterations between progress lines."""
@@ -142,9 +142,9 @@ class CheckpointConfig:
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = flag(None, path="stored", first_run=True)
-    """Folder of checkpoints, of which the latest is loaded. Training starts from scratch if the folder holds none,
-    or if it is --save and does not exist yet. A Hugging Face folder is accepted, too: its configuration and weights
-    are loaded."""
+    """Folder from which the latest checkpoint is loaded. Training starts from scratch if the folder contains no
+    checkpoint, or if it is --save and does not exist yet. A Hugging Face folder is accepted, too: its configuration and
+    weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0, first_run=True)
     """Iterations between checkpoints; 0 for none. With --save, the end of the run always writes one."""
@@ -209,7 +209,7 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if --load need not exist: the first start of a run that resumes from its own --save."""
+        """True if --load need not exist, as at the first start of a run that resumes from its own --save."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
@@ -225,7 +225,7 @@ class ExtensionConfig:
     """Extensions written by users."""
 
     extension: tuple[str, ...] | None = flag(None, repeats=True, path="local")
-    """Python file, or package.module, that registers parts and flags of its own; may be given more than once."""
+    """Python file, or package.module, that registers custom parts and flags; may be given more than once."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class RunConfig(Section):
     """Field -> value before `resolve` derived it from other fields."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
-    """(iterations, consumed samples) of the run so far at each change of its batch size, and last where it resumes;
-    empty for a run that starts."""
+    """(iterations, consumed samples) at each earlier change of the batch size and, as the last entry, at the point
+    where the run resumes. Empty for a new run."""
 
     @property
     def restarts_positions(self) -> bool:

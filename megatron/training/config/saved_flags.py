@@ -45,7 +45,7 @@ def training_only() -> frozenset[str]:
 
 
 def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[str]]:
-    """The configuration with the flags that it is to take from its checkpoint, and a line for each that differs.
+    """Return the configuration with the flags that the run takes from its checkpoint, and a line for each changed flag.
 
     Args:
         given: Flags as the user gave them.
@@ -65,7 +65,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
-        return config, notes  # the model's flags are taken from there anyway
+        return config, notes  # the checkpoint determines the model's flags anyway
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
     before = config_of_sections(saved)
@@ -77,7 +77,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # what was not given contradicts nothing
+            if named_value(config, field) != field_table()[field].default  # other flags were not given
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -122,8 +122,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with multi-token prediction modules of the kind that they have in the checkpoint that a run
-    resumes from, where layers differ: a module that was trained like the last layer stays so."""
+    """Return the configuration with the layer kinds that multi-token prediction modules have in the checkpoint from
+    which a run resumes, and notes. They matter if layers differ: a module trained like the last layer must stay so."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -137,8 +137,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """The configuration with the checkpoint's values of fields whose default has changed, unless the run gives them.
-    Loading reports a checkpoint that cannot be read."""
+    """Return the configuration with the checkpoint's values of fields whose default has changed, unless the run gives
+    them, and notes. A checkpoint that cannot be read is reported when it is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -193,17 +193,19 @@ def read_history(options: CheckpointConfig) -> History | None:
 
 
 def with_past_batches(config: RunConfig) -> RunConfig:
-    """The configuration with the batch sizes of the part of the run that its checkpoint has trained."""
+    """Return the configuration with the batch sizes of the part of the run that precedes its checkpoint."""
     try:
         metadata = resumed_metadata(config.checkpoint)
     except ValueError:
-        return config  # loading it reports the error
+        return config  # the error is reported when the checkpoint is loaded
     return config if metadata is None else replace(config, past_batches=past_batches(metadata))
 
 
 def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
-    """The positions of a checkpoint's run at changes of its batch size, and its own. One that does not record them had
-    one batch size."""
+    """Return the positions at which the checkpoint's run changed its batch size, and the checkpoint's own position.
+
+    A checkpoint that does not record them had a constant batch size.
+    """
     here = metadata.get("iteration"), metadata.get("consumed_samples")
     if not all(isinstance(value, int) for value in here):
         return ()
@@ -212,9 +214,11 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 
 
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
-    """Configuration sections with which the latest checkpoint in a folder was saved; None if there is none.
+    """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    Flags that its phase had changed are as the run gave them. ValueError as in `saved_metadata`."""
+    Flags that the checkpoint's phase had changed have the values that were given to the run. Raises ValueError as
+    `saved_metadata` does.
+    """
     metadata = saved_metadata(load)
     if metadata is None:
         return None
@@ -262,12 +266,11 @@ def check_types(values: dict[str, object], metadata: PurePath) -> None:
 
 
 LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
-"""Fields that say how long a run is, and in which steps."""
+"""Fields that determine the length of a run and of its steps."""
 
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
-    """A line about each flag of the length and the learning-rate schedule that differs from the checkpoint's run; None
-    if none does."""
+    """Describe the length and learning-rate schedule flags that differ from the checkpoint's run; None if none does."""
     changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():
@@ -281,7 +284,7 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
             )
     if not changed:
         return None
-    line = f"changed since the checkpoint: {', '.join(changed)}; samples continue in the order that was begun"
+    line = f"changed since the checkpoint: {', '.join(changed)}; samples continue in the original order"
     ends = [run.optimizer.lr_decay_iters, run.optimizer.lr_decay_samples, run.optimizer.lr_decay_tokens]
     lengthened = any(getattr(saved.training, f) != getattr(run.training, f) for f in LENGTH[:3])
     if lengthened and not any(ends) and run.optimizer.lr_decay_style != "constant":
@@ -346,7 +349,7 @@ def _model_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
-    """The schedule; a decay over the whole of the saved run keeps that run's length."""
+    """Yield the schedule's fields and values. A decay over the whole saved run keeps the length of that run."""
     for flag in all_flags():
         if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):
             value = getattr(saved.optimizer, flag.field)

@@ -1,7 +1,7 @@
-"""True if a configuration can run, decided from integers before anything starts. No torch, no process group.
+"""Validation of a configuration before anything starts. This module needs neither torch nor a process group.
 
-`resolve` fills in what follows from other values, `validate` reports every broken rule at once, each with the nearest
-legal value. The rules are in `megatron.training.config.rules`.
+`resolve` fills in derived values. `validate` reports all broken rules at once, each with the nearest legal value. The
+rules are in `megatron.training.config.rules`.
 """
 
 from __future__ import annotations
@@ -43,29 +43,28 @@ S = TypeVar("S", bound="DataclassInstance")
 
 
 MOCK_VOCAB_SIZE = 50257
-"""Vocabulary of a run on made-up data that names neither a tokenizer nor a size: GPT-2's."""
+"""Default vocabulary size of a run on synthetic data, GPT-2's, if the flags give neither a tokenizer nor a size."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
+    """Return every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
 def notices(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return notices about flags of a configuration that have no effect together with the others."""
+    """Return notices about flags that have no effect in combination with the other flags."""
     return [problem for problem in findings(config, world_size) if problem.harmless]
 
 
 def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = None) -> list[Problem]:
-    """Results of `validate` and `notices` for a configuration, in one pass; `resolved` is the result of `resolve` for
-    it, if known."""
+    """Return the results of `validate` and `notices` in one pass. `resolved` is the result of `resolve`, if known."""
     plan = plan_class(config)
     judge = partial(_own_findings, world_size=world_size, known=(config, resolved))
     return plan.findings(config, world_size, judge, resolved)
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Findings of a configuration without phases. `known`: a configuration, and the same resolved."""
+    """Return the findings for a configuration without phases. `known` holds a configuration and its resolved form."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known
@@ -81,7 +80,7 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
 
 
 def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig, world_size: int) -> list[Problem]:
-    """The problems that an extension reports for its flags, or the error that it raises."""
+    """Return the problems that an extension reports for its flags, or the error that it raises."""
     try:
         return list(section.problems(given, config, world_size))
     except Exception as error:
@@ -94,7 +93,7 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
     """Yield (field, its new value, notice)."""
     single_expert = _is_dense(c)
     if single_expert:
-        rule, remedy = "one expert that all tokens take is a dense MLP", "remove it to use a dense MLP"
+        rule, remedy = "a single expert for all tokens is a dense MLP", "remove it to use a dense MLP"
         yield "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
     for flag in all_flags():
         for condition in flag.spec.off_without if value_of(c, flag) != flag.default else ():
@@ -108,8 +107,8 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 
 def _is_dense(c: RunConfig) -> bool:
-    """Return True if the only expert of each layer computes the same as a dense MLP: its weight is 1, the softmax of a
-    single logit. Megatron-DeepSpeed's dense models are written so."""
+    """Return whether the only expert of each layer is equivalent to a dense MLP: its weight is 1, the softmax of a
+    single logit. Megatron-DeepSpeed describes dense models in this way."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
     weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
@@ -120,7 +119,7 @@ def _is_dense(c: RunConfig) -> bool:
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
-    """`resolve` of a configuration that can run. Raises ValueError with every problem, one per line."""
+    """Validate and resolve a configuration. Raises ValueError with every problem, one per line."""
     config = resolve(config, world_size)
     if problems := validate(config, world_size):
         raise ValueError("\n".join(map(str, problems)))
@@ -128,9 +127,9 @@ def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
-    """The configuration with derived values filled in; given values stay unchanged, even if they are illegal.
+    """Return the configuration with derived values filled in; given values stay unchanged, even if they are illegal.
 
-    `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
+    `vocab_size` is the tokenizer's. A larger --vocab-size takes precedence, to leave room for more tokens.
     """
     given = config
     config = with_named(config, {field: value for field, value, _ in switched_off(config)})
@@ -157,8 +156,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """A resolved configuration with the size of its tokenizer's vocabulary, if known: `resolve` of the same flags and
-    this size. A larger --vocab-size holds."""
+    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would. A larger
+    --vocab-size takes precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
         return config
@@ -167,18 +166,18 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
 
 
 def _filled(section: S, **values: object) -> S:
-    """`section` with `values` in those fields that are None."""
+    """Return `section` with `values` in the fields that are None."""
     return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
 
 
 def _with(section: S, values: Mapping[str, object]) -> S:
-    """`section` with `values` by fields."""
+    """Return `section` with `values`, by field."""
     return replace(section, **values)
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """The configuration of an evaluation with values for what only training needs and flags leave out: a learning rate,
-    a length and, where only callbacks evaluate, data."""
+    """Fill in values that only training needs and that the flags of an evaluation omit: a learning rate, a length and,
+    if only callbacks evaluate, data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)
@@ -188,7 +187,7 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 
 def names_data(config: RunConfig) -> bool:
-    """Return whether the flags say on which data a run trains or is evaluated."""
+    """Return whether the flags name data for training or evaluation."""
     data = config.data
     files = data.data_path or data.per_split or listed(config) or data.valid
     return bool(files) or data.dataset != "gpt" or plan_class(config) is not RunPlan
@@ -232,8 +231,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
             training = _filled(training, num_microbatches=size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     if plan_class(config) is not RunPlan or not by_tokens:
-        return training  # where phases differ in length, their plan converts tokens
-    samples = samples_of_run(config)  # the shorter of two lengths holds
+        return training  # if phases differ in sequence length, their plan converts tokens
+    samples = samples_of_run(config)  # the shorter of two lengths applies
     if training.train_iters is not None and training.global_batch_size:
         of_iters = legal_sizes(replace(config, training=training)).samples(training.train_iters)
         samples = of_iters if samples is None else min(samples, of_iters)

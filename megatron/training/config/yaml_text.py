@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     Node = ScalarNode | SequenceNode | MappingNode
 
 Plain = None | bool | str | list[str] | dict[str, str]
-"""A YAML value as returned by `plain`; an empty mapping for anything that it does not read."""
+"""A YAML value as returned by `plain`; an empty mapping for anything that `plain` does not convert."""
 
 MOST_BYTES = 16 * 2**20
-"""Size of the largest file that is read."""
+"""Maximum file size in bytes."""
 
 MOST_VALUES = 100_000
-"""Values of a file, each counted as often as aliases repeat it."""
+"""Maximum number of values in a file; repetitions by aliases count."""
 
 DEEPEST = 50
-"""Levels of lists and mappings."""
+"""Maximum nesting depth of lists and mappings."""
 
 PLAIN = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-"""Tags of the values that a file of settings may have."""
+"""Tags of values that are permitted in a settings file."""
 
 TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml_file(path: str | Path) -> str:
     """Return the text of a YAML file. Raises OSError or ValueError if it cannot be read."""
-    with Path(path).open("rb") as file:  # which may be a pipe of the shell
+    with Path(path).open("rb") as file:  # the path may be a shell pipe
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
@@ -47,7 +47,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
     Raises ValueError, in one line, unless it is YAML of plain values; `any_tag` also permits values with application
     tags, which remain nodes.
     """
-    import yaml  # most runs do without
+    import yaml  # imported here because most runs do not need it
 
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -63,7 +63,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
 
 
 def load_yaml(text: str) -> object:
-    """The values of a YAML text. Raises ValueError, in one line, if there is none."""
+    """Return the value of a YAML text. Raises ValueError, in one line, if the text is invalid."""
     import yaml
 
     node = compose_yaml(text)
@@ -81,10 +81,10 @@ class _Check:
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag
         self._known: dict[int, tuple[int, int] | None] = {}
-        """None for a node that is being measured."""
+        """Results by node id; None for a node that is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
-        """(values, levels) of a node. Raises ValueError for one that is not plain, or has too much of either."""
+        """Return (values, levels) of a node. Raises ValueError if the node is not plain or exceeds a limit."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:
                 raise _refused(node, "contains itself")
@@ -143,5 +143,5 @@ NULLS = ("", "~", "null")
 
 
 def texts_of(value: object) -> list[str]:
-    """A plain YAML value as the texts of a flag."""
+    """Convert a plain YAML value to the texts of a flag."""
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]

@@ -59,7 +59,7 @@ def test_features_that_are_not_built_are_refused(capsys: pytest.CaptureFixture[s
         "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
         "and --make-vocab-size-divisible-by",
         "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
-        "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
+        "--gibberish: unknown flag; neither this program nor Megatron-LM has this flag; remove it",
         "--onnx-safe: asks for this activation function, which is not built; remove it",
         "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
         "value",
@@ -277,7 +277,7 @@ def test_an_extension_translates_flags_of_another_program(
         "--their-magic: asks for magic, which is not built; remove it",
         "--their-spell-x 1: asks for a spell, which is not built; remove it",
     ]
-    assert "Theirs has it; remove it" in lines[2]
+    assert "Theirs has this flag; remove it" in lines[2]
     for module in ("megatron.training.config.reading", "megatron.extensions.interop.megatron_flags.tables"):
         monkeypatch.setattr(f"{module}.home_of", {"--their-spell-x": "spells"}.get)
     assert "is a flag of the extension spells, which is not installed" in failure("--their-spell-x 1", capsys)[0]

@@ -208,9 +208,9 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
     Run(muon).save(Progress(1, 8))
     assert Run(muon).load() == Progress(1, 8)
     other = muon.with_options(MuonFlags(muon_scalar_optimizer="sgd", moe_router_skip_muon=True))
-    with pytest.raises(ValueError, match="-scalar-optimizer is adam in the checkpoint and sgd in the run") as error:
+    with pytest.raises(ValueError, match="-scalar-optimizer is adam in the checkpoint but sgd in the run") as error:
         Run(other).load()
-    assert "--moe-router-skip-muon is False in the checkpoint and True in the run" in str(error.value)
+    assert "--moe-router-skip-muon is False in the checkpoint but True in the run" in str(error.value)
 
 
 def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

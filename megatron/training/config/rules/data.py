@@ -1,4 +1,4 @@
-"""Rules of data sets and tokenizers."""
+"""Rules for data sets and tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def listed(c: RunConfig) -> list[str]:
-    """Return the flags of extensions that name data, if given: their lists are read before a run starts."""
+    """Return the given extension flags that name data, whose data lists are read before a run starts."""
     return [flag.name for flag in flags_of("data") if flag.section != "data" and value_of(c, flag)]
 
 

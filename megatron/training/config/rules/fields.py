@@ -1,4 +1,4 @@
-"""Rules that fields state themselves: required values, ranges of numbers, and the flags that they need or exclude."""
+"""Rules that fields declare: required values, number ranges, and the flags that they need or exclude."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIRED = {
     "num_attention_heads": "give --num-attention-heads N, the number of attention heads",
     "seq_length": "give --seq-length N, the number of tokens in a sample",
 }
-"""Whole numbers above 0 without a default, which is 0 here -> what to do where one is missing or wrong."""
+"""Fields that must be above 0 and have no default (0 means missing) -> the remedy if the value is missing or wrong."""
 
 
 def _saved_values(config: RunConfig) -> str:
@@ -40,7 +40,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     for flag in all_flags():
         value = value_of(config, flag)
         if flag.field == "num_layers" and config.model.pattern is not None:
-            continue  # which states as many
+            continue  # the pattern states the number
         if flag.field in REQUIRED:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)
@@ -69,7 +69,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # Conditions on its own section already make it idle, for the same reason.
+        # Conditions on its own section already make the flag idle, for the same reason.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
@@ -85,14 +85,14 @@ def _section(condition: Condition) -> str:
 
 
 def _as_given(c: RunConfig, condition: Condition) -> str:
-    """The flag of a condition with the value that it has."""
+    """Return the flag of a condition with its current value."""
     name, *rest = condition.parts[0].split()
     value = shown_value(value_of(c, spelling_table()[name][0]))
     return " ".join([name, *rest]) if value is None else f"{name} {value}"
 
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
-"""Magnitudes that fp32 holds with all its digits."""
+"""Smallest and largest magnitude that fp32 represents with full precision."""
 
 LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("minutes", "mins"), (100_000_000, ", about 190 years")),
@@ -100,24 +100,24 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("eps", "epsilon"), (1, "")),
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
-"""Word in the name of a field -> the largest number that it may have, and what that is, for flags of this program."""
+"""Word in a field's name -> the largest legal number and its description, for flags of this program."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
-    """Return the limit by the name of a field. The field's own bound takes precedence."""
+    """Return the limit that a field's name implies. The field's own bound takes precedence."""
     own = flag.spec.at_most is not None or flag.spec.below is not None
     words = flag.field.split("_") if flag.kind is float and not own and _is_ours(flag) else []
     return next((LIMITS[word] for word in words if word in LIMITS), None)
 
 
 def _is_ours(flag: Flag) -> bool:
-    """Return whether this program defines a flag, and not an extension of a user."""
+    """Return whether this program defines a flag, rather than a user's extension."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return extension is None or extension.cls.__module__.startswith("megatron.")
 
 
 def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
-    """(rule, remedy) of a number that is out of bounds, else None."""
+    """Return (rule, remedy) for a number that is out of bounds, else None."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
         default = "for example --lr 3e-4"

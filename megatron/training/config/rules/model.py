@@ -1,4 +1,4 @@
-"""Rules of the model's shape, of tensor parallelism over it, and of multi-token prediction."""
+"""Rules for the shape of the model, its tensor parallelism, and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
-    """The padded vocabulary is sharded over TP. If it is not known yet, its divisor must be divisible."""
+    """Check that TP divides the padded vocabulary, or its divisor if the vocabulary is not known yet."""
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return
@@ -110,13 +110,13 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, scope = c.model, c.model.qk_layernorm_scope
     norm = NORMALIZATIONS.facts(m.normalization)
     if m.norm_parameters == "weight" and not norm.biased:
-        rule = f"has no effect with --normalization {m.normalization}, which has a weight alone"
+        rule = f"has no effect with --normalization {m.normalization}, which has only a weight"
         yield Problem("--norm-parameters", "weight", rule, "remove it", harmless=True)
     if m.norms_sums and m.parallel_residual:
         why = "the MLP reads the norm of the sum with attention's output"
         yield Problem.exclusive("--parallel-residual", None, "--norm-placement sum", why)
     if m.norms_sums and m.mtp_depths:
-        why = "its modules end in a norm of their own"
+        why = "its modules end in their own norm"
         yield Problem.exclusive(DEPTHS, m.mtp_depths, "--norm-placement sum", why)
     if not m.qk_layernorm or scope == "head":
         return
@@ -129,7 +129,7 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
-    """Check that there is a single activation function, and bounds of its operands if it uses any."""
+    """Check that there is a single activation function, and check the bounds of its operands if it uses any."""
     short = ["--" + name.replace("_", "-") for name in m.activation_flags]
     if m.activation_func is not None and short:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
@@ -143,19 +143,19 @@ def _activation(m: TransformerConfig) -> Iterator[Problem]:
         ("--glu-linear-offset", m.glu_linear_offset, 0),
     ):
         if value != default:
-            rule = f"is not known to the activation function {m.activation}"
+            rule = f"is not supported by the activation function {m.activation}"
             yield Problem(flag, value, rule, f"remove it, or use --activation-func {' or '.join(bounded)}")
 
 
 def _divisors(heads: int, groups: int) -> str:
-    """The divisors of `heads` that are nearest to `groups`, as a remedy."""
+    """Return the divisors of `heads` that are nearest to `groups`, as a remedy."""
     legal = [n for n in range(1, heads + 1) if heads % n == 0]
     near = sorted(sorted(legal, key=lambda n: abs(n - groups))[:2])
     return f"nearest: {' or '.join(map(str, near))}"
 
 
 def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
-    """Heads of layers with a window or chunks."""
+    """Check the head counts of layers with a window or chunks."""
     m, own = c.model, window_heads(c)
     heads = m.window_num_attention_heads or m.num_attention_heads
     groups = m.window_num_query_groups or (m.num_query_groups if m.group_query_attention else None)
@@ -168,7 +168,7 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 
 
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of the attention that layers have, linear or not."""
+    """Yield the problems that the rules of the model's attention and linear attention find."""
     found = [c.model.attention_mixer]
     with suppress(ValueError):  # which another rule reports
         found += (MIXERS.facts(name) for name in c.model.linear_attentions)
@@ -178,7 +178,7 @@ def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check patterns of layers and their requirements."""
+    """Check layer patterns and their requirements."""
     m = c.model
     some_local = m.window_size is not None or m.attention_chunk_size is not None
     if m.num_layers < 1:
@@ -197,12 +197,12 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def pattern_of(num_layers: int) -> str:
-    """A list of 0 and 1 for this many layers, as an example."""
+    """Return an example of a list with 0 and 1 for this many layers."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
 
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check which layers have linear attention, and that other settings apply to them."""
+    """Check which layers have linear attention, and whether other settings apply to these layers."""
     m = c.model
     flag = "--linear-attention-freq"
     cp = c.parallel.context_parallel_size
@@ -229,7 +229,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
-    """Report flags that no layer reads in a model without the attention of --attention-module, which `flag` adds."""
+    """Report flags that have no effect in a model without --attention-module layers, which `flag` would add."""
     for other in flags_of("model"):
         chooses = other.spec.effective == "attention"
         if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
@@ -242,7 +242,7 @@ OF_OTHER_ATTENTION = (
     *("clip_qkv", "add_attention_output_bias", "qk_layernorm_after_rotary"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )
-"""Fields that linear attention does not read."""
+"""Fields that have no effect on linear attention."""
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -290,7 +290,7 @@ def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be below --beta-fast {m.beta_fast:g}"
         yield Problem("--beta-slow", m.beta_slow, rule, "for example 1 and 32, as in the paper")
     if m.rotary_base == 1:
-        yield Problem("--rotary-base", m.rotary_base, "has no pair of a slower frequency for YaRN", "use 10000")
+        yield Problem("--rotary-base", m.rotary_base, "has no pair with a lower frequency for YaRN", "use 10000")
 
 
 DEPTHS = "--mtp-num-layers"
@@ -306,6 +306,6 @@ def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be below --seq-length {s}: beyond it no token of a sample has a label at the last depth"
         yield Problem(DEPTHS, depths, rule, f"nearest: {s - 1}" if s > 1 else "remove it")
     if m.loss_func in LOSSES and not LOSSES.facts(m.loss_func).multi_token:
-        rule = f"needs a loss that takes labels of later tokens, and --loss-func {m.loss_func} is not known to"
-        remedy = f"remove {DEPTHS}, or register the loss with multi_token=True if logits and label are all it needs"
+        rule = f"needs a loss that supports labels of later tokens, which --loss-func {m.loss_func} does not declare"
+        remedy = f"remove {DEPTHS}, or register the loss with multi_token=True if it needs only logits and label"
         yield Problem(DEPTHS, depths, rule, remedy)

@@ -1,4 +1,4 @@
-"""Rules of mixture of experts."""
+"""Rules for mixture of experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0:
         yield from unless_multiple("--moe-ffn-hidden-size", m.moe_ffn_size, "--expert-tensor-parallel-size", etp)
     if m.add_bias_linear and not divides(etp, m.expert_io_size):
-        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which cuts biases of experts"
+        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which shards the biases of experts"
         remedy = f"{multiples(m.expert_io_size, etp)}, or add --disable-bias-linear"
         flag = "--hidden-size" if m.moe_latent_size is None else "--moe-latent-size"
         yield Problem(flag, m.expert_io_size, rule, remedy)
@@ -53,7 +53,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
         rule = f"times --expert-tensor-parallel-size {etp} must divide the {stage} ranks of a pipeline stage"
-        divided = stage % ep == 0  # experts that are not sharded would fit
+        divided = stage % ep == 0  # unsharded experts would fit
         remedy = "use --expert-tensor-parallel-size 1" if divided or stage % etp else ""
         if stage % etp == 0:
             remedy = ", or ".join(filter(None, [f"nearest: {nearest_divisor(stage // etp, ep)}", remedy]))
@@ -61,14 +61,16 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 ROW_BYTES = 16
-"""Rows of the matrices of a grouped kernel are multiples of this."""
+"""Required divisor, in bytes, of the row size of a grouped kernel's matrices."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _grouped(c: RunConfig) -> Iterator[Problem]:
-    """Experts are multiplied one by one if no kernel multiplies all of them, as far as flags determine it; which
-    kernels a GPU has is found when the run starts (`megatron.core.moe.grouped_gemms.has_grouped_kernel`)."""
+    """Report that --moe-grouped-gemm has no effect, if the flags alone imply that there is no grouped kernel.
+
+    The kernels of a GPU are checked when the run starts (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
+    """
     m = c.model
     p = c.parallel
     flag = "--moe-grouped-gemm"
@@ -102,14 +104,14 @@ def _router(c: RunConfig) -> Iterator[Problem]:
         none = "--moe-router-load-balancing-type none"
         yield Problem.exclusive("--moe-aux-loss-coeff", coefficients, none)
     if len(types) > 1 and (alone := [kind for kind in types if kind not in BALANCING_LOSSES]):
-        yield Problem("--moe-router-load-balancing-type", types, f"{alone[0]} is no loss to add", "give it alone")
+        yield Problem("--moe-router-load-balancing-type", types, f"{alone[0]} cannot be combined", "use it alone")
     elif len(types) != len(coefficients):
         rule = f"must be as many as the {len(types)} of --moe-router-load-balancing-type {' '.join(types)}"
         yield Problem("--moe-aux-loss-coeff", coefficients, rule, "give one for each")
 
 
 def expert_groups(m: MoEConfig) -> Iterator[Problem]:
-    """A token's experts are chosen from some groups of experts."""
+    """Check the expert groups from which the experts of a token are selected."""
     groups = m.moe_router_num_groups
     best = m.moe_router_group_topk
     topk = m.moe_router_topk

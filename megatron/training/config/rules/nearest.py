@@ -19,10 +19,10 @@ NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))
 """A remedy with nearest values: the text before them, one or two values, and further remedies."""
 
 TRIED = 8
-"""Values that are tried because a rule names them as the nearest."""
+"""Maximum number of values to try that rules name as the nearest."""
 
 SCANNED = 32
-"""Small numbers, such as numbers of groups and layers, to try if no named value is legal."""
+"""Number of small integers to try if no named value is legal, as for numbers of groups and layers."""
 
 Judge = Callable[[RunConfig], Sequence[Problem]]
 
@@ -30,7 +30,7 @@ Judge = Callable[[RunConfig], Sequence[Problem]]
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
     """Return the problems with values in "nearest: N" that no rule of the flag refuses, if any is found.
 
-    Otherwise the remedy says what refuses the named value. `judge` finds the problems of a configuration.
+    Otherwise the remedy names the rule that refuses the named value. `judge` finds the problems of a configuration.
     """
     return [_with_legal_value(each, problems, config, judge) for each in problems]
 
@@ -68,8 +68,8 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
     """Yield values in the order in which to try them.
 
-    They are the values in the problem, the values named by rules that refuse those, common multiples of their
-    distances, and small numbers. `tried` collects the refusals.
+    They are the values in the problem, the values that other rules name when they refuse these, common multiples of the
+    rules' steps, and small numbers. `tried` collects the refusals.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
@@ -83,17 +83,17 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
 
 
 def _values(problem: Problem) -> list[int]:
-    """The nearest values that a problem names."""
+    """Return the nearest values that a problem names."""
     found = NAMED.fullmatch(problem.remedy)
     return [] if found is None else [int(each) for each in (found["first"], found["second"]) if each and int(each)]
 
 
 def _step(problem: Problem) -> int:
-    """The distance between legal values of a rule, as the values that it names tell."""
+    """Return the distance between a rule's legal values, as implied by the values that the problem names."""
     values = _values(problem)
     return abs(values[-1] - (values[0] if len(values) > 1 else 0)) or 1 if values else 1
 
 
 def _kind(problem: Problem) -> str:
-    """A rule without its numbers."""
+    """Return a problem's rule without its numbers."""
     return re.sub(r"\d+", "N", problem.rule)

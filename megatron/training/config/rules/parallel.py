@@ -1,4 +1,4 @@
-"""Rules of the world size, of number formats, and of how ranks divide the sequence and the heads."""
+"""Rules for the world size, number formats, and the division of sequence and heads over ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The sequence length must be divisible for context and sequence parallelism together."""
+    """Check that context and sequence parallelism together divide the sequence length."""
     p, s = c.parallel, c.model.seq_length
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     if cp < 1 or tp < 1:
@@ -55,7 +55,7 @@ def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the rules of the way of context parallelism."""
+    """Check the rules of --cp-comm-type."""
     rules = CONTEXT_PARALLEL.facts(c.parallel.cp_comm_type).rules if c.parallel.context_parallel_size > 1 else None
     if rules is not None:
         yield from problems_of(rules(c, world_size))
@@ -72,7 +72,7 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """A rank's tokens that a replicated layer projects to latents, of attention or of experts, must be aligned."""
+    """Check the alignment of a rank's tokens that a replicated layer projects to latents of attention or experts."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
     name = linear_format(p)

@@ -1,4 +1,4 @@
-"""Rules of pipeline stages, recomputation, communication overlap and sharded optimizers."""
+"""Rules for pipeline stages, recomputation, communication overlap and sharded optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
-        return  # which the fields say
+        return  # the rules of fields report it
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # which the split's rules say
+            return  # the rules of the split report it
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
@@ -66,7 +66,7 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
 
 
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
-    """A schedule that does not take every number of ranks and micro-batches is built for this run."""
+    """Build the run's schedule, to check one that does not support every number of ranks and micro-batches."""
     schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
     if not microbatches or PIPELINE_SCHEDULES.facts(schedule).always_legal:
         return
@@ -77,12 +77,12 @@ def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
 
 
 def rule_of(message: str) -> str:
-    """The rule in a message of the form `--flag value: rule; remedy`."""
+    """Return the rule in a message of the form `--flag value: rule; remedy`."""
     return message.partition(":")[2].partition(";")[0]
 
 
 def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
-    """Every stage needs a layer, the embedding or the head."""
+    """Check that every stage has a layer, the embedding or the head."""
     if layout.num_stages <= layers + 2:
         return
     filled = layers + 2
@@ -104,7 +104,7 @@ def _divisor(size: int, most: int) -> int:
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Parts that the model does not have, or that a larger one includes, are not recomputed by themselves."""
+    """Report parts to recompute that the model does not have, or that a larger part includes."""
     m, flag = c.model, "--recompute-modules"
     named = m.recompute_modules or ()
     try:
@@ -120,19 +120,19 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
             rule = "has no effect where no layer has an MLP without experts"
             yield Problem(flag, part, rule, f"{use}remove {part}", harmless=True)
         elif within in named:
-            rule = f"has no effect beside {within}, which includes it"
+            rule = f"has no effect with {within}, which includes it"
             yield Problem(flag, part, rule, "keep one", harmless=True)
 
 
 def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Chunks of the loss compute gradients in the forward pass, of some tokens at a time."""
+    """Check --loss-chunk-tokens: chunks compute gradients in the forward pass, for some tokens at a time."""
     name = "--loss-chunk-tokens"
     size, loss = c.parallel.loss_chunk_tokens, c.model.loss_func
     if not size:
         return
     if loss in LOSSES and not LOSSES.facts(loss).multi_token:
-        rule = f"needs a loss that takes some tokens at a time, and --loss-func {loss} is not known to"
-        remedy = "remove it, or register the loss with multi_token=True if logits and label are all it needs"
+        rule = f"needs a loss that can process some tokens at a time, which --loss-func {loss} does not declare"
+        remedy = "remove it, or register the loss with multi_token=True if it needs only logits and label"
         yield Problem(name, "auto" if size == AUTO else size, rule, remedy)
 
 
@@ -145,7 +145,7 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """--data-parallel-sharding-strategy agrees with the optimizer, and sharded state is available when it is read."""
+    """Check that --data-parallel-sharding-strategy agrees with the optimizer, and that sharded state can be read."""
     flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
     given = f"{flag} {strategy}"
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:
@@ -155,10 +155,10 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not c.ddp.shards_gradients:
         return
     if c.ddp.overlap_grad_reduce:
-        rule = f"has no effect beside {given}, which always reduces gradients during the backward pass"
+        rule = f"has no effect with {given}, which always reduces gradients during the backward pass"
         yield Problem("--overlap-grad-reduce", None, rule, "remove it", harmless=True)
     if c.ddp.overlap_param_gather and c.ddp.shards_parameters:
-        rule = f"has no effect beside {given}, which always gathers parameters during the passes"
+        rule = f"has no effect with {given}, which always gathers parameters during the passes"
         yield Problem("--overlap-param-gather", None, rule, "remove it", harmless=True)
 
 
@@ -173,7 +173,7 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule, remedy = f"cannot be combined with {flag}: nothing is sharded", f"remove {name}, or {other}"
         yield Problem(name, count, rule, remedy)
     if c.optimizer.updates_together:
-        why = "ranks of all instances update matrices and take sums together"
+        why = "ranks of all instances update matrices and compute sums together"
         yield Problem.exclusive(name, count, f"--optimizer {c.optimizer.optimizer}", why)
     try:
         dims = ParallelDims.from_config(p, world_size)
@@ -190,7 +190,7 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def unsharded_by(c: RunConfig) -> tuple[str, str]:
-    """The flag that turns the distributed optimizer off, and what to do instead."""
+    """Return the flag that turns the distributed optimizer off, and the remedy."""
     if c.ddp.data_parallel_sharding_strategy == "no_shard":
         flag = "--data-parallel-sharding-strategy"
         return f"{flag} no_shard", f"use {flag} optim"

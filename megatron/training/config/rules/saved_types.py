@@ -21,7 +21,7 @@ _JSON_NAMES = {
     dict: "an object",
 }
 LARGEST = 2**53
-"""The largest whole number that a checkpoint may hold, as a flag may have."""
+"""Largest integer that a checkpoint may contain, as for flags."""
 
 
 class Finite(float):
@@ -29,7 +29,7 @@ class Finite(float):
 
 
 class SavedPhase(TypedDict):
-    """A phase that has begun, as `RunPlan.record` makes it."""
+    """A started phase, as `RunPlan.record` stores it."""
 
     name: str
     first_sample: int
@@ -51,7 +51,7 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Contents of a checkpoint besides tensors. `config` and `model_of_run` hold fields with their own types."""
+    """Metadata of a checkpoint. `config` and `model_of_run` hold fields with their own types."""
 
     format_version: int
     torch_version: str
@@ -76,15 +76,18 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """The first value of a checkpoint's metadata with a wrong type, in the form `past_batches[1] is text, and must be a
-    list of 2 values`; None without one. Unknown entries are not read, and may hold anything."""
+    """Describe the first value of a wrong type in a checkpoint's metadata; None if there is none.
+
+    Example: `past_batches[1] is text, and must be a list of 2 values`. Unknown entries are not read, and may contain
+    anything.
+    """
     of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
     broken = type_problem(values.get("config", {})) or (of_run and of_run.replace("config.", "", 1))
     return broken or next(_faults(values, SavedMetadata, ""), None)
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """The values within `value` that are not of the type that a hint says. A hint `object` permits every value."""
+    """Describe the values within `value` that do not match a type hint. The hint `object` permits every value."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -109,7 +112,7 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """The rule that a value breaks, which is to have this type; its own parts are not looked at."""
+    """Return the type rule that a value breaks, without checking its elements; None if it has the type."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -126,8 +129,11 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def type_problem(config: object) -> str | None:
-    """The first value of another type than its field has, in the form `config.model.num_layers is text, and must be a
-    whole number`; None without one. Unknown fields are not read, and may hold anything."""
+    """Describe the first value in a configuration that does not have its field's type; None if there is none.
+
+    Example: `config.model.num_layers is text, and must be a whole number`. Unknown fields are not read, and may contain
+    anything.
+    """
     if not isinstance(config, dict):
         return f"config is {_json_name(config)}, and must be an object"
     for section, values in config.items():
@@ -139,7 +145,7 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """The same for fields that are given by name alone."""
+    """Describe the first value that does not have its field's type, like `type_problem`, for values by field name."""
     table = field_table()
     for field, value in values.items():
         flag = table.get(field)
@@ -164,7 +170,7 @@ def _fits(flag: Flag, value: object) -> bool:
 
 
 def _is_one(flag: Flag, value: object) -> bool:
-    """Return whether a value is one of a flag's. A whole number may be written as a float."""
+    """Return whether a single value has the flag's type. An integer may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
@@ -186,5 +192,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: numbers as they are, of all else the type."""
+    """Format a value for a message: numbers as they are, the type of anything else."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)

@@ -1,4 +1,4 @@
-"""Rules of batch size, training length, learning-rate schedule, checkpoints and skipped steps."""
+"""Rules for batch size, training length, learning-rate schedule, checkpoints and skipped steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
-    """Samples of a micro-batch of all replicas, and how they are named; 0 of a layout that other rules refuse."""
+    """Return the samples in one micro-batch of all replicas, and their name in messages; 0 samples for an invalid
+    layout, which other rules report."""
     micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
     dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
     return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
