@@ -27,7 +27,7 @@ from megatron.training.reliability.visible_text import visible_output
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses, validates, and trains. Returns the exit code (`megatron.training.reliability.run_status`)."""
+    """Parse and validate the flags, then train. Returns the exit code (`megatron.training.reliability.run_status`)."""
     load()
     hold_ignored_signals()
     skip_final_collection()
@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with visible_output(), early_end_told(launch):
                 config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
-                sys.argv[1:] = map(redacted, sys.argv[1:])  # which libraries of dashboards upload
+                sys.argv[1:] = map(redacted, sys.argv[1:])  # because dashboard libraries upload the command line
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, as head does, has enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         drop_output()
         return ExitCode.KILLED + signal.SIGPIPE
     except OSError as error:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(OSError):
             print(why, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # a plan, a search or a rehearsal; a run has handlers of its own from `pretrain` on
+    except KeyboardInterrupt:  # in a plan, a search or a rehearsal; `pretrain` installs its own handlers
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT
     if closed:

@@ -82,7 +82,7 @@ class Runtime:
 
 
 def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
-    """The GPU of this local rank, or the CPU."""
+    """Return the GPU of this local rank, or the CPU."""
     if config.cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     if launch.local_rank >= torch.cuda.device_count() and config.distributed_backend != "gloo":
@@ -94,7 +94,7 @@ def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
 
 
 def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raise ValueError if --compile is in effect and its compiler is missing."""
+    """Raise ValueError if --compile is in effect but the compiler that it needs is missing."""
     if not config.compiles(device.type):
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -140,7 +140,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     launch, training = watchdog.launch, config.training
     if launch.rank == 0 and (problems := list(unwritable(config))):
         raise ValueError("\n".join(map(str, problems)))
-    # Durations are of the monotonic clock, as the system's may be set during a run.
+    # Durations use the monotonic clock, because the system clock may be set during a run.
     now, deadlines = time.monotonic(), {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
@@ -156,11 +156,11 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def keep_memory(device: torch.device) -> None:
-    """Let glibc keep what tensors of any size leave, where training is on the CPU, unless the environment configures
-    malloc.
+    """Let glibc keep freed tensor memory when training on the CPU, unless the environment configures malloc.
 
-    By default it returns each block above 32 MiB to the system at once, such as the logits, and every step faults in
-    and clears the pages of the same sizes again: most of the step's system time, and more of it with huge pages.
+    By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. Every step then
+    faults in and clears pages for the same sizes again, which takes most of the step's system time, and even more with
+    huge pages.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(_C_LIBRARY, "mallopt", None) if device.type == "cpu" and not configured else None
@@ -170,10 +170,10 @@ def keep_memory(device: torch.device) -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return free pages of the C heap to the system, where training is on the CPU and the C library can.
+    """Return free pages of the C heap to the system when training on the CPU, if the C library can.
 
-    glibc keeps what temporary tensors leave in its heap; with the threads of gloo allocating in between, the
-    resident size creeps up for hundreds of steps though no tensor is kept.
+    glibc keeps the freed memory of temporary tensors in its heap. Because gloo's threads allocate in between, the
+    resident size would grow slowly for hundreds of steps although no tensor is kept.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None) if device.type == "cpu" else None
     if trim is not None:
@@ -181,18 +181,18 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
-    """The runtime of a rank of `run_world`: CPU, and the groups of its world."""
+    """Create the runtime of a rank of `run_world`, with the CPU and the groups of its world."""
     state = build_groups(config.parallel)
     return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
 
 
 def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdog: Watchdog | None = None) -> Runtime:
-    """Join the world and builds its groups. `config` is validated for `launch.world_size`.
+    """Join the world and build its groups. `config` is validated for `launch.world_size`.
 
-    Raises ValueError if the device or backend asked for is not here.
+    Raises ValueError if the requested device or backend is not available.
     """
     parallel, watchdog = config.parallel, watchdog or Watchdog(launch)
-    if launch.local_rank:  # what one rank of a node warns of, all do
+    if launch.local_rank:  # all ranks of a node would print the same warnings
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
@@ -202,7 +202,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         LINEAR_FORMATS[name].check(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.
+    # The model does not use these generators: its values follow from the seed and a position. Users' hooks may.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)
     torch.manual_seed(config.training.seed)
@@ -237,7 +237,7 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:
-        set_group_timeout(timedelta(minutes=minutes), group)  # not the messages of gloo, which have p2p's
+        set_group_timeout(timedelta(minutes=minutes), group)  # except gloo's messages, which use the timeout of p2p
 
 
 def shut_down() -> None:

@@ -31,14 +31,15 @@ class Phase:
     first_sample: int = 0
     first_token: int = 0
     end: int | None = None
-    """Samples of the run when it ends; None for a run of one epoch, whose length the data knows."""
+    """Total samples of the run at the end of the phase; None for a run of one epoch, whose length the data
+    determine."""
 
     planned: tuple[int, ...] = ()
     """Lengths in samples of earlier plans, in order."""
 
     @property
     def name(self) -> str:
-        """Empty for a run of one phase."""
+        """Name of the phase; empty in a run with one phase."""
         return ""
 
     @property
@@ -48,27 +49,29 @@ class Phase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths that it was and is planned with; one that is no longer than those before changes no order."""
+        """Earlier and current planned lengths, in order. A length that does not exceed the earlier ones does not change
+        the sample order."""
         longer = self.end is not None and self.samples > max(self.planned, default=0)
         return (*self.planned, self.samples) if longer else self.planned
 
     @property
     def values(self) -> Mapping[str, object] | None:
-        """Field -> value of what must not change once it has begun; None if the checkpoint's configuration says it."""
+        """Fields, with their values, that must not change once the phase has started; None if the checkpoint's
+        configuration contains them."""
         return None
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
-        """May change the order of a training source, a `SourceOrder` as the phases before left it, before this phase
-        takes samples of a `SampleFormat` from it."""
+        """Prepare a training source, a `SourceOrder` after all earlier phases, before this phase takes samples of a
+        `SampleFormat` from it. May change the source's order."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The phases that a run has begun."""
+    """The phases that a run has started."""
 
     consumed_samples: int
     phases: list[dict[str, Any]]
-    """As `RunPlan.record` makes them."""
+    """The phases as stored by `RunPlan.record`."""
 
     config: RunConfig | None = None
     """Configuration of the checkpoint."""
@@ -81,10 +84,10 @@ class History:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run of one phase, and the base of other plans."""
+    """The plan of a run with one phase, and the base class of other plans."""
 
     base: RunConfig
-    """The configuration that the flags say."""
+    """Configuration given by the flags."""
 
     phases: tuple[Phase, ...]
     sizes: BatchSizes
@@ -108,33 +111,33 @@ class RunPlan:
         judge: Callable[[RunConfig], list[Problem]],
         resolved: RunConfig | None = None,
     ) -> list[Problem]:
-        """Problems of a run; `judge` finds it of a configuration without phases. `resolved` is the configuration after
-        `resolve`, if known."""
+        """Return the problems of a run. `judge` returns the problems of a configuration without phases. `resolved` is
+        the configuration after `resolve`, if known."""
         return judge(config)
 
     @property
     def samples(self) -> int:
-        """Samples of the whole run."""
+        """Number of samples in the whole run."""
         end = self.phases[-1].end
         assert end is not None
         return end
 
     @property
     def iterations(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps in the whole run."""
         given = self.base.training.train_iters
         return given if given is not None else self.sizes.iterations(self.samples)
 
     def at(self, consumed_samples: int) -> Phase:
-        """The phase of the step that starts after `consumed` samples; the last one from the run's end on."""
+        """Return the phase of the step that starts after `consumed_samples`; at the end of the run, the last phase."""
         return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
 
     def trained(self, consumed_samples: int) -> Phase:
-        """The phase of the last step before."""
+        """Return the phase of the step that ended at `consumed_samples`."""
         return self.at(max(0, consumed_samples - 1))
 
     def tokens(self, consumed_samples: int) -> int:
-        """Tokens of the samples consumed so far."""
+        """Return the number of tokens in the first `consumed_samples` samples."""
         phase = self.trained(consumed_samples)
         return phase.first_token + (consumed_samples - phase.first_sample) * phase.config.model.seq_length
 
@@ -146,7 +149,7 @@ class RunPlan:
         )
 
     def record(self, consumed_samples: int) -> list[dict[str, Any]]:
-        """The phases that have begun, as JSON for checkpoints."""
+        """Return the started phases as JSON for checkpoints."""
         begun = [phase for phase in self.phases if phase.first_sample < max(1, consumed_samples)]
         return [
             {
@@ -159,9 +162,9 @@ class RunPlan:
         ]
 
     def continued(self, history: History | None) -> Self:
-        """The plan with the earlier plans of the phases that have begun, whose order of samples stays.
+        """Return the plan with the earlier plans of the started phases, so that their sample order does not change.
 
-        Raises ValueError, with every problem, if one of them has become another."""
+        Raises ValueError, with every problem, if a started phase has changed."""
         if history is None:
             return self
         if problems := list(self.changes(history)):
@@ -171,7 +174,7 @@ class RunPlan:
         return replace(self, phases=(*begun, *self.phases[len(begun) :]))
 
     def changes(self, history: History) -> Iterator[str]:
-        """A line for each phase that has begun otherwise than it is planned."""
+        """Yield a line for each started phase that differs from the plan."""
         if missing := ", ".join(str(saved["name"]) or "0" for saved in history.phases[len(self.phases) :]):
             rule = f"the checkpoint's run has begun phase {missing}, which is missing"
             yield f"{self.flag}: {rule}; {history.remedy}"
@@ -180,8 +183,9 @@ class RunPlan:
     def schedule_sizes(self) -> BatchSizes:
         """Batch sizes that convert iterations to positions in the schedule of learning rate and weight decay.
 
-        A run given in iterations has its schedule by iteration: another batch size, at a resume, leaves the rest of it
-        as it was. So the schedule counts samples as if the run had had its batch sizes of now from the beginning."""
+        If the run's length is given in iterations, its schedule depends on the iteration, and a new batch size at a
+        resume does not change the rest of the schedule. The schedule therefore counts samples as if the run had used
+        its current batch sizes from the beginning."""
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
 
     def schedule(self) -> OptimizerParamScheduler:
@@ -201,8 +205,8 @@ class RunPlan:
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """Return the rest of a run that resumes at the last position of `past`, if its batch sizes differ from the
-        checkpoint's."""
+        """Describe the remaining part of a run that resumes at the last position of `past`, if its batch sizes differ
+        from the checkpoint's."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None
@@ -215,7 +219,7 @@ class RunPlan:
         )
 
     def _unit_of_schedule(self, saved: RunConfig) -> str:
-        """Return the unit of the learning-rate schedule, now and in the run of the checkpoint."""
+        """Describe the unit of the learning-rate schedule, now and in the checkpoint's run."""
         units = "the samples", "the iteration"
         now = units[self.base.training.train_iters is not None]
         before = units[saved.training.train_iters is not None and plan_class(saved) is RunPlan]
@@ -224,7 +228,7 @@ class RunPlan:
         return f"the learning rate now depends on {now}; before, it depended on {before}"
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Lines of plans and logs about a phase."""
+        """Yield the lines about a phase for plans and logs."""
         yield from ()
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
@@ -251,7 +255,7 @@ class PlanFacts:
     """Facts about a plan, known before it is imported."""
 
     field: str
-    """Field of the flag that enables it."""
+    """Field of the flag that enables the plan."""
 
 
 PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
@@ -263,7 +267,7 @@ PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
 
 
 def plan_class(config: RunConfig) -> type[RunPlan]:
-    """Return the plan of a run with these flags."""
+    """Return the plan class of a run with these flags."""
     for name in PLANS:
         if value_of(config, field_table()[PLANS.facts(name).field]) is not None:
             found = PLANS[name]
@@ -273,7 +277,7 @@ def plan_class(config: RunConfig) -> type[RunPlan]:
 
 
 def plan_of(config: RunConfig) -> RunPlan:
-    """The plan of a resolved and validated configuration."""
+    """Return the plan of a resolved and validated configuration."""
     plan, problems = plan_class(config).planned(config)
     assert plan is not None and not problems, problems
     return plan

@@ -25,10 +25,10 @@ class Step:
     """One step of a run: its number and its samples."""
 
     iteration: int
-    """As in logs, files and messages: the first step is 1."""
+    """Number of the step, from 1, as in logs, files and messages."""
 
     first_sample: int
-    """Number of its first sample, which is the number of samples consumed before."""
+    """Number of the step's first sample, which equals the number of samples consumed before the step."""
 
     samples: int
     """Global batch size of the step."""
@@ -40,12 +40,12 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    """The data position: batches and their sizes follow from it."""
+    """Data position, from which batches and their sizes follow."""
 
     scheduled_samples: int = 0
-    """Samples of the steps that updated the weights: learning rate and weight decay follow from it, so that they do not
-    advance in skipped steps. In a run given in iterations, all are counted at the batch sizes of now
-    (`RunPlan.schedule_sizes`)."""
+    """Samples of the steps that updated the weights. Learning rate and weight decay follow from this number, so they do
+    not advance in skipped steps. If the run's length is given in iterations, all steps count with the current batch
+    sizes (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
     """Number of iterations without an update: not finite, a spike, or skipped by --iterations-to-skip."""
@@ -57,19 +57,19 @@ class Progress:
     """Skipped steps with a loss or gradient far above the mean."""
 
     running_means: tuple[float, ...] = ()
-    """Mean loss, mean gradient norm, and the number of steps in them, if spikes are checked for."""
+    """Mean loss, mean gradient norm, and the number of averaged steps, if the run checks for spikes."""
 
     past_batches: tuple[Point, ...] = field(default=(), compare=False)
-    """Positions at which the batch size has changed, and this one, as of the last save; empty at the start."""
+    """Positions of batch-size changes, and the position of the last save; empty at the start."""
 
     data_fingerprint: str | None = None
-    """Identifies the training data: with an equal fingerprint the same sample number is the same sample."""
+    """Fingerprint of the training data. If it is equal, the same sample number means the same sample."""
 
     loaded_from: str | None = field(default=None, compare=False)
-    """The checkpoint that this process resumed from."""
+    """Checkpoint from which this process resumed."""
 
     origin: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Description of the model from which the weights came, in JSON types, by the loader of another format.
+    """Description, in JSON types, of the model of another format that provided the weights; its loader sets it.
 
     All later checkpoints repeat it, including those of runs that only load the weights.
     """
@@ -80,11 +80,11 @@ class Progress:
 
 GRAD_SYNC = "grad_sync"
 STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
-"""Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
+"""Parts of a step: reading samples, forward and backward passes, the end of gradient reduction, and the update."""
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""Names of work between steps."""
+"""Names of timed work between steps."""
 
 
 class BegunRun(Protocol):
@@ -105,7 +105,7 @@ class BegunRun(Protocol):
     def resume_from(
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
-        """Load the newest checkpoint of the folder `load` and says `why` from there. Collective."""
+        """Load the newest checkpoint of the folder `load`, and log the reason `why`. Collective."""
 
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
@@ -118,14 +118,15 @@ class StepsTakenBackError(Exception):
     back to an earlier step, and continues there."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
-        super().__init__("steps are taken back")
+        super().__init__("steps are undone")
         self.restore = restore
 
 
 class StepTimers:
-    """The parts of a step as contexts, `with timers("forward"):`, and each batch of an `EVALUATION` and each `SAVE`.
+    """Contexts around the parts of a step, `with timers("forward"):`, each batch of an `EVALUATION`, and each `SAVE`.
 
-    Whoever times or traces them adds a watcher, whose context is entered around each part. Costs nothing without any.
+    To time or trace the parts, add a watcher, whose context is entered around each part. Without watchers, the timers
+    cost nothing.
     """
 
     def __init__(self) -> None:
@@ -151,7 +152,7 @@ class Interval:
     """[loss sum, tokens] of this rank per iteration; zeros if another rank counts them."""
     results: list[StepResult] = field(default_factory=list)
     passed_over: int = 0
-    """Iterations left out by --iterations-to-skip."""
+    """Number of iterations skipped by --iterations-to-skip."""
     excluded: float = 0.0
     """Seconds spent on anything but training, such as evaluation."""
     learning_rate: float = 0.0
@@ -160,7 +161,7 @@ class Interval:
     samples: int = 0
 
     def add(self, step: Step, loss_and_tokens: Tensor, result: StepResult) -> None:
-        """Add a step that was made, and its [loss sum, tokens] of this rank."""
+        """Add a completed step with its [loss sum, tokens] on this rank."""
         self.results.append(result)
         self.losses.append(loss_and_tokens)
         self.batch_size = step.samples

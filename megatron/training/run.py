@@ -52,25 +52,25 @@ class TrainingRun(RunView):
     guard: StepGuard
     callbacks: Sequence[Callback]
     meters: list[Meter]
-    """All that is counted during passes and reported at log lines."""
+    """Meters of the run, built in and from callbacks."""
 
     step: RunStep = field(init=False)
     """A `megatron.training.train_step.TrainStep`."""
 
     passed_over: set[int]
-    """Iterations whose samples are skipped without training: --iterations-to-skip, and what extensions add."""
+    """Iterations whose samples are skipped without training: --iterations-to-skip, and additions by extensions."""
 
     first_iteration: int
     """Iteration at which this process started."""
 
     timers: StepTimers = field(default_factory=StepTimers)
-    """Contexts of the parts of a step."""
+    """Timing contexts around the parts of a step."""
 
     tasks: Sequence[Task] = ()
     """The periodic tasks, in the order in which they are performed."""
 
     interval: Interval = field(default_factory=Interval)
-    """The steps since the last log line."""
+    """Data collected since the last log line."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the current iteration; saved with its checkpoint."""

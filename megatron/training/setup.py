@@ -49,7 +49,7 @@ def build_stages(
     passes: PassContext,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
-    """Build this rank's pipeline stages, by `parallel` in place of `config.parallel`. Initial weights do not depend on
+    """Build this rank's pipeline stages with `parallel` instead of `config.parallel`. Initial weights do not depend on
     the layout."""
     state, model = runtime.state, config.model
     layout = pipeline_layout(model, config.parallel)
@@ -78,8 +78,8 @@ def build_stages(
 
 
 def host_threads(device: torch.device) -> int:
-    """Threads that draw initial weights and update states in host memory: the cores that each GPU of this node has, or
-    torch's threads on CPU."""
+    """Return the number of threads that draw initial weights and update states in host memory: the cores per GPU of
+    this node, or torch's threads on CPU."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
@@ -109,7 +109,8 @@ def planned_data(config: RunConfig, runtime: Runtime) -> tuple[TrainingData, Run
 def build_model(
     config: RunConfig, runtime: Runtime, passes: PassContext, plan: RunPlan, callbacks: Sequence[Callback]
 ) -> dict[int, GPTModel]:
-    """This rank's pipeline stages, as callbacks choose to build them, without memory for gradients and states."""
+    """Build this rank's pipeline stages with the settings that callbacks choose, without memory for gradients and
+    states."""
     parallel, longest = config.parallel, plan.longest.config
     for callback in callbacks:
         parallel = callback.choose(longest, parallel, runtime)
@@ -124,7 +125,7 @@ def build_model(
 def build_ddp(
     config: RunConfig, runtime: Runtime, passes: PassContext, stages: Mapping[int, GPTModel]
 ) -> DistributedDataParallel:
-    """The gradient buffers of this rank's stages, whose parameters get values if they have none yet."""
+    """Build the gradient buffers of this rank's stages, and initialize parameters that have no values yet."""
     state = runtime.state
     initialize = partial(
         initialize_parameters_,
@@ -143,7 +144,7 @@ def build_optimizer(
     ddp: DistributedDataParallel,
     callbacks: Sequence[Callback],
 ) -> DistributedOptimizer:
-    """The optimizer with its states, and those that callbacks keep for each parameter."""
+    """Build the optimizer with its states, and the states that callbacks keep for each parameter."""
     optimizer = kind(config.optimizer, ddp, runtime.state, host_threads(runtime.device))
     for callback in callbacks:
         stored = storage_of(callback)
@@ -152,7 +153,7 @@ def build_optimizer(
 
 
 def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
-    """The lines of the log in the format of --log-format."""
+    """Build the console lines in the format of --log-format."""
     lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
     lines.metrics = tuple(parts.metrics)
     return lines
@@ -175,22 +176,23 @@ def build_guard(
     callbacks: Sequence[Callback],
     runtime: Runtime,
 ) -> StepGuard:
-    """The policy for bad steps, with the first judge that a callback has."""
+    """Build the policy for bad steps, with the first judge that a callback provides."""
     judges = (callback.judge(runtime.device, progress.running_means) for callback in callbacks)
     judge = next((judge for judge in judges if judge is not None), None)
     return StepGuard(config.checks, progress, optimizer, callbacks, judge, runtime.say)
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
-    """Build data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective.
+    """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` are all of the run (`Parts.with_registered`); by default those that extensions have registered."""
+    `parts` are all additional objects of the run (`Parts.with_registered`), by default the ones that extensions have
+    registered."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):
         data, plan = planned_data(config, runtime)
     with phases("inputs of extensions"):
-        check_same_data(data.fingerprints, state.world)  # once all ranks have come here
+        check_same_data(data.fingerprints, state.world)  # after all ranks have reached this point
         parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)

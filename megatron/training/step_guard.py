@@ -1,8 +1,8 @@
 """Policy for NaN/Inf and spiking steps: skip, report or end the run.
 
-The device alone decides whether a step updates the weights, so the host does not wait for it. The verdict is read when
-the gradients of the next step are being computed, before they are used: the weights are then still those from before
-the bad step, and it can be run again. Every rank reads the same verdict and takes the same decisions.
+The device alone decides whether a step updates the weights, so the host does not wait for it. The verdict is read while
+the gradients of the next step are computed, before these gradients are used. The weights are then still the ones from
+before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-i
 
 
 class BadStepError(Exception):
-    """A step that ends the run. `advice` is for the user."""
+    """Raised if a step ends the run. `advice` is for the user."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -31,8 +31,8 @@ class BadStepError(Exception):
 
 
 class StepGuard:
-    """Judges every step, counts skipped ones and the samples of the others in the run's progress, and ends the run when
-    too many were bad. `say` prints a line on one rank."""
+    """Judges every step, counts skipped steps and the samples of the other steps in the run's progress, and ends the
+    run after too many bad steps. `say` prints a line on one rank."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StepGuard:
         say: Callable[[str], None],
     ) -> None:
         self.checks, self.judge = checks, judge
-        """The judge is called by the optimizer before it updates the weights; None if spikes are not checked for."""
+        """Judge that the optimizer calls before it updates the weights; None if the run does not check for spikes."""
 
         self._progress, self._optimizer = progress, optimizer
         self._callbacks, self._say = callbacks, say
@@ -56,8 +56,8 @@ class StepGuard:
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Read the verdict on the last step, once, and acts on it. Waits for the device. Collective if the step was
-        not finite.
+        """Read the verdict on the last step, once, and act on it. Waits for the device. Collective if the step was not
+        finite.
 
         Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the
         step ends the run.
@@ -95,7 +95,7 @@ class StepGuard:
         progress.skipped_spikes += result.spike and result.skipped
 
     def _findings(self, verdict: Verdict) -> list[StepFinding]:
-        """Findings of callbacks about a step that was not finite."""
+        """Return the callbacks' findings about a step that was not finite."""
         findings = [callback.search(verdict) for callback in self._callbacks]
         return [finding for finding in findings if finding is not None]
 

@@ -1,9 +1,9 @@
-"""Registry of what extensions put in the place of the objects that make a training step. This module does not import
-torch.
+"""Registry of classes with which extensions replace the objects that perform a training step.
+This module does not import torch.
 
-A step is made by three objects: the `TrainStep` of the loop, the `Pipeline` that runs its passes, and the
-`DistributedOptimizer`. An extension derives a class from one of them, overrides the methods that it makes otherwise,
-and registers it:
+Three objects perform a step: the loop's `TrainStep`, the `Pipeline` that runs the passes, and the
+`DistributedOptimizer`. An extension derives a class from one of them, overrides the methods that it changes, and
+registers the class:
 
     STEP_PARTS.register(
         "logged", "my_package.logged_step:PARTS", when=lambda config: config.options(MyFlags).log_updates
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Classes of the objects that make a step. None: as others have it, at last the trunk's own."""
+    """Classes of the objects that perform a step. None means the class of another extension, or else the trunk's
+    class."""
 
     step: type[TrainStep] | None = None
     pipeline: type[Pipeline] | None = None
     optimizer: type[DistributedOptimizer] | None = None
     pair: type[PassPair] | None = None
-    """How a forward and a backward pass share a rank."""
+    """Class that runs a forward and a backward pass in turns on a rank."""
 
 
 class UpdateBytes(NamedTuple):
-    """Bytes of a rank that an update changes or reads."""
+    """Sizes in bytes of the tensors on a rank that an update changes or reads."""
 
     parameters: int
-    """All that the rank keeps, in their own dtype."""
+    """Bytes of all parameters that the rank keeps, in their own dtype."""
 
     gradients: int
     """Bytes of gradients of the rank's shards. Likewise, `main` counts the bytes of their main parameters, in any
@@ -59,7 +60,8 @@ class StepFacts:
     """(configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Bytes that it keeps on the device; None if updates wait for the gradient norm at the end of their step."""
+    """Returns the bytes that these parts keep on the device; None if updates wait for the gradient norm at the end of
+    their step."""
 
     kept_name: str = ""
     """Name of these bytes in plans."""
@@ -75,8 +77,8 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Return the classes that replace objects of a run's step. Two extensions may not replace the same object,
-    which their rules check."""
+    """Return the classes that replace objects of a run's step. The rules of extensions ensure that no two of them
+    replace the same object."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):
         parts = STEP_PARTS[name]
@@ -87,7 +89,8 @@ def step_parts(config: RunConfig) -> StepParts:
 
 
 def late_update(config: Section) -> str | None:
-    """The parts whose updates do not wait for the gradient norm at the end of their step; None for those that do."""
+    """Return the name of the parts whose updates do not wait for the gradient norm at the end of their step; None if
+    all updates wait."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Work of a run outside its steps: the table of periodic tasks, saves, evaluations, and the end of callbacks."""
+"""Work of a run outside its steps: the table of periodic tasks, saves, evaluations, and the callbacks' `on_end`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron.training.progress import SAVE, Interval
 from megatron.training.run import TrainingRun
 
 GIVE_BACK_INTERVAL = 100
-"""Iterations between two times that free pages go back to the system, on CPU."""
+"""Iterations after which free pages are returned to the system, on CPU."""
 
 
 def start_run(run: TrainingRun, resources: ExitStack) -> None:
-    """Print what starts, open the logs, and build the tasks. The first step may take as long as start-up."""
+    """Print a summary, open the logs, and build the tasks. The first step has the time limit of start-up."""
     watchdog, parallel = run.runtime.watchdog, run.config.parallel
     watchdog.status.executor = run.pipeline.executor
     watchdog.doing("opening the logs")
@@ -79,7 +79,7 @@ def _step_end(run: TrainingRun) -> None:
 
 
 def _report(run: TrainingRun, log: RunLog) -> None:
-    """Write the record of the interval, and begins the next one."""
+    """Write the record of the interval, and begin the next interval."""
     run.guard.settle()
     record = summarize(run)
     run.measured["lm_loss"] = record["lm_loss"]
@@ -110,7 +110,7 @@ def say_what_starts(run: TrainingRun) -> None:
 
 
 def why_untrained(run: TrainingRun) -> str:
-    """Why a run made no step."""
+    """Return why a run performed no step."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
     longer = "raise --train-iters, --train-samples or --train-tokens"
@@ -139,10 +139,10 @@ def end_callbacks(run: TrainingRun) -> str:
 
 
 class GarbageCollection:
-    """Garbage collection on all ranks at the same steps (--manual-gc); without it thresholds decide.
+    """Garbage collection on all ranks at the same steps (--manual-gc); otherwise Python's thresholds apply.
 
-    A collection takes tenths of a second in a large run. With Python's own thresholds it comes at a different step on
-    each rank, and all ranks wait for each of them. Automatic collection is off until `resources` close."""
+    A collection takes tenths of a second in a large run. With Python's thresholds, each rank collects at a different
+    step, and all ranks wait for each collection. Automatic collection is off until `resources` is closed."""
 
     def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:
         self.interval = config.manual_gc_interval if config.manual_gc else 0
@@ -153,11 +153,11 @@ class GarbageCollection:
             gc.collect()
 
     def task(self) -> Task:
-        """The collection between steps."""
+        """Return the task that collects between steps."""
         return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:
-        """The same task with a garbage collection before and after it, under --manual-gc-eval."""
+        """Return the task with a garbage collection before and after it, unless --no-manual-gc-eval is given."""
         return replace(task, run=partial(self._between_collections, task.run)) if self.at_evaluations else task
 
     def _between_collections(self, run: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from megatron.training.run import TrainingRun
 
 
 def train_step(run: TrainingRun) -> None:
-    """Make the next step. Raises BadStepError, on every rank, if the step before ends the run."""
+    """Perform the next step. Raises BadStepError, on every rank, if the previous step ends the run."""
     progress, step = run.progress, run.progress.next_step(run.batch_sizes)
     if step.iteration in run.passed_over:
         run.interval.passed_over += 1
@@ -31,7 +31,7 @@ def train_step(run: TrainingRun) -> None:
 class TrainStep:
     """One optimizer step on one global batch: passes, the reduction of gradients, and the update.
 
-    An extension's subclass may make a part of it in another way (`megatron.training.step_parts`)."""
+    Extensions may override parts of the step in a subclass (`megatron.training.step_parts`)."""
 
     sums: Sums
     """Loss and token sums of the current step, for meters that correct the gradient before the update."""
@@ -63,18 +63,18 @@ class TrainStep:
         return self.prepared(step, batches)
 
     def prepared(self, step: Step, batches: list[Batch]) -> StepInput:
-        """Micro-batches as the passes of a step read them."""
+        """Prepare the micro-batches of a step for its passes."""
         return self.run.forward_backward.prepared(step, batches, self.run.optimizer.loss_scale)
 
     def gradients(self, given: StepInput) -> Sums:
-        """Run the passes: gradient buffers have the gradients of this rank's micro-batches then."""
+        """Run the passes, after which the gradient buffers contain the gradients of this rank's micro-batches."""
         for meter in self.run.meters:
             meter.begin_step(given.step)
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Update the weights by the gradients times `factor`, at the rates of the samples that count so far: the step
-        before is settled."""
+        """Update the weights with the gradients times `factor`, at the learning rates for the samples counted so far.
+        The previous step must be settled."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)
@@ -85,14 +85,14 @@ class TrainStep:
         )
 
     def finish(self) -> None:
-        """End the work in progress when no further step follows."""
+        """Finish the work in progress when no further step follows."""
         self.run.guard.settle()
         self.run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Return True if parameters or the result of a step are read before the next step begins; otherwise updates may be
-    made later."""
+    """Return whether parameters or the result of a step are read before the next step begins; otherwise the update may
+    happen later."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)

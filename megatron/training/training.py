@@ -1,7 +1,7 @@
 """The training loop: pretrain -> train -> train_step -> forward_backward -> PipelineExecutor.run.
 
-Metrics stay on the device between log intervals; one reduction then makes them global, so every rank knows the
-loss and every rank takes the same decisions.
+Metrics stay on the device within a log interval. One reduction then makes them global, so that every rank knows the
+loss and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             with phases("start of the ranks"):
                 pass
             folder = config.checkpoint.save_folder
-            if folder is not None:  # it is this run's: rank 0 has found so before the ranks met
+            if folder is not None:  # the folder belongs to this run, as rank 0 checked before the ranks met
                 watchdog.stacks.open(folder / "stacks", launch.rank)
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
@@ -59,7 +59,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run)
         except BaseException as error:
             tell_of_failure(error, callbacks, launch, built)
-            watchdog.fail(error)  # before resources close, which could wait for ranks that are gone
+            watchdog.fail(error)  # before resources are closed, which could wait for missing ranks
 
 
 def train(run: TrainingRun) -> ExitCode:
@@ -71,7 +71,7 @@ def train(run: TrainingRun) -> ExitCode:
 
 
 def goes_on(run: TrainingRun) -> bool:
-    """Make the next step, and run the tasks that are due after it. Returns True if another step may follow."""
+    """Perform the next step, and run the tasks that are due after it. Returns True if another step may follow."""
     try:
         if not next_step(run):
             return False
@@ -101,7 +101,7 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Perform the tasks that are due after the step that was just made, or before the next, and returns them."""
+    """Perform the tasks that are due after the last step or before the next one, and return these tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]
@@ -124,7 +124,7 @@ def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
 
 
 def finish(run: TrainingRun) -> None:
-    """The last save and evaluations, and the end of the work in progress."""
+    """Finish the work in progress, and perform the last save and evaluations."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:

@@ -31,7 +31,7 @@ def test_a_run_changes_its_batch_size_twice(tmp_path: Path) -> None:
     assert "6 iterations and 12 samples remain until iteration 8; the learning rate depends on the iteration" in said
     said = run_forked(1, [*flags, "--global-batch-size", "8"], screen)
     assert "changed since the checkpoint: --global-batch-size 2 -> 8; samples continue" in said
-    assert "length: 8 iterations, 2 of them to go, 32 samples" in said
+    assert "length: 8 iterations, 2 of them remaining, 32 samples" in said
     found = records(folder)
     assert [consumed for _, consumed, _ in found] == [4, 8, 10, 12, 14, 16, 24, 32]
     assert [lr for *_, lr in found] == pytest.approx([lr for *_, lr in records(tmp_path / "alone")], rel=1e-12)
@@ -43,5 +43,5 @@ def test_a_run_of_samples_counts_the_iterations_that_it_makes(tmp_path: Path) ->
     flags += ["--load", str(folder), "--log-interval", "1"]
     run_forked(1, [*flags, "--exit-interval", "3"], screen)
     said = run_forked(1, [*flags, "--global-batch-size", "2"], screen)
-    assert "length: 9 iterations, 6 of them to go, 24 samples" in said and "9/       9 |" in said
+    assert "length: 9 iterations, 6 of them remaining, 24 samples" in said and "9/       9 |" in said
     assert records(folder)[-1][:2] == (9, 24)

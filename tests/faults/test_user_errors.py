@@ -56,7 +56,7 @@ CASES = {
     "vocabulary": ("--data-path {0}/big", "has token id 60000, outside the vocabulary of 64 tokens"),
     "data that end": (
         "--data-path {0}/ok {0}/ok --train-iters 99",
-        "samples of 16 tokens and the run takes 792",
+        "samples of 16 tokens, but the run needs 792",
     ),
     "no checkpoint": (
         "--mock-data --load {0}/none --exit-on-missing-checkpoint",

@@ -113,5 +113,5 @@ def test_flags_that_make_a_run_longer_are_named() -> None:
     fixed = replace(now, optimizer=replace(now.optimizer, lr_decay_iters=9))
     assert changed_lengths(before, fixed) == (
         "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples continue in the "
-        "order that was begun"
+        "original order"
     )

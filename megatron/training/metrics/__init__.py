@@ -1,1 +1,1 @@
-"""Measurements and reports of a run: losses, speed, expert load, samples, and the files these are written to."""
+"""Measurements and reports of a run: losses, speed, expert load, samples, and the files to which they are written."""

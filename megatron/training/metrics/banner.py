@@ -14,7 +14,7 @@ from megatron.training.run import TrainingRun
 
 
 def banner(run: TrainingRun) -> Iterator[str]:
-    """One line for each subject."""
+    """Yield the lines: one for each subject."""
     config = run.config
     dims = run.runtime.state.dims
     device = run.runtime.device
@@ -27,7 +27,7 @@ def banner(run: TrainingRun) -> Iterator[str]:
     yield f"batch: {batch_line(config, dims)}"
     if not config.training.skip_train:
         left = max(0, run.train_iters - run.progress.iteration)
-        begun = f", {left:,} of them to go" if run.progress.iteration else ""
+        begun = f", {left:,} of them remaining" if run.progress.iteration else ""
         yield (
             f"length: {run.train_iters:,} iterations{begun}, {run.batch_sizes.samples(run.train_iters):,} samples, "
             f"{tokens:,} tokens, {tokens / count:.3g} for each parameter"
@@ -39,14 +39,14 @@ def banner(run: TrainingRun) -> Iterator[str]:
 
 
 def _state_bytes(run: TrainingRun) -> int:
-    """Bytes on the device of the weights, frozen ones included, the gradients and the optimizer of this rank."""
+    """Return the bytes of this rank's weights (frozen ones included), gradients and optimizer on the device."""
     frozen = {p for stage in run.stages.values() for p in stage.parameters() if not p.requires_grad}
     parameters, gradients, _ = run.ddp.nbytes
     return sum(p.nbytes for p in frozen) + parameters + gradients + run.optimizer.nbytes[0]
 
 
 def _layout(run: TrainingRun) -> Iterator[str]:
-    """The axes that are cut, and how."""
+    """Yield a text for each parallelism axis of size above 1."""
     parallel, dims = run.config.parallel, run.runtime.state.dims
     ranks = run.runtime.launch.world_size
     yield f"{ranks} rank{'s' if ranks > 1 else ''}"

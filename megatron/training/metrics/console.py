@@ -1,4 +1,4 @@
-"""The console's lines of a run in this program's format. This module does not import torch."""
+"""Console lines of a run in this program's format. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
-"""Some thirty years: longer ones are not distinguished."""
+"""Largest duration that is distinguished, about thirty years."""
 
 
 class LogLines:
-    """The lines of a run on the console. Another format derives from it and is registered in `LOG_FORMATS`."""
+    """Console lines of a run. Other formats derive from this class and are registered in `LOG_FORMATS`."""
 
     metrics: Sequence[str] = ()
-    """Names of the metrics of callbacks and of the program."""
+    """Names of the metrics that callbacks and the program define."""
 
     place: str | None = None
-    """Folder of checkpoints, if it is not --save."""
+    """Folder of checkpoints, if it differs from --save."""
 
     def __init__(self, config: RunConfig, train_iters: int) -> None:
         self.config, self.train_iters = config, train_iters
 
     def start(self, run: RunView) -> Iterator[str]:
-        """Lines before the first step, after those that describe the run."""
+        """Yield the lines before the first step, which follow the description of the run."""
         yield from ()
 
     def progress(self, record: Record) -> str:
-        """The line of a log interval."""
+        """Return the line of a log interval."""
         return progress_line(record, self.train_iters, self.metrics)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
@@ -47,11 +47,11 @@ class LogLines:
         yield f"{line} | perplexity: {perplexity(loss):.6E}"
 
     def saving(self, iteration: int, stalled: float) -> str:
-        """The line of a save that begins, for which training waited `stalled` seconds."""
+        """Return the line about the start of a save, for which training waited `stalled` seconds."""
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:
-        """The line of a save that succeeded after `seconds`."""
+        """Return the line about a save that succeeded after `seconds`."""
         folder = self.place or self.config.checkpoint.save
         return f" saved checkpoint at iteration {iteration} to {folder} in {seconds:.2f} s"
 
@@ -61,17 +61,17 @@ def perplexity(loss: float) -> float:
 
 
 def mtp_losses(record: Record) -> list[tuple[str, float]]:
-    """(key, loss) of each depth of multi-token prediction that has one."""
+    """Return (key, loss) for each multi-token prediction depth with a loss."""
     return [(key, loss) for key, loss in record.items() if key.startswith("mtp_loss_") and loss is not None]
 
 
 def duration(seconds: float | None) -> str:
-    """`0:02:05` or `3 days, 4:00:00`; `unknown` for None."""
+    """Format a duration as `0:02:05` or `3 days, 4:00:00`; None gives `unknown`."""
     return "unknown" if seconds is None else str(timedelta(seconds=round(min(seconds, MOST_SECONDS))))
 
 
 def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> str:
-    """One line of a log file, with the loss in all its digits. The metrics file has every field."""
+    """Format a record as one line of a log file, with all digits of the loss. The metrics file has every field."""
     _, loss, *others = parts_by_weight(record, train_iters, metrics)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"
@@ -79,8 +79,8 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """Return the parts of a console line: errors of the interval, then the other values by how often they are
-    looked at, then `metrics`."""
+    """Return the parts of a console line: errors of the interval, then the other values in order of importance, then
+    `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]
     mfu = record.get("mfu")

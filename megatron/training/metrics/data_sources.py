@@ -1,4 +1,4 @@
-"""Data sets of a run: their numbers and names, and the tokens of each."""
+"""Numbers, names and sizes of the data sets of a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron.core.datasets.build import parse_blend
 
 
 class SourceNames:
-    """Numbers and names of the data sets of a run: a path is one source, in whichever phase and split."""
+    """Numbers and names of the data sets of a run. A path is one source, regardless of phase and split."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.names: list[str] = []
         self.tokens: dict[int, int] = {}
-        """Tokens of an epoch of those that are trained on."""
+        """Tokens per epoch of each training source, by source number."""
 
     def numbers(self, config: DatasetConfig, split: str) -> list[int]:
-        """Number of each source of a split's blend, in its order."""
+        """Return the source numbers of a split's blend, in order."""
         values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
         paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
         return [self._number(path) for path in paths]
 
     def sized(self) -> tuple[list[str], list[int]]:
-        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. Untrained sources have one
-        token."""
+        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. Sources that are not used
+        for training count as one token."""
         if not self.tokens:
             return [], []
         return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]

@@ -1,4 +1,4 @@
-"""The load of experts and their auxiliary losses, from step to step and for the log.
+"""Expert load and auxiliary losses, per step and for the log.
 
 Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, as
 balancing needs them. The log adds them up over an interval.
@@ -23,7 +23,7 @@ from megatron.training.progress import Interval
 
 
 class ExpertLoad(Meter):
-    """MoE layers of a rank's stages, and their tallies since the last record."""
+    """Tallies of a rank's MoE layers since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -44,8 +44,8 @@ class ExpertLoad(Meter):
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         columns = config.moe_choices + EXTRA_COLUMNS
         self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
-        """Sums over the interval, of this rank's layers and on the first rank of the stage only: elsewhere zero, so
-        that a sum over the world counts everything once."""
+        """Sums over the interval for this rank's layers. They are zero except on the first rank of the stage, so that a
+        sum over the world counts everything once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
         """Yield the numbered micro-batches with the factor of their auxiliary gradients."""
@@ -56,11 +56,11 @@ class ExpertLoad(Meter):
         return [replace(batch, aux_scale=scale, number=number) for number, batch in enumerate(batches)]
 
     def end_step(self, skip: Tensor) -> None:
-        """Move expert biases on, unless `skip` is 1. Collective over the pipeline stage."""
+        """Update expert biases, unless `skip` is 1. Collective over the pipeline stage."""
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:
-                # Of a skipped step they may not be finite.
+                # The sums of a skipped step may not be finite.
                 self.totals[self.rows] += torch.where(torch.isfinite(sums), sums, 0.0)
 
     def step_state(self) -> list[Tensor]:
@@ -72,13 +72,13 @@ class ExpertLoad(Meter):
             balance.tally.zero_()
 
     def take(self) -> Tensor:
-        """The totals, flat; they start from zero."""
+        """Return the totals as a flat tensor, and reset them to zero."""
         totals = self.totals.flatten().clone()
         self.totals.zero_()
         return totals
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Expert loads relative to an even share, and losses without their coefficients, per token and layer."""
+        """Return expert loads relative to an even share, and losses without coefficients, per token and layer."""
         table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
         if not table.shape[0] or not interval.results:
             return {}

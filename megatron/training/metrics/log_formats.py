@@ -1,4 +1,4 @@
-"""The registry of the console's formats (--log-format). This module does not import torch."""
+"""Registry of console formats (--log-format). This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class LogFormat(Protocol):
-    """The lines of a run on the console, built with (config, train_iters): see `megatron.training.metrics.console`."""
+    """A class of console lines, created with (config, train_iters); see `megatron.training.metrics.console`."""
 
     def progress(self, record: dict[str, object]) -> str: ...
 

@@ -1,4 +1,4 @@
-"""Meters of every run other than expert load: losses of multi-token prediction, custom metrics, memory."""
+"""Built-in meters other than expert load: losses of multi-token prediction, custom metrics, and memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Sum the tallies of a rank's modules over the steps of a log interval.
+    """Sums the tallies of a rank's modules over the steps of a log interval.
 
-    `tallies` are tensors of equal shape that the modules add to. `counts` says whether this rank's count:
-    tensor-parallel ranks have the same.
+    `tallies` are tensors of equal shape to which the modules add. `counts` is True if this rank's tallies count,
+    because tensor-parallel ranks have equal tallies.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Tallies(Meter):
             tally.zero_()
 
     def take(self) -> Tensor:
-        """[rows * 2]: loss sums and tokens of this rank since the last call."""
+        """Return [rows * 2]: loss sums and tokens of this rank since the last call."""
         taken, self.totals = self.totals, torch.zeros_like(self.totals)
         return taken.flatten()
 
@@ -54,7 +54,7 @@ def means(summed: Tensor) -> list[float | None]:
 
 
 class MultiTokenLosses(Tallies):
-    """Tallies of a rank's modules: in the current step, and since the last record."""
+    """Losses of a rank's multi-token prediction modules, in the current step and since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -63,8 +63,8 @@ class MultiTokenLosses(Tallies):
         super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
 
     def weighted_sum(self) -> Tensor:
-        """Sum that the step so far has added to the trained loss, but not to the reported one. float64 scalar, 0 on
-        ranks whose tallies do not count."""
+        """Return the sum that the step so far has added to the trained loss but not to the reported one: a float64
+        scalar, 0 on ranks whose tallies do not count."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
@@ -92,7 +92,7 @@ class UserMetrics(Tallies):
             self.totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
 
     def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
-        """[sum, count]. Raises ValueError for anything else than two numbers."""
+        """Return [sum, count]. Raises ValueError unless `measured` consists of two numbers."""
         try:
             total, count = (torch.as_tensor(x, dtype=torch.float64, device=self.device).view(()) for x in measured)
         except (TypeError, ValueError, RuntimeError):
@@ -102,7 +102,7 @@ class UserMetrics(Tallies):
         return torch.stack([total, count])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Name -> mean; None without a count."""
+        """Return the mean of each metric by name; None if its count is zero."""
         return dict(zip(self.metrics, means(summed), strict=True))
 
 
@@ -113,7 +113,7 @@ class PeakMemory(Meter):
         self.world, self.device = world, device
 
     def take(self) -> Tensor:
-        """[ranks]: a row with this rank's bytes, so that a sum carries every rank's."""
+        """Return [ranks] with this rank's bytes at its own position, so that a sum contains the bytes of every rank."""
         row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
         row[self.world.rank] = peak_memory_bytes(self.device)
         return row

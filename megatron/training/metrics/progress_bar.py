@@ -26,8 +26,8 @@ class Bar(Protocol):
 
 
 class ProgressBar:
-    """Shows how much of `total` is done. On a terminal it is a bar of tqdm; elsewhere `say` receives a line every
-    30 seconds, so that short work prints nothing."""
+    """Shows how much of `total` is done: as a tqdm bar on a terminal, and otherwise as a line to `say` every 30
+    seconds, so that short work prints nothing."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class ProgressBar:
 
 
 def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Callable[[int, int], None]:
-    """A function (done, total) that shows one piece of work after another, each from its first call with 0 on."""
+    """Return a function (done, total) that shows the progress of successive operations. A call with `done` 0 starts a
+    new operation."""
     shown: list[ProgressBar] = []
 
     def update(done: int, total: int) -> None:
@@ -80,4 +81,4 @@ def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Call
 
 
 def no_bar(done: int, total: int) -> None:
-    """Show nothing, on ranks other than the first."""
+    """Show nothing; used on ranks other than the first."""

@@ -21,8 +21,8 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 
 SCHEMA = 1
-"""Version of the keys and units of records, documented in docs/getting_started.md. Higher where one changes its meaning
-or goes; new keys may be added in the same version."""
+"""Version of the keys and units of records, documented in docs/getting_started.md. It increases when a key changes its
+meaning or is removed; new keys may be added within a version."""
 
 
 class RunLog:
@@ -39,14 +39,14 @@ class RunLog:
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Bar | None = None
-        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one, and its content
+        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one entry
         if not runtime.is_main:
             return
         save = config.checkpoint.save_root
         if save is not None:
             if isinstance(save, Path):
                 save.mkdir(parents=True, exist_ok=True)
-            if not (config.training.skip_train and saved_folders(save)):  # an evaluation leaves the run as it was
+            if not (config.training.skip_train and saved_folders(save)):  # evaluations do not change the files
                 save_config(config, save / RUN_CONFIG)
                 if isinstance(save, Path):
                     self._config_file.append((config, save / RUN_CONFIG))
@@ -81,7 +81,7 @@ class RunLog:
             sink.write(stamped)
 
     def report(self, record: Record, meters: Sequence[Meter]) -> None:
-        """Write the record of an interval and prints it, with what meters add."""
+        """Write and print the record of an interval, with the additions of the meters."""
         self._restore_config()
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)

@@ -1,4 +1,4 @@
-"""Sinks of metric records: `metrics.jsonl`, and those that extensions register in `SINKS`."""
+"""Sinks of metric records: `metrics.jsonl`, and sinks that extensions register in `SINKS`."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class SinkFacts:
     """Facts about a sink, known before it is imported."""
 
     when: Callable[[RunConfig], bool]
-    """True if a run of this configuration has it."""
+    """Returns True if a run with this configuration uses the sink."""
 
 
 SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
-"""Where records are written beside `metrics.jsonl`:
+"""Registered sinks, to which records are written in addition to `metrics.jsonl`:
 
     @SINKS.register("losses", when=lambda config: config.options(LossFile).loss_file is not None)
     class LossSink:
@@ -88,12 +88,12 @@ class JsonLinesSink:
 
     @staticmethod
     def _free_name(path: Path) -> Path:
-        """The first unused name of metrics.1.jsonl, metrics.2.jsonl, ..."""
+        """Return the first unused name among metrics.1.jsonl, metrics.2.jsonl, ..."""
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        """Leave out later records, line by line: a long run has a large file, and reads it at every start."""
+        """Drop later records, line by line, because a long run has a large file, which every start reads."""
         kept, temporary = RecordsUntil(iteration), path.with_name(path.name + ".tmp")
         with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
             new.writelines(kept.of(old))
@@ -140,7 +140,7 @@ class JsonLinesSink:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # of a device, which has no length
+            with suppress(OSError):  # a device has no length
                 self._file.truncate(self._end)  # remove a partly written line
             raise
 
@@ -151,7 +151,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """The file of `JsonLinesSink` in another storage than the local disk, which adds each line to it."""
+    """The counterpart of `JsonLinesSink` for a storage other than the local disk, to which each line is appended."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path
@@ -190,14 +190,13 @@ class RecordsUntil:
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
         self.damaged = 0
-        """The number of lines that are no records."""
+        """Number of lines that are not records."""
 
         self.last = set[bytes]()
-        """The records of the iteration itself without their time, as `_without_time` makes them of those that are
-        written."""
+        """Records of `iteration` itself, without their times (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
-        """The lines that are kept, of lines that end with a line break. One that a kill has cut off does not."""
+        """Yield the lines to keep. A last line without a line break, which a kill has truncated, is dropped."""
         for line in filter(str.strip, lines):
             if line.lstrip().startswith("{") and not line.endswith("\n"):
                 continue
@@ -215,7 +214,7 @@ class RecordsUntil:
 
 
 def records_until(text: str, iteration: int) -> tuple[list[str], RecordsUntil]:
-    """The lines of records up to an iteration in the text of a file, and what else is known of them."""
+    """Return the lines of records up to an iteration in a file's text, and the `RecordsUntil` that selected them."""
     found = RecordsUntil(iteration)
     return list(found.of(StringIO(text))), found
 
@@ -236,7 +235,7 @@ def _json_value(value: object) -> object:
 
 
 def metrics_file(config: RunConfig) -> PurePath:
-    """--metrics-file, or metrics.jsonl in --save."""
+    """Return the path of --metrics-file, by default metrics.jsonl in --save."""
     return located(config.logging.metrics_file or (config.checkpoint.save_root or Path()) / METRICS_FILE)
 
 

@@ -37,12 +37,12 @@ OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
 
 
 def summarize(run: TrainingRun) -> Record:
-    """The record of the current interval, equal on every rank. One reduction makes all values global: collective, and
-    waits for the device."""
+    """Return the record of the current interval, equal on every rank. Collective: one reduction makes all values
+    global, and the host waits for the device."""
     device, interval = run.runtime.device, run.interval
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
     taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]
-    # The first rank counts for all, as that takes up to seconds at the first time.
+    # The first rank counts for all ranks, because the first count can take seconds.
     flops = flops_per_token(run) if run.runtime.launch.rank == 0 else 0.0
     parts = [losses, losses.new_full((1,), flops), *(sums for _, sums in taken)]
     summed = all_reduce_(torch.cat(parts), run.runtime.state.world).split([part.numel() for part in parts])
@@ -89,7 +89,7 @@ def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
 
 
 def flops_per_token(run: TrainingRun) -> float:
-    """Model FLOPs per token by the last callback that counts them; 0 if none does."""
+    """Return model FLOPs per token according to the last callback that counts them; 0 if none does."""
     counts = [callback.flops_per_token(run.config.model) for callback in run.callbacks]
     return next((count for count in reversed(counts) if count is not None), 0.0)
 

@@ -1,6 +1,6 @@
-"""Child processes that an extension leaves to a rank that ends. This module does not import torch.
+"""Ends child processes of extensions when a rank ends. This module does not import torch.
 
-An extension ends its processes in `on_end`, which a run that fails does not reach.
+An extension ends its processes in `on_end`, which is not called if the run fails.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ GRACE = 0.5
 """Seconds between the signals SIGTERM and SIGKILL."""
 
 DAEMON_GRACE = 5.0
-"""Seconds that daemonic processes of multiprocessing have to end after SIGTERM, at the orderly end of a rank."""
+"""Seconds that daemonic multiprocessing processes have to end after SIGTERM when a rank ends normally."""
 
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
-    """End the daemonic processes of multiprocessing, for which Python would wait without a limit after SIGTERM. Prints
-    a line for each process that must be killed."""
+    """End daemonic multiprocessing processes, for which Python would wait without a limit after SIGTERM. Prints a line
+    for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None:  # nobody has started any
+    if multiprocessing is None:  # no process was started
         return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
-    daemons = [child for child in own if child.daemon]  # a fork of this process knows them too, and must not end them
+    daemons = [child for child in own if child.daemon]  # a fork of this process also lists them, but must not end them
     for child in daemons:
         child.terminate()
     limit = time.monotonic() + grace
@@ -34,7 +34,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
         child.join(max(0.0, limit - time.monotonic()))
         if child.is_alive():
             child.kill()
-            child.join(grace)  # no longer than this for one that the kernel cannot end now
+            child.join(grace)  # bounded, because the kernel may be unable to end the process now
             told = f"process {child.pid} ({child.name}), a daemonic child, ignored SIGTERM for {grace:g} s"
             print(f"{told}: killed; an extension ends its processes in on_end", file=sys.stderr, flush=True)
 

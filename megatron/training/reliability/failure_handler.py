@@ -1,7 +1,7 @@
-"""Ends all ranks when one fails: the first to fail reports for all; the others report their position and exit.
+"""Ends all ranks when one fails: the first failed rank reports for all; the others report their position and exit.
 
-An error that the end of another rank may have caused first waits for the original error. Every public method of
-`FailureHandler` except `connect` ends the process.
+A rank whose error may be the consequence of another rank's end first waits for the original error. Every public method
+of `FailureHandler` except `connect` ends the process.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
 
 GRACE = 3.0
-"""Seconds that a consequence waits for its cause."""
+"""Seconds that a rank with a consequential error waits for the cause."""
 
 GATHER = 2.0
-"""Seconds in which the other ranks report their positions."""
+"""Seconds that the other ranks have to report their positions."""
 
 STORE_ANSWER = 1.5
-"""Seconds in which a store that can be reached answers."""
+"""Seconds within which a reachable store answers."""
 
 PARTING = 5.0
-"""Seconds that a rank waits at most for others to have seen why it leaves."""
+"""Maximum seconds that a rank waits until the others have seen why it leaves."""
 
 LAST_RESORT = 30.0
-"""Seconds after which a process that is ending is killed, whatever blocks it: a store, a screen, a disk."""
+"""Seconds after which an ending process is killed if a store, a screen or a disk blocks it."""
 
 
 class FailureHandler:
@@ -61,22 +61,22 @@ class FailureHandler:
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
     ) -> None:
         self.at_exit: list[Callable[[], None]] = []
-        """Functions called before the process exits by a failure, each on a thread, for at most a second."""
+        """Functions called before the process exits because of a failure, each on a thread and for at most a second."""
 
         self.checkpoints = CheckpointConfig()
-        """Folders from which the run loads and to which it saves them."""
+        """Folders from which the run loads checkpoints and to which it saves them."""
 
         self.saved: int | None = None
         """The last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Says how the same command resumes from memory, newer than any checkpoint; empty if it does not."""
+        """Returns how the same command resumes from memory that is newer than any checkpoint; empty if it does not."""
 
         self.reported: Failure | None = None
         """The failure that ends this rank, for `at_exit` functions; None if it ends for another reason."""
 
         self.left = False
-        """True if this rank needs the store no more, whose process may end at any time now."""
+        """True if this rank no longer needs the store, whose process may end at any time."""
 
         self._launch = launch
         self._status = status
@@ -87,7 +87,7 @@ class FailureHandler:
         self._ending = threading.Lock()
 
     def connect(self, board: Board) -> None:
-        """From now on all ranks hear of a failure on this one."""
+        """Connect to the store: from now on, failures of this rank reach all ranks."""
         self._store = board
 
     @property
@@ -96,7 +96,7 @@ class FailureHandler:
         return self._store
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on the training thread. Raises it again if not connected."""
+        """End all ranks because of an exception on the training thread. If not connected, re-raise the exception."""
         status = self._status
         rank = self._launch.rank
         here = socket.gethostname()
@@ -119,10 +119,10 @@ class FailureHandler:
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
-        """End all ranks because the process of another rank is gone, which was last `seen` at that time."""
+        """End all ranks because the process of another rank is gone. It was last `seen` at this time."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # the store may be gone with it
+            with suppress(RuntimeError):  # the store may have been in that process
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
@@ -139,9 +139,9 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
+        """End because `ranks` on other hosts cannot be reached, perhaps including the store and the reporting rank."""
         if self.ending:
-            time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store holds it up
+            time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store blocks it
             self._end_alone(failure)
         with self._only_once():
             if not _within(STORE_ANSWER, lambda: self._board.cause()):
@@ -157,7 +157,7 @@ class FailureHandler:
             self._follow(cause)
 
     def kill_all(self, number: signal.Signals) -> NoReturn:
-        """End all ranks at once, by a second signal on this one."""
+        """End all ranks immediately after a second signal on this rank."""
         with self._only_once():
             rank = self._launch.rank
             board = self._board
@@ -171,12 +171,12 @@ class FailureHandler:
             with suppress(RuntimeError):
                 board.post_cause(failure)
                 board.post_report(failure)
-                # The others have seen it before this process, and perhaps the store with it, is gone.
+                # Wait until the others have seen it before this process, and perhaps the store in it, ends.
                 board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks before there is anything to save, to be started again."""
+        """End all ranks, to be restarted, before there is anything to save."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -186,14 +186,15 @@ class FailureHandler:
                 self._outcome.end(code, message)
             write_error_file(message)
             with suppress(RuntimeError):
-                # All ranks have seen it when the first of them ends, and the one that may hold the store ends last.
+                # All ranks have seen it before the first of them ends, and the rank that may hold the store ends last.
                 board.come("leave")
                 board.wait(lambda: board.all_came("leave"), PARTING)
                 time.sleep(PERIOD if first else 0.0)
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report for this host and end, without messages to or from other hosts, whose files may be shared."""
+        """Report for this host and end, without messages to or from other hosts, which may share files with this
+        one."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -203,7 +204,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
-        """End because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
+        """End because the process of the store has ended: the launcher, or rank 0 if there is none."""
         with self._only_once():
             title = str(error).partition("\n")[0]
             if self._signals.first_at is None and (lost := self._first_gone(title)):
@@ -229,8 +230,8 @@ class FailureHandler:
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Let the first thread of this process end it, which it does though an error prevents the report; any other
-        waits here for that."""
+        """Let only the first thread end this process, even if an error prevents its report; other threads wait here
+        until the process ends."""
         if not self._ending.acquire(blocking=False):
             while True:
                 time.sleep(60)
@@ -242,7 +243,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Give the cause of a consequence time to show up. Returns the ranks that did not answer in that time."""
+        """Wait for the cause of a consequential error. Returns the ranks that did not answer in time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -254,7 +255,7 @@ class FailureHandler:
             def known() -> bool:
                 if board.cause() is not None or self.ending:
                     return True
-                # Ranks that are stopped, or that all live, have waited for one another: nothing more is to come.
+                # If the silent ranks are stopped, or if there are none, ranks waited for one another: stop waiting.
                 return hung(error) and all(board.state(rank) == "T" for rank in silent())
 
             board.wait(known, GRACE)
@@ -263,7 +264,8 @@ class FailureHandler:
             return []
 
     def _end(self, failure: Failure, silent: Collection[int] = (), waited: bool = False) -> NoReturn:
-        """Report and end, unless another rank already does. `silent` are ranks that will not report their position."""
+        """Report and end, unless another rank already reports. `silent` are ranks that will not report their
+        position."""
         board, rank = self._board, self._launch.rank
         try:
             first = board.post_cause(failure)
@@ -284,13 +286,13 @@ class FailureHandler:
             self._exit(failure.code)
         with suppress(RuntimeError):
             self._kill_silent(failure)
-            # The store may live in this process: it ends when the others have done with it.
+            # The store may be in this process, which therefore ends after the others have used it.
             board.wait(lambda: len(board.get_all("left")) >= len(others), 1.0)
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """The failure of rank 0, if the store was in its process and that is gone. `noticed`: the error by which this
-        rank noticed it."""
+        """Return the failure of rank 0 if its process, which held the store, is gone. `noticed` is the error that
+        revealed it."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -299,7 +301,7 @@ class FailureHandler:
         def gone() -> bool:
             return not here.state() if here is not None else store_refuses()
 
-        if not board.wait(gone, STORE_ANSWER):  # the connections of a process close before it is gone
+        if not board.wait(gone, STORE_ANSWER):  # a process closes its connections before it is gone
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
@@ -309,7 +311,7 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """End because of a failure that no rank can tell another: one rank of each host reports it."""
+        """End because of a failure that ranks cannot communicate: one rank of each host reports it."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -320,14 +322,14 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
-        """Positions of the other ranks that can still report them."""
+        """Collect the positions of the other ranks that can still report them."""
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
         board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)
         return board.read_all("place", Standing.from_json)
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
-        """The failure of a rank that waited, attributed to the rank it waited for."""
+        """Attribute the failure of a waiting rank to the rank for which it waited."""
         board = self._board
         status = self._status
         rank = self._launch.rank
@@ -349,7 +351,7 @@ class FailureHandler:
         return replace(failure, who=who, phase=guilty.phase, title=found.title, what=what).advised("collective")
 
     def _absent(self, failure: Failure, ranks: Collection[int], noticed: str) -> Failure:
-        """The failure of a rank that waited at start-up, attributed to ranks that do not answer, if there are any."""
+        """Attribute the failure of a rank that waited at start-up to the ranks that do not answer, if there are any."""
         if not ranks:
             return failure
         lines, names = list[str](), list[str]()
@@ -380,14 +382,14 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # otherwise the launcher hears of none
-                time.sleep(0.5)  # it hears of the failed rank first
+            if START not in os.environ:  # otherwise the launcher must learn of the failure
+                time.sleep(0.5)  # the launcher first learns of the failed rank
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)
 
     def _echo(self, cause: Failure) -> None:
-        """Print one line about a report on the screen of another host, where torchrun does not."""
+        """Print one line about a report that appears on another host's screen, if torchrun does not show it here."""
         elsewhere = cause.reporter not in self._board.neighbours() and self._launch.launcher == "torchrun"
         if self._launch.local_rank == 0 and elsewhere and restarts_left():
             print(cause.line(), file=sys.stderr, flush=True)
@@ -407,7 +409,7 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Print the report last."""
         self.reported = failure
-        # torchrun signals the other processes when one is gone, and prints their reports
+        # torchrun signals the other processes when one is gone, and then prints their reports
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
@@ -425,8 +427,8 @@ class FailureHandler:
 
 
 def end_within(seconds: float) -> None:
-    """End this process with code 1 and the stacks of its threads unless it ends itself in that time; the first call
-    counts.
+    """End this process with code 1 and its threads' stacks unless it ends by itself in that time; later calls do
+    nothing.
 
     Neither step needs Python: a C thread ends the process, and the kernel does if that thread hangs.
     """
@@ -436,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Return whether a call that may never return did so in time, and without an error of the store."""
+    """Return whether a call, which may hang, returned in time and without an error of the store."""
     done = threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The failure report of a run: root cause, rank, phase, traceback and advice. No process groups in here."""
+"""Failure report of a run: root cause, rank, phase, traceback and advice. This module uses no process groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|time-?out|gloo|nccl|failed to (recv|send)",
     re.IGNORECASE,
 )
-"""Text of errors that the failure of another rank may have caused."""
+"""Pattern of error messages that the failure of another rank may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
 """Maps a kind of failure to advice. `{again}` is replaced by `start_again`."""
@@ -42,7 +42,7 @@ ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.
 OPEN_FILES = {errno.EMFILE, errno.ENFILE}
 TOO_MANY = os.strerror(errno.EMFILE).lower()
 ENOUGH = 65536
-"""Open files of a process that suffice for any run."""
+"""Open-file limit that suffices for any run."""
 
 GONE = "process is gone"
 """Title of the failure of a process that ended silently."""
@@ -53,22 +53,22 @@ class Failure:
     """The root cause of a failed run, sent between ranks as JSON."""
 
     reporter: int
-    """Rank that prints."""
+    """Rank that prints the report."""
 
     who: str
-    """The rank that failed, of how many, and its host."""
+    """The failed rank, the number of ranks, and the host."""
 
     phase: str
     title: str
-    """A few words, for one line."""
+    """Short title for one-line messages."""
 
     what: str
-    """The traceback, or a sentence."""
+    """Traceback, or a sentence that describes the failure."""
 
     advice: str
     code: int = ExitCode.FAILED
     at: float = field(default_factory=time.time)
-    """Time of the failure, or a little before it, in seconds since 1970."""
+    """Time of the failure, or slightly earlier, in seconds since 1970."""
 
     @classmethod
     def of(
@@ -81,8 +81,17 @@ class Failure:
         saved: int | None = None,
         memory: str = "",
     ) -> Failure:
-        """The report on an exception of a run with these checkpoints, of which it has saved iteration `saved`; for
-        `memory` see `start_again`."""
+        """Create the report of an exception.
+
+        Args:
+            error: The exception.
+            rank: Rank that reports.
+            who: Name of the failed rank.
+            phase: Phase of the run.
+            options: Checkpoint flags of the run.
+            saved: Last saved iteration.
+            memory: As in `start_again`.
+        """
         again = start_again(options, saved, memory)
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
         if is_of_open_files(error):
@@ -91,7 +100,7 @@ class Failure:
             return cls(rank, who, phase, title, "".join(traceback.format_exception(error)), advice)
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
-        if hasattr(error, "advice"):  # its message says all
+        if hasattr(error, "advice"):  # the message is complete
             return cls(rank, who, phase, title, str(error), str(error.advice))
         if is_of_disk(error):
             why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
@@ -109,12 +118,12 @@ class Failure:
         return cls(rank, who, phase, title, what, advice + perhaps_open_files())
 
     def advised(self, kind: str) -> Failure:
-        """The same failure with other advice."""
+        """Return a copy of the failure with the advice for another kind."""
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """Return the report as printed. `others` are the positions of the other ranks. A configuration error is printed
-        alone."""
+        """Return the printed report. `others` are the positions of the other ranks, which the report of a configuration
+        error omits."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -125,7 +134,7 @@ class Failure:
         return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
-        """One line, for ranks that end because of it."""
+        """Return one line about the failure, for ranks that end because of it."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
@@ -139,7 +148,7 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Place -> the ranks that were there, those with the fewest ranks last."""
+    """Map each place to the ranks that were there; places with the fewest ranks come last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -163,19 +172,19 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
     if options.save and latest_text(located(options.save)):
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
-    if saved is not None:  # and is not there now: its disk was unmounted, or its folder deleted
+    if saved is not None:  # the checkpoint is gone: its disk was unmounted, or its folder deleted
         there = "" if folder == options.save and not anew else f" with --load {options.save}"
         return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
     return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """The advice on a process that ended silently, in a run with these checkpoints; for `memory` see `start_again`."""
+    """Return the advice for a process that ended silently; see `start_again` for the arguments."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 
 MANY_OPEN = 0.75
-"""Share of the open-file limit above which it may have caused a failure."""
+"""Share of the open-file limit above which the limit may have caused a failure."""
 
 
 def perhaps_open_files() -> str:
@@ -195,14 +204,14 @@ def perhaps_open_files() -> str:
 
 
 def _more_open_files() -> str:
-    """Advice for raising the limit of open files."""
+    """Return advice for raising the open-file limit."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     return ADVICE["soft limit"].format(more=most) if most > limit else ADVICE["hard limit"].format(more=ENOUGH)
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether this is a value that the user gave: a ValueError raised by this package itself."""
+    """Return whether an error is about a user's value: a ValueError raised by this package itself."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -212,13 +221,13 @@ def is_users(error: BaseException) -> bool:
 def is_consequence(error: BaseException) -> bool:
     """Return whether the failure of another rank may have caused this error."""
     if is_of_open_files(error):
-        return False  # gloo says it of this process
+        return False  # gloo reports it about this process
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
 def is_of_open_files(error: BaseException | None) -> bool:
-    """Return True if this process, or the system, had as many open files as the limit allows. Libraries say it in their
-    text alone."""
+    """Return whether this process or the system reached its open-file limit. Libraries report it only in the text of
+    their errors."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in OPEN_FILES) or TOO_MANY in str(error).lower():
             return True
@@ -227,31 +236,31 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return True if a file could not be written: a save was abandoned, or there was no room for a file that the error
-    names."""
+    """Return whether a file could not be written: a save was given up, or the disk had no space for a file that the
+    error names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
     return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host had no memory left. torch says the latter in a plain RuntimeError."""
+    """Return whether a device or the host ran out of memory. For the host, torch raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def hung(error: BaseException) -> bool:
-    """Return whether the error is a timeout of ranks that waited for one another, not the end of a rank."""
+    """Return whether the error is a timeout of ranks that waited for one another, rather than the end of a rank."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 
 def place_in(error: BaseException) -> str:
-    """The innermost line of this package that an error came through."""
+    """Return the innermost line of this package in an error's traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
 
 
 def place_of(thread_id: int) -> str:
-    """The innermost line of this package that a thread of this process is in, the watchdog's own code left out."""
+    """Return the innermost line of this package, except the watchdog's code, that a thread of this process executes."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code

@@ -26,24 +26,24 @@ stays ignored."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
-"""The ranges in a node list of SLURM, and a part of such a list between commas."""
+"""Patterns of the ranges in a SLURM node list, and of one comma-separated part of the list."""
 
 START = "START_IN_JOB"
 """Environment variable with the number of this start, from 0, if a launcher process restarts its rank itself."""
 
 BEGAN = "JOB_BEGAN"
-"""Variable with `time.monotonic()` when the first of these starts began."""
+"""Environment variable with the `time.monotonic()` of the first start."""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables of mpirun with the number of processes that it has started."""
+"""Environment variables in which mpirun gives the number of started processes."""
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
     """Enable huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
     allocates a tensor.
 
-    With huge pages a new block costs a page fault per 2 MiB instead of 4 KiB, which saves up to a third of a training
-    step. Expandable segments avoid fragmentation.
+    With huge pages, a new block causes one page fault per 2 MiB instead of per 4 KiB, which saves up to a third of a
+    training step. Expandable segments avoid fragmentation.
     """
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
@@ -54,17 +54,17 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
     """Keep warnings of torch's C++ code off the screen, unless the user has set their level. Call it before torch is
     imported.
 
-    When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames ahead of the report.
-    Errors are still printed.
+    When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames before the report. Errors
+    are still printed.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def skip_final_collection() -> None:
-    """Has this process end without the garbage collections of a Python interpreter that ends.
+    """Make this process exit without Python's final garbage collections.
 
-    They look through everything that torch has imported, which takes seconds after all work is done. Files are still
-    closed, and functions of `atexit` still run."""
+    They traverse everything that torch has imported, which takes seconds after all work is done. Files are still
+    closed, and `atexit` functions still run."""
     atexit.register(gc.freeze)
 
 
@@ -77,17 +77,19 @@ class Launch:
     local_rank: int = 0
     launcher: str = "none"
     several_hosts: bool = False
-    """True if the launcher has started ranks on more than one host, or as if there were."""
+    """True if the launcher has started ranks on several hosts, or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Name of a rank in messages, by default of this one: `rank 3 of 8 on HOST`."""
+        """Return the name of a rank, by default this one, in messages: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else those of a SLURM step with one task per
-        rank, else returns a single process. Raises ValueError if a variable has an invalid value, or if a launcher has
-        set some of its variables only: each of its processes would be a run of its own."""
+        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else the variables of a SLURM step with one task
+        per rank; without either, return a single process.
+
+        Raises ValueError if a variable has an invalid value, or if only some of a launcher's variables are set, because
+        each process would then be a separate run."""
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
@@ -115,7 +117,7 @@ class Launch:
             raise ValueError(
                 f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
             )
-        # torchrun --master-port 0 passes it on unchanged
+        # torchrun --master-port 0 passes the 0 on unchanged
         if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":
             raise ValueError(
                 "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
@@ -144,10 +146,10 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Hold back signals that the launcher has this process ignore, until `SignalListener.start`.
+    """Hold back signals that the launcher makes this process ignore, until `SignalListener.start`.
 
-    A script that starts the ranks ignores the signals meant for them, and its children inherit that. Without this, a
-    signal that comes before the watchdog would be lost.
+    A script that starts the ranks ignores the signals meant for them, and its children inherit this setting. Otherwise,
+    a signal that arrives before the watchdog starts would be lost.
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN} - {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -156,26 +158,27 @@ def hold_ignored_signals() -> None:
 def write_error_file(text: str, at: float | None = None) -> bool:
     """Write torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
 
-    torchrun takes the earliest failure as the root cause, in whole seconds: this one is `at`, by default now."""
+    torchrun considers the earliest failure, in whole seconds, the root cause. `at` is the time of this failure, by
+    default now."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)
     if not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # a full disk, which the text may mention
+    except OSError:  # the disk may be full, which the text may mention
         return False
     return True
 
 
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
-    """Make the root cause, of the time `at` or of now, the last text on the screen.
+    """Make the root cause the last text on the screen; it occurred at the time `at`, by default now.
 
-    torchrun prints a worker's error file when all workers have ended. If torchrun will restart them, or with `now`,
-    because torchrun itself is ending, the text is printed directly.
+    torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or with
+    `now`, because torchrun itself is ending, the text is printed directly.
 
-    torchrun shows a time one to two seconds before: a process that died without an error file has the second in which
-    torchrun noticed it, and this cause must be earlier."""
+    The reported time is one to two seconds earlier than the failure. A process that died without an error file gets the
+    second in which torchrun noticed its end, and the root cause must be earlier."""
     text = visible(text)
     written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:
@@ -183,7 +186,7 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Return whether ranks are started again, by torchrun, which then prints no error files, or by their parents."""
+    """Return whether ranks will be restarted, by torchrun, which then prints no error files, or by their parents."""
     by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     return by_torchrun or START in os.environ
 
@@ -199,8 +202,8 @@ def _integer(environ: Mapping[str, str], name: str, default: str | None = None) 
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a SLURM node list, as `scontrol show hostnames` prints it: `gpu[003-006,9],login` -> `gpu003`,
-    `r[1-2]n[3-4]` -> `r1n3`. Raises ValueError if it is no node list."""
+    """Return the first host of a SLURM node list, as `scontrol show hostnames` prints it: `gpu003` for
+    `gpu[003-006,9],login`, and `r1n3` for `r[1-2]n[3-4]`. Raises ValueError if the text is not a node list."""
     first = NODE.match(nodelist.strip(", "))
     if first is None:
         raise ValueError(

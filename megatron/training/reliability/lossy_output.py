@@ -1,7 +1,7 @@
 """Standard output and standard error that never end a run: lines that cannot be written are dropped and counted.
 
-A log on a full disk, a closed terminal, or a reader that has gone away must not end training. A character that the
-encoding of the output lacks is written as an escape. This module does not import torch.
+A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the encoding of the
+output lacks are written as escapes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossyFile(io.RawIOBase):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.lost = 0
-        """Lines that were dropped."""
+        """Number of dropped lines."""
 
         self.why = ""
         self._untold = False
@@ -43,7 +43,7 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Return the number of bytes given, also if some are dropped."""
+        """Write data, and return its size even if some bytes are dropped."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
             self._drop(content)
@@ -54,7 +54,7 @@ class LossyFile(io.RawIOBase):
         return len(content)
 
     def loss(self) -> str:
-        """Number of lost lines, and the reason."""
+        """Describe the number of lost lines, and the reason."""
         return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
 
     def _drop(self, content: bytes) -> None:
@@ -62,7 +62,7 @@ class LossyFile(io.RawIOBase):
         self._untold = True
 
     def _left(self, content: bytes) -> bytes:
-        """Writes, and returns what could not be written."""
+        """Write the content, and return the bytes that could not be written."""
         while content:
             try:
                 content = content[os.write(self._descriptor, content) :]
@@ -108,7 +108,7 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Print one line if the file `what` cannot be written and the run should continue without it."""
+    """Print a line if the block cannot write the file `what`, without which the run continues."""
     try:
         yield
     except OSError as error:

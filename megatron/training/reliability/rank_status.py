@@ -25,7 +25,7 @@ class Standing:
 
     stack: str = ""
     evidence: object = None
-    """Data of a hang analysis about the rank, of JSON's types."""
+    """Data of a hang analysis about the rank, in JSON types."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -58,13 +58,13 @@ class Meeting:
 
 
 class HangAnalysis:
-    """Base of analyses of ranks that wait for one another, which callbacks have. This one finds nothing."""
+    """Base class of the hang analyses that callbacks provide. This class finds nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
 
     def evidence(self) -> object:
-        """This rank's data, of JSON's types, for `blame` on the rank that reports."""
+        """Return this rank's data, in JSON types, for `blame` on the reporting rank."""
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
@@ -76,15 +76,15 @@ class HangAnalysis:
 
 
 class RankStatus:
-    """Written by the training thread, read by the watchdog's. Create it on the thread that trains."""
+    """Status that the training thread writes and the watchdog's thread reads. Create it on the training thread."""
 
     def __init__(self) -> None:
         self.phase = "start-up"
         self.limit = ""
-        """The flag, with its value, that limits how long ranks wait for one another in this phase."""
+        """Flag, with its value, that limits how long ranks wait for one another in this phase."""
 
         self.executor: object = None
-        """Has the running action as `.current`, and the rank whose message it waits for as `.message_from`."""
+        """Executor, whose `.current` is the running action, and `.message_from` the rank whose message it waits for."""
 
         self.state: ParallelState | None = None
         """The process groups, once they exist."""
@@ -99,16 +99,16 @@ class RankStatus:
         self._thread = threading.get_ident()
 
     def phase_and_action(self) -> str:
-        """Phase, and within a step the micro-batch and the action of the schedule."""
+        """Return the phase and, within a step, the micro-batch and the schedule's action."""
         action = getattr(self.executor, "current", None)
         return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
 
     def line(self) -> str:
-        """The line of code that raised the error, or that the training thread is in."""
+        """Return the line of code that raised the error, or that the training thread executes."""
         return (place_in(self.error) if self.error is not None else "") or place_of(self._thread)
 
     def place(self) -> str:
-        """Phase and line of code."""
+        """Return phase and line of code."""
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:

@@ -1,15 +1,16 @@
 """Out-of-band messages between ranks over the rendezvous store.
 
 Keys:
-    peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
+    peer/R      host, process and namespace of rank R         beat/R   changes while R lives; holds its phase
     cause       the failure of the run; the first one stays   place/R  where R was when it saw the cause
-    told        the report that is printed                    left/R   R has read that and needs the store no more
-    over/R      R has ended without a failure                 world    how many ranks the first one counts
-    came/W      how many ranks have come to meeting W         came/W/R R has come
-    ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
+    told        the printed report                            left/R   R has read it and no longer needs the store
+    over/R      R has ended without a failure                 world    number of ranks according to the first one
+    came/W      number of ranks that have reached meeting W   came/W/R R has reached it
+    ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw the request
     agreed/N    the tick after which all ranks carry it out
-No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody. Any process that can
-reach the port can write to the store: a malformed value counts as none, and is reported once.
+
+No call blocks for longer than the store takes to answer, so missing ranks do not delay others. Any process that can
+reach the port can write to the store: a malformed value is ignored, and reported once.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
 
 
 PERIOD = 0.4
-"""Seconds between two looks of a rank at the store."""
+"""Seconds between a rank's checks of the store."""
 
 
 MARGIN = 3.0
-"""Seconds after the time limit of a connection in which torch reports that it has failed."""
+"""Seconds after a connection's time limit within which torch reports its failure."""
 
 
 PATIENCE = 10.0
@@ -60,7 +61,7 @@ def tell(line: str) -> None:
 
 
 class NoStoreError(ConnectionError):
-    """Raised if this rank cannot reach the others. `waited` is True if it waited for the store as long as it may."""
+    """Raised if this rank cannot reach the others. `waited` is True if it waited for the store until the timeout."""
 
     def __init__(self, message: str, waited: bool = False) -> None:
         super().__init__(message)
@@ -71,11 +72,9 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
     """Connect to the store of this world. Rank 0 opens the store unless the launcher has one, or another process of
     rank 0 has opened it (`open_here=False`).
 
-    A store of torchrun outlives the ranks that it restarts, and would give them the positions of their predecessors:
-    the keys of each start are apart. If rank 0 opens it, each start has a separate port and store; nodes then need not
-    agree on the number of the start, which torchrun counts for each of them. Raises NoStoreError if there is none
-    within `timeout`, if rank 0 cannot open it, or if it is that of another run. `run` identifies this one (`identity`);
-    empty if an earlier call has checked that."""
+    torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
+    store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
+    0 cannot open it, or if it belongs to another run. `run` is this run's `identity`; empty if already checked."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
@@ -87,7 +86,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
         store = _connected(address, port, launch, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
-        why = str(error).partition("\n")[0]  # C++ frames of torch follow
+        why = str(error).partition("\n")[0]  # torch's C++ frames follow
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
         taken = "EADDRINUSE" in why
         if opens and taken:
@@ -101,14 +100,14 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
 
 
 def identity(config: RunConfig) -> str:
-    """Return a text that identifies a run: all of its ranks compute the same one."""
+    """Return a text that identifies a run and is equal on all of its ranks."""
     model = hashlib.sha256(repr(config.model).encode()).hexdigest()[:8]
     return f"--save {config.checkpoint.save_root}, --seed {config.training.seed}, model {model}"
 
 
 def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at: tuple[str, int]) -> None:
-    """Raise NoStoreError if rank 0 of another run has opened this store: the two runs then have one port, so that rank
-    0 of this run cannot open a store. Rank 0 names its run as soon as it has opened the store."""
+    """Raise NoStoreError if rank 0 of another run has opened this store, because both runs use the same port. Rank 0
+    stores the identity of its run as soon as it has opened the store."""
     if launch.rank == 0:
         store.set("run", run)
     until, where = time.monotonic() + limit.total_seconds(), f"{at[0]}:{at[1]}"
@@ -125,8 +124,7 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the number of the start in the job (`START`) whose ranks have set a key through a store of `meet`; None
-    for other keys."""
+    """Return the number of the start (`START`) whose ranks have set a key through `meet`; None for other keys."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
@@ -144,7 +142,7 @@ def store_refuses() -> bool:
         socket.create_connection(address, timeout=1.0).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # the host may be gone, or only the network to it
+    except OSError:  # the host or the network to it may be down
         return False
     return False
 
@@ -152,8 +150,8 @@ def store_refuses() -> bool:
 def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: timedelta) -> dist.Store:
     """Connect to a store.
 
-    Raises TimeoutError if another program holds the port and does not answer, for which torch would wait forever, and
-    ForeignPortError as soon as it is known that there will be no store.
+    Raises TimeoutError if another program holds the port and does not answer, which would make torch wait forever.
+    Raises ForeignPortError as soon as it is known that there will be no store.
     """
     stores, errors = list[dist.Store](), list[BaseException]()
 
@@ -192,13 +190,13 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
 
 @dataclass(frozen=True)
 class Peer:
-    """A process, as others on its machine can look it up."""
+    """Identification of a process by which others on its machine can find it."""
 
     host: str
     pid: int
     namespace: str
     started: str
-    """Distinguishes the process from a later one with the same pid."""
+    """Start time, which distinguishes the process from a later one with the same pid."""
 
     @classmethod
     def here(cls) -> Peer:
@@ -209,13 +207,13 @@ class Peer:
         return cls(socket.gethostname(), os.getpid(), namespace, _stat(os.getpid())[1])
 
     def state(self) -> str:
-        """`R`, `S`, ... as the kernel says; `T` for stopped, empty for gone."""
+        """Return the kernel's state of the process, `R`, `S`, ...; `T` if it is stopped, empty if it is gone."""
         state, started = _stat(self.pid)
         return state if started == self.started and state not in ("Z", "X") else ""
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time of a process; empty if there is none."""
+    """Return state and start time of a process; empty if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -224,7 +222,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def out_of_memory_kills() -> int:
-    """Processes that the kernel of this machine has ended for want of memory since it started."""
+    """Return the number of processes that this machine's out-of-memory killer has ended since boot."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -237,10 +235,10 @@ KINDS = ("save", "stop", "resume")
 
 @dataclass(frozen=True)
 class Request:
-    """Something that all ranks shall do after the same tick."""
+    """An action that all ranks perform after the same tick."""
 
     kind: str
-    """One of `KINDS`: `save`, `stop`, or `resume`, which is to stop and be started again."""
+    """One of `KINDS`: `save`, `stop`, or `resume`, which means to stop and be restarted."""
 
     why: str
 
@@ -258,7 +256,7 @@ def _text(value: bytes) -> str:
 
 def _parse_peer(text: str) -> Peer:
     peer = parse_record(Peer, text)
-    if peer.pid < 1:  # the number of a group of processes, to which a signal would go
+    if peer.pid < 1:  # would denote a process group, to which a signal would be sent
         raise ValueError(f"pid is {peer.pid}, not above 0")
     return peer
 
@@ -275,7 +273,7 @@ class Board:
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
-        """The server; a `Watch` may have another object ask it."""
+        """Client of the store; a `Watch` may replace it."""
 
         self.launch, self.peers = launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
@@ -284,16 +282,16 @@ class Board:
         """Malformed values in the store; rank 0 reports the first one."""
 
         self._malformed = dict[str, int]()
-        """Key -> hash of the malformed value that was counted, so that none is counted again at every look."""
+        """Key -> hash of the counted malformed value, so that each value is counted only once."""
 
         self.first_phase = ""
-        """The last phase of rank 0 that `watch_first` has read."""
+        """Last phase of rank 0 that `watch_first` has read."""
 
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
 
     def check_world_size(self) -> None:
-        """Raise ValueError if the first rank that came counts another number of ranks."""
+        """Raise ValueError if the first rank to arrive has another world size."""
         rank, own = self.launch.rank, self.launch.world_size
         if (first := self.claim("world", str(own), parse_integer)) != own:
             raise ValueError(
@@ -312,12 +310,12 @@ class Board:
         return self._parsed(key, text, parse) if text else None
 
     def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
-        """Rank -> value as `parse` returns it, of the ranks that have one for which `parse` does not raise."""
+        """Return the parsed values by rank; missing values and values for which `parse` raises are left out."""
         found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Set a value unless there is one for which `parse` does not raise; return the stored value."""
+        """Set a value unless there is one that `parse` accepts; return the stored value."""
         parse(value)
         found, there = None, b""
         while found is None:
@@ -335,7 +333,7 @@ class Board:
             return None
 
     def get_all(self, name: str) -> dict[int, str]:
-        """Rank -> value, of the ranks that have one."""
+        """Return the values by rank; missing values are left out."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
         if self.store.check(keys):
             return dict(zip(self.ranks, map(_text, self.store.multi_get(keys)), strict=True))
@@ -347,7 +345,7 @@ class Board:
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
-        """The other ranks on this machine, once all have come."""
+        """Return the other ranks on this machine, once all have arrived."""
         if not self.peers and self.complete("peer"):
             self.peers = self.read_all("peer", _parse_peer)
         rank, space = self.launch.rank, self.me.namespace
@@ -358,11 +356,11 @@ class Board:
         return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
 
     def name(self, rank: int) -> str:
-        """Name of a rank in messages, with its host if that is known."""
+        """Return the name of a rank in messages, with its host if known."""
         return self.launch.name(self.peers[rank].host if rank in self.peers else socket.gethostname(), rank)
 
     def state(self, rank: int) -> str:
-        """`Peer.state` of another rank of this machine; empty for ranks elsewhere too."""
+        """Return `Peer.state` of another rank on this machine; empty also for ranks on other machines."""
         peer = self.neighbours().get(rank)
         return peer.state() if peer is not None else ""
 
@@ -383,15 +381,15 @@ class Board:
         return self.read("cause", self._parse_failure)
 
     def post_report(self, failure: Failure) -> None:
-        """Tell the other ranks that the report is printed, and its text."""
+        """Publish the printed report to the other ranks."""
         self.store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
-        """The report that was printed."""
+        """Return the printed report; None if there is none yet."""
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """A report, perhaps of a rank that counts more ranks than this one."""
+        """Parse a report, which may come from a rank with a larger world size."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
@@ -402,14 +400,15 @@ class Board:
         self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
-        """Make `request` the one of this number unless there is one."""
+        """Store `request` under this number unless the number is taken."""
         self.claim(f"ask/{number}", _json(request), _parse_request)
 
     def asked(self, number: int) -> Request | None:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
+        """Return the tick after which a request is carried out, the last that any rank had begun. Rank 0 computes
+        it."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)
@@ -424,11 +423,11 @@ class Board:
         self.say("beat", f"{self._beats} {phase}")
 
     def last_phase(self, rank: int) -> str:
-        """The phase that a rank was in at its last sign of life; empty if it gave none."""
+        """Return the phase in a rank's last heartbeat; empty if there was none."""
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def watch_first(self) -> None:
-        """Remember the phase of rank 0, on its machine, if the store would be lost with its process."""
+        """On rank 0's machine, remember the phase of rank 0 if the store is in its process."""
         if 0 in self.neighbours() and not launcher_has_store():
             self.first_phase = self.last_phase(0)
 

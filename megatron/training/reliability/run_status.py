@@ -1,17 +1,17 @@
-"""Exit codes, the status file of a run for the script that started it, and the events of a run. This module does not
-import torch.
+"""Exit codes, the status file for the script that started a run, and the event log of a run.
+This module does not import torch.
 
-Launchers lose exit codes: torchrun turns every code of a worker except 0 into 1, and srun kills the other nodes on a
-nonzero code. So if OUTCOME_FILE is set in the environment, the status of the run is written to that file, as lines of
-`key=value`:
+Launchers lose exit codes: torchrun turns every nonzero code of a worker into 1, and srun kills the other nodes on a
+nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is therefore written to this file, as
+lines of `key=value`:
 
     name    RUNNING, then a name of `ExitCode`; a run that is killed leaves RUNNING
     why     the reason, in one line
     save    absolute path of --save; empty without it
-    load    absolute path of --load, likewise
+    load    absolute path of --load; empty without it
 
-If the file OUTCOME_FILE.asked exists when the ranks start, a signal came before they could receive it. To launchers,
-which know no other successful end, TO_BE_RESUMED is exit code 0.
+If the file OUTCOME_FILE.asked exists when the ranks start, a signal arrived before they could receive it. Launchers
+receive exit code 0 for TO_BE_RESUMED, because they know no other successful end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome:
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
     recorded: bool = True
-    """True if the end is an event of the run in --save: not if another run has that folder."""
+    """True if the end is recorded as an event in --save; False if another run owns this folder."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -52,11 +52,11 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """True if the run is asked to stop before its start."""
+        """Return whether the run was asked to stop before its start."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Remember the checkpoint folders and, with `write`, writes that the run is RUNNING."""
+        """Remember the checkpoint folders and, with `write`, write the status RUNNING."""
         self.folders = {
             name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }
@@ -64,7 +64,7 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Write the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
+        """Write the `ExitCode` with which the run ends; a signal's number may be added to KILLED."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
         if self.recorded:
@@ -83,7 +83,7 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Write the status of a run that its flags end before it starts, on each host, as OUTCOME_FILE may be its own."""
+    """Write the status if the flags end the run before it starts, on every host, because OUTCOME_FILE may be local."""
     try:
         yield
     except SystemExit as ended:
@@ -93,8 +93,8 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """The exit code of the process. It is 0 for a run to be resumed if OUTCOME_FILE informs the script, or if torchrun
-    has restarts left: torchrun would treat another code as a failure and restart a run that was asked to stop."""
+    """Return the exit code for the launcher. For a run to be resumed it is 0 if OUTCOME_FILE informs the script, or if
+    torchrun has restarts left, because torchrun would restart a run that was asked to stop after any other code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):
@@ -106,13 +106,13 @@ class ExitCode(IntEnum):
     """Exit code of every process of a run. Under torchrun these are the codes of its workers."""
 
     DONE = 0
-    """Trained to the end, or as far as --exit-interval, --exit-duration-in-mins or an `exit` file asked."""
+    """Trained to the end, or to the stop set by --exit-interval, --exit-duration-in-mins or an `exit` file."""
 
     FAILED = 1
     """A rank failed; the report names it."""
 
     BAD_CONFIGURATION = 2
-    """A flag, or a file that a flag names, must be corrected first: a restart does not help."""
+    """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
     """As DONE, and saved, but a callback raised in `on_end`."""
@@ -121,16 +121,17 @@ class ExitCode(IntEnum):
     """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
 
     KILLED = 128
-    """Plus the number of the second signal, which ended the process at once."""
+    """Base of the codes for an immediate end by a second signal, whose number is added."""
 
 
 def _open_at_once(path: str, mode: int) -> int:
-    """Open a file; raises OSError for a named pipe that nobody reads, for which `open` would wait."""
+    """Open a file without blocking; raise OSError for a named pipe without a reader, for which `open` would wait."""
     return os.open(path, mode | os.O_NONBLOCK, 0o666)
 
 
 def record_event(save: str | Path | None, event: str, **facts: object) -> None:
-    """Add a line. Without --save, before its folder exists, and on a full disk it does nothing."""
+    """Append an event to the log of the run. Does nothing without --save, before its folder exists, and on a full
+    disk."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):
         return
@@ -144,7 +145,8 @@ def record_event(save: str | Path | None, event: str, **facts: object) -> None:
 
 
 def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
-    """The events of a run in its --save folder, oldest first; damaged lines are skipped. None without a folder."""
+    """Return the events in the --save folder of a run, oldest first; damaged lines are skipped. Empty without
+    --save."""
     return list(each_event(save))
 
 
@@ -157,7 +159,7 @@ def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
 
 
 def parse_events(text: str) -> list[dict[str, object]]:
-    """The events in the text of a `run_events.jsonl`; damaged lines are skipped."""
+    """Parse the text of a `run_events.jsonl` to events; damaged lines are skipped."""
     return list(_parsed(text.splitlines()))
 
 

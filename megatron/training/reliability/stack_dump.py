@@ -16,7 +16,7 @@ MOST = 2000
 
 
 class StackDump:
-    """This rank's file. Before `open`, and without --save, nothing is written."""
+    """Stack file of this rank. Before `open`, and without --save, nothing is written."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -25,7 +25,8 @@ class StackDump:
         self._kills = out_of_memory_kills()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Open the file, and has the interpreter write into it if it crashes. Raises ValueError if it cannot."""
+        """Open the file, and let the interpreter write into it if it crashes. Raises ValueError if the file cannot be
+        written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank:05d}.txt").open("w")
@@ -49,8 +50,8 @@ class StackDump:
             beside(self.folder, self._rank)
 
     def _open_again_if_deleted(self) -> None:
-        """Open the file of this rank again if it was deleted or renamed during the run, and its --save folder is
-        there."""
+        """Open this rank's file again if it was deleted or renamed during the run and its --save folder still
+        exists."""
         assert self._file is not None and self.folder is not None
         path = Path(self._file.name)
         if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
@@ -70,7 +71,7 @@ class StackDump:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")
         path = self.folder / f"rank-{rank:05d}.txt" if self.folder is not None else None
         text = ""
-        with suppress(OSError):  # as where this process can open no more files
+        with suppress(OSError):  # for example if this process cannot open more files
             text = path.read_text() if path is not None and path.exists() else ""
         if text.startswith("Fatal"):
             said.append(text.partition("\nExtension modules")[0][:MOST])

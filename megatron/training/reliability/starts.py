@@ -1,5 +1,4 @@
-"""Starters, which run each rank in a child of the process that the launcher started.
-
+"""Interface of starters, which run each rank in a child of the process that the launcher started.
 This module does not import torch.
 """
 
@@ -13,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 
 Attempt = Callable[[RunConfig, Launch], int]
-"""Trains as a rank, and returns the exit code."""
+"""Function that trains as a rank and returns the exit code."""
 
 
 class Starter(Protocol):
@@ -32,15 +31,16 @@ class StartsRanks(Protocol):
 
     @property
     def starter(self) -> str | None:
-        """`package.module:name` of the `Starter`, imported when it starts; None if the flags do not ask for one."""
+        """Return the `package.module:name` of the `Starter`, which is imported when it starts; None if the flags select
+        none."""
 
     @property
     def spare_ranks(self) -> int:
-        """Processes of the launcher, the last ones, that have no rank at first."""
+        """Return the number of spare processes, the launcher's last ones, which have no rank at first."""
 
 
 def spare_ranks(config: RunConfig) -> int:
-    """Processes of the launcher that have no rank at first."""
+    """Return the number of the launcher's processes that have no rank at first."""
     return sum(options.spare_ranks for options in config.extension_options if isinstance(options, StartsRanks))
 
 

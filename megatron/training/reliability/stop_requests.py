@@ -1,10 +1,10 @@
 """Signals, and requests to stop or save the run, which all ranks carry out after the same step.
 
-A signal, a time limit or a file on any one rank becomes a request in the rank store. Each rank answers with the number
-of ticks it has begun (a tick is a step, or one batch of an evaluation; all ranks make the same ones) and begins no
-other one until the agreed tick is known: the highest answer. So all ranks stop after the same tick. As long as there is
-no request, a tick costs the test of a flag: no collective, and no wait for the device. Signals arrive on a socket, so
-that a thread sees them while the main thread is inside a collective.
+A signal, a time limit or a file on any rank becomes a request in the rank store. A tick is a step or one batch of an
+evaluation; all ranks perform the same ticks. Each rank answers a request with the number of ticks that it has begun,
+and begins no further tick until the agreed one, the highest answer, is known. All ranks therefore stop after the same
+tick. Without a request, a tick only tests a flag, without a collective and without waiting for the device. Signals
+arrive on a socket, so that a thread receives them while the main thread is inside a collective.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron.training.reliability.launch import SIGNALS, START
 from megatron.training.reliability.rank_store import Board, Request
 
 UNANSWERED = 5.0
-"""Seconds after a signal before the first step, after which this rank no longer waits for answers of the others."""
+"""Seconds for which this rank waits for the others' answers after a signal that arrived before the first step."""
 
 
 class StopRequests:
-    """Holds one request at a time. `tick` and `done` are for the training thread, `ask` and `look` for the watchdog."""
+    """Holds one request at a time. The training thread calls `tick` and `done`, the watchdog calls `ask` and `look`."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """The request to carry out now: it is agreed, and all ticks before it are made."""
+        """Request to carry out now: all ranks have agreed on its tick, and have performed all ticks before it."""
 
         self.undecided = False
-        """True on all ranks of a run that may begin with a state which is on no disk, until they know: they answer no
-        request before that. Set it before the watchdog starts."""
+        """True, on all ranks, until a run that may start with a state that is not on disk knows whether it does. Ranks
+        answer no request before that. Set it before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -45,17 +45,17 @@ class StopRequests:
 
     @property
     def pending(self) -> bool:
-        """True if there is a request that is not carried out yet."""
+        """True if a request has not been carried out yet."""
         return self._asked is not None
 
     @property
     def stopping(self) -> bool:
-        """True if the run is to stop now."""
+        """True if the run must stop now."""
         return self.request is not None and self.request.kind != "save"
 
     @property
     def resumes(self) -> bool:
-        """True if the run was cut short and is to be started again."""
+        """True if the run was interrupted and must be restarted."""
         return self.request is not None and self.request.kind == "resume"
 
     @property
@@ -63,8 +63,8 @@ class StopRequests:
         return self.request.why if self.request is not None else ""
 
     def tick(self, save_later: bool = False) -> bool:
-        """Begin a tick. Returns False, and begins none, if a request is due first: it is then in `request`. With
-        `save_later` only a request to stop is due."""
+        """Begin a tick. If a request is due first, store it in `request`, begin no tick, and return False. With
+        `save_later`, only requests to stop are due."""
         with self._change:
             while self._asked is not None:
                 if self._after is not None:
@@ -77,27 +77,29 @@ class StopRequests:
             return True
 
     def decide(self, unsaved: bool) -> None:
-        """End `undecided`, alike on all ranks. To load a state that is on no disk is a tick, so that a request to stop
-        that comes before the first step is carried out after it: by a save."""
+        """End `undecided` with the same result on all ranks. Loading a state that is not on disk counts as a tick, so
+        that a request to stop before the first step is carried out after it, with a save."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False
 
     def done(self) -> None:
-        """End the current request, so that the next one can be made."""
+        """End the current request, so that another one can be made."""
         with self._change:
             self.request = self._asked = self._after = None
             self._number += 1
 
     def ask(self, request: Request) -> None:
-        """Add a wish of this rank."""
+        """Queue a request of this rank."""
         if request not in self._wishes:
             self._wishes.append(request)
 
     def look(self, board: Board, signal_at: float | None) -> str | None:
-        """Exchange requests and answers with the other ranks. `signal_at`: monotonic time of this rank's first signal.
+        """Exchange requests and answers with the other ranks. `signal_at` is the monotonic time of this rank's first
+        signal.
 
-        Returns why the run is to end at once, if that is before its first step, so that there is nothing to save.
+        Returns a reason if the run must end immediately, which happens only before its first step, when there is
+        nothing to save.
         """
         if self._asked is None:
             if self._wishes:
@@ -121,7 +123,8 @@ class StopRequests:
         return "ending though not all ranks have come up" if unanswered and late and not self._waits(board) else None
 
     def _waits(self, board: Board) -> bool:
-        """Return True if this rank may have to save a state, with all ranks: they have come up, or they do soon."""
+        """Return True if this rank may have to save a state together with the other ranks, which have started or will
+        soon."""
         return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
@@ -130,7 +133,7 @@ REPEATED = 1.0
 
 
 class SignalListener:
-    """Turns signals into values that `wait` returns."""
+    """Receives signals, which `wait` returns as values."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -140,14 +143,14 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Take over the signals if `listen`, on the main thread. Signals that were held since the start arrive now."""
+        """Start to receive signals if `listen`, on the main thread. Signals held back since the start arrive now."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
         if listen and threading.current_thread() is threading.main_thread():
-            # The byte on the socket comes also while the main thread is inside a collective; the handler does not.
+            # The byte arrives on the socket even while the main thread is inside a collective; a handler would not run.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_forget_socket)  # a signal to a child is none to this process
+            os.register_at_fork(after_in_child=_forget_socket)  # a child's signals must not reach this process
             under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             taken = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
             self._handlers = {number: signal.signal(number, _ignore) for number in taken}
@@ -170,7 +173,7 @@ class SignalListener:
         return found
 
     def stop(self, ignore: bool) -> None:
-        """Give the signals back to the handlers from before, or has them ignored from now on."""
+        """Restore the previous signal handlers, or ignore the signals from now on."""
         if not self._handlers:
             return
         signal.set_wakeup_fd(-1)
@@ -179,9 +182,9 @@ class SignalListener:
 
 
 def _forget_socket() -> None:
-    with suppress(ValueError):  # of a thread that is not the main one
+    with suppress(ValueError):  # raised on any thread except the main one
         signal.set_wakeup_fd(-1)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The thread acts on the signal; without a handler it would end the process."""
+    """Do nothing, because the thread acts on the signal. Without a handler, the signal would end the process."""

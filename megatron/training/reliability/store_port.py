@@ -1,4 +1,4 @@
-"""Explains why the ranks' store cannot be reached, as far as another rank can know. This module does not import torch.
+"""Explains why the ranks' store cannot be reached, as far as another rank can tell. This module does not import torch.
 
 It checks for a failure of the rank that opens the store, if that rank is on the same host, and the state of the port.
 """
@@ -16,24 +16,23 @@ from pathlib import Path
 from megatron.training.reliability.untrusted import parse_json
 
 CLOCK = time.CLOCK_BOOTTIME
-"""A clock that all processes of a host share, and that nobody sets: the wall clock may jump between two readings."""
+"""A clock that all processes of a host share and that, unlike the wall clock, is never set."""
 
 IMPORTED = time.clock_gettime(CLOCK)
 
 BANNER = 1.0
-"""Seconds in which a program that speaks first, as mail and SSH servers do, has said something."""
+"""Seconds within which a program that sends data first, like mail and SSH servers, has sent some."""
 
 SHOWN = 60
-"""Bytes of that which a message shows."""
+"""Maximum number of these bytes that a message shows."""
 
 
 class ForeignPortError(ConnectionError):
-    """The store cannot be had, and waiting is no use."""
+    """Raised if the store will never be available, so that waiting is useless."""
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
-    """Leave the reason why this rank cannot open the store to the ranks that the same launcher started on this
-    host."""
+    """Record why this rank cannot open the store, for the ranks that the same launcher started on this host."""
     with suppress(OSError):
         path = _place(address, port)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -43,7 +42,7 @@ def leave_failure(address: str, port: int, why: str) -> None:
 
 
 def left_failure(address: str, port: int) -> str | None:
-    """Return the reason that `leave_failure` has left since this process started; None if there is none.
+    """Return the reason that `leave_failure` has recorded since this process started; None if there is none.
 
     Files of an earlier start, another launcher or another user are ignored.
     """
@@ -60,7 +59,7 @@ def left_failure(address: str, port: int) -> str | None:
 
 
 def _started() -> float:
-    """Time of `CLOCK` at which this process began. A forked process began after its imports."""
+    """Return the `CLOCK` time at which this process started. A forked process started after its imports."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -74,8 +73,8 @@ def _place(address: str, port: int) -> Path:
 
 
 def describe_port(address: str, port: int) -> str:
-    """Current state of the store's port. Raises ForeignPortError if the program there speaks first, which no store
-    does. A program that says nothing may be a store on a busy host."""
+    """Describe the current state of the store's port. Raises ForeignPortError if the program there sends data first,
+    which no store does. A silent program may be a store on a busy host."""
     try:
         with socket.create_connection((address, port), timeout=2.0) as connection:
             connection.settimeout(BANNER)

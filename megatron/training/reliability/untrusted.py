@@ -1,5 +1,7 @@
-"""Parses messages that arrive on a socket or through the rendezvous store, where any process that reaches the port can
-write. A malformed message is ignored and counted, and the first one is reported. This module does not import torch."""
+"""Parses messages from a socket or the rendezvous store, to which any process that reaches the port can write.
+
+Malformed messages are ignored and counted, and the first one is reported. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from typing import TypeVar, get_type_hints
 T = TypeVar("T")
 
 DIGITS = 18
-"""Digits of the largest integer that a message may hold."""
+"""Maximum number of digits of an integer in a message."""
 
 SHOWN = 40
-"""Characters of a malformed text that its report shows."""
+"""Maximum number of characters of a malformed text that the report shows."""
 
 
 def parse_json(text: str | bytes) -> object:
-    """The value of a JSON text. Raises ValueError also if it is nested too deeply or is not UTF-8."""
+    """Parse a JSON text. Raises ValueError if it is invalid, is nested too deeply or is not UTF-8."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -30,9 +32,9 @@ def parse_json(text: str | bytes) -> object:
 
 
 def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
-    """The dataclass instance that a JSON object describes.
+    """Parse a JSON object to an instance of a dataclass.
 
-    Raises ValueError unless the object has the fields of the class and values of their types. A field of type object
+    Raises ValueError unless the object has the fields of the class, with values of their types. A field of type object
     accepts every value."""
     values, types = parse_json(text), _types(kind)
     if not isinstance(values, dict):
@@ -50,7 +52,7 @@ def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
 
 
 def parse_integer(text: str) -> int:
-    """The value of a text of decimal digits. Raises ValueError for any other text."""
+    """Parse a text of decimal digits. Raises ValueError for any other text."""
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
         raise ValueError(f"it is no whole number, but {_short(text)}")
     return int(text)
@@ -68,7 +70,7 @@ def _has_type(value: object, kind: type) -> bool:
 
 
 def _short(value: object) -> str:
-    """A value as an error shows it, of containers the type only: they may be long and deep."""
+    """Format a value for an error message; for containers, which may be large, only the type."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__}"
     text = ascii(value[:SHOWN]) if isinstance(value, str) else str(value)[:SHOWN]
@@ -79,7 +81,7 @@ class Ignored:
     """Counts malformed messages and reports the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
-        """`here` names this process in its reports; it makes none without `reports`."""
+        """`here` returns the name of this process in reports; without `reports`, nothing is printed."""
         self.count = 0
         self._here, self._reports = here, reports
 

@@ -16,27 +16,27 @@ _USER = re.compile(
     r"(?P<before>\b(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)"
     r"(?P<secret>[^/?#\s'\"]*|[^/?#\s'\"@:]+:(?!\d+/)[^?#\s'\"@]*)@"
 )
-"""The user, or user:password, of a URL; the password may have slashes, which it should not."""
+"""Pattern of the user, or user:password, in a URL; the password may contain slashes, although it should not."""
 
 _VALUE = re.compile(
     r"(?P<before>[?&;#][^=&;#\s'\"]*(?:sig|token|secret|passw|pwd|key|cred|auth|session)[^=&;#\s'\"]*=)"
     r"(?P<secret>[^&;#\s'\"]*[^&;#\s'\":,.)])",
     re.IGNORECASE,
 )
-"""A query parameter that grants access."""
+"""Pattern of a query parameter that grants access."""
 
 _URLS: dict[str, str] = {}
 """URL without credentials -> the URL as it was given."""
 
 _SECRETS: set[str] = set()
-"""The credentials alone, which libraries may print in another form of the URL."""
+"""Credentials, which libraries may print outside of the original URL."""
 
 SHORTEST = 6
-"""Characters of a secret that is replaced outside of a URL, too: shorter ones could be words."""
+"""Minimum length of secrets that are also replaced outside of URLs; shorter ones could be words."""
 
 
 def take_credentials(url: str) -> str:
-    """The URL with its credentials hidden, which this process remembers. Returns any other text unchanged."""
+    """Hide and remember the credentials of a URL. Returns any other text unchanged."""
     hidden = _hidden(url)
     if hidden != url and HIDDEN not in url:
         _URLS[hidden] = url
@@ -47,8 +47,8 @@ def take_credentials(url: str) -> str:
 
 
 def with_credentials(url: str) -> str:
-    """The URL as it was given. Raises ValueError if its credentials are not known to this process: files do not hold
-    them."""
+    """Return the URL as it was given. Raises ValueError if its credentials are not known to this process, because files
+    do not contain them."""
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(

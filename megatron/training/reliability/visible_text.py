@@ -15,10 +15,10 @@ from typing import TextIO, cast
 from megatron.training.reliability.url_credentials import redacted
 
 ORDINARY = "\t\n"
-"""Control characters that text consists of."""
+"""Control characters that are printed unchanged in text."""
 
 DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters of Unicode that change the order in which others are shown."""
+"""Unicode characters that change the display order of other characters."""
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 _TABLE = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in ORDINARY}
@@ -26,12 +26,12 @@ _TABLE |= {code: f"\\u{code:04x}" for code in (*DIRECTIONS, 0x2028, 0x2029)}
 _LINE_TABLE = _TABLE | {ord("\n"): "\\n", ord("\t"): "\\t"}
 
 LONGEST = 400
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters as `\x1b`, lines and tabs apart, and with the credentials of URLs hidden. Bytes
-    of a path that are not UTF-8, which cannot be printed, are shown likewise."""
+    r"""Escape control characters except line breaks and tabs as `\x1b`, and hide the credentials of URLs. Bytes of a
+    path that are not UTF-8, and so cannot be printed, are escaped too."""
     return _printable(redacted(text).translate(_TABLE))
 
 
@@ -48,14 +48,14 @@ def _printable(text: str) -> str:
 
 
 PROGRESS = re.compile(r"(?P<start>\r?)(?P<text>.*?)(?P<end>(?:\x1b\[K)?)", re.DOTALL)
-"""A write of a progress bar: it returns to the start of its line, and may erase the rest of it."""
+"""Pattern of a progress bar's write, which returns to the start of its line and may erase the rest of the line."""
 
 MOVES = re.compile(r"(?:\n|\x1b\[A)*")
-"""A write of a progress bar that moves between the lines of several bars."""
+"""Pattern of a progress bar's write that moves between the lines of several bars."""
 
 
 class VisibleStream:
-    """A text stream whose writes are `visible`, apart from the cursor movements of progress bars."""
+    """A text stream that makes all writes `visible`, except the cursor movements of progress bars."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -87,6 +87,6 @@ def visible_output() -> Iterator[None]:
 
 
 def exact(stream: TextIO) -> TextIO:
-    """The stream for text that a program makes, such as generated text: unchanged in files and pipes, `visible` on a
+    """Return a stream for a program's results, such as generated text: unchanged in files and pipes, `visible` on a
     terminal."""
     return stream.stream if isinstance(stream, VisibleStream) and not stream.isatty() else stream

@@ -1,8 +1,8 @@
-"""The watchdog of a rank: a thread beside the training that sees signals, requests and the failures of other ranks.
+"""The watchdog of a rank: a thread that handles signals, requests and the failures of other ranks during training.
 
 It composes parts with one job each: `RankStatus` knows what this rank is doing, `SignalListener` receives signals,
 `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and `FailureHandler` ends
-the ranks with one report. Extensions add what else is watched.
+the ranks with one report. Extensions add further watches.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """A condition that a callback has the watchdog check, such as other hosts. It ends the ranks by
+    """A condition that the watchdog checks for a callback, such as the state of other hosts. It ends the ranks through
     `Watchdog.failures`."""
 
     def start(self) -> None:
-        """Before the watchdog's thread starts, when the run's folders are known to be writable. An error in it ends the
-        run."""
+        """Called before the watchdog's thread starts, when the run's folders are known to be writable. An error ends
+        the run."""
 
     def look(self) -> None:
-        """Looks, on the watchdog's thread, twice a second or so. It may ask the store."""
+        """Check the condition. Called on the watchdog's thread, about twice per second; may query the store."""
 
     def close(self) -> None:
-        """At the end of the run."""
+        """Called at the end of the run."""
 
 
 class Watchdog:
@@ -49,7 +49,7 @@ class Watchdog:
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
         self.complaint = ""
-        """The error of a callback after the run had ended."""
+        """Error of a callback after the end of the run; empty if there was none."""
 
         self.save_guards: list[Callable[[], None]] = []
         """Functions of extensions that raise OSError, on the first rank, if the run must not write to --save now."""
@@ -66,14 +66,14 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def connect(self, board: Board) -> None:
-        """From now on all ranks hear of a failure on this one."""
+        """Connect to the store: from now on, failures of this rank reach all ranks."""
         self.board = board
         self.failures.connect(board)
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
-        """Start the thread, once connected. Call it on the main thread.
+        """Start the thread after `connect`. Call it on the main thread.
 
-        `signals` says whether signals end the run. `deadlines` maps other causes to (`time.monotonic()` of the end,
+        `signals` is True if signals end the run. `deadlines` maps other reasons to (`time.monotonic()` of the deadline,
         kind of the request).
         """
         assert self.board is not None, "connect first"
@@ -86,7 +86,7 @@ class Watchdog:
 
     @property
     def code(self) -> ExitCode:
-        """The exit code of a run that ends without a failure."""
+        """Return the exit code of a run that ends without a failure."""
         if self.requests.resumes:
             return ExitCode.TO_BE_RESUMED
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
@@ -118,7 +118,7 @@ class Watchdog:
         pause = 0.001
         status.meeting = Meeting(tuple(board.ranks), self._meetings, what)
         board.come(name)
-        while self.failures.ending or not board.all_came(name):  # at its end a process asks no store
+        while self.failures.ending or not board.all_came(name):  # an ending process does not query the store
             if time.monotonic() > deadline:
                 raise LateRanksError(board.missing(name), what, status.limit)
             time.sleep(pause)
@@ -126,7 +126,7 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """End the watch. Rank 0 waits a little for slower ranks, as the store may live in its process."""
+        """Stop watching. Rank 0 waits briefly for slower ranks, because the store may be in its process."""
         board = self.board
         first = self.launch.rank == 0
         code = self.code
@@ -141,7 +141,7 @@ class Watchdog:
         board.say("over")
         if first:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)
-        # A launcher sends SIGTERM to the others as soon as the first rank has ended.
+        # A launcher sends SIGTERM to the other ranks as soon as the first rank has ended.
         self.signals.stop(ignore=self.launch.launcher != "none")
         if code == ExitCode.TO_BE_RESUMED:
             write_error_file(f"saved; start again to resume: {self.requests.why}")
