@@ -361,7 +361,7 @@ def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) ->
     assert "--window-size" in about and "--num-layers" not in about
     assert "no flag is about nonsense" in said(capsys, "--help", "nonsense")
     short = said(capsys, "--help")
-    assert "--num-layers INT                Transformer layers. (required)" in short
+    assert "--num-layers INT                Number of transformer layers. (required)" in short
     names = [line.split()[0].rstrip(",") for line in short.splitlines() if line.startswith("  --")]
     assert len(set(names) & spelling_table().keys()) == sum(flag.spec.first_run for flag in all_flags()) < 50
     assert "--help all prints all" in short and "\n  parallelism and precision; model;" in short
