@@ -345,9 +345,8 @@ def fake_work() -> dist.Work:
 
 
 def fake_store() -> dist.Store:
-    """Return a store for groups of the backend `fake`, which the import registers. `torch.testing._internal`, torch
-    2.13.
-    Fallback: `dist.HashStore()` and the new location of the backend."""
+    """Return a store for groups of the backend `fake`, which the import registers. `torch.testing._internal`,
+    torch 2.13. Fallback: `dist.HashStore()` and the new location of the backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
