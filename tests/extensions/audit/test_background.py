@@ -19,7 +19,7 @@ TP = "--tensor-model-parallel-size 2"
 @pytest.mark.parametrize(
     ("flags", "ranks", "fault", "told"),
     [
-        ("--audit-by layout", 2, Flip("product", 1, bit=31), "a term of one replica: one process computes"),
+        ("--audit-by layout", 2, Flip("product", 1, bit=31), "a term of one replica: a single process computes"),
         (f"--audit-by precision --bf16 {TP}", 4, Flip("reduced", 3, bit=31), "the sum over ranks: a wider number"),
     ],
 )
@@ -40,7 +40,7 @@ def test_a_sound_run_has_no_alarm(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--audit-by layout: hands steps to a process .* give --save FOLDER"):
+    with pytest.raises(ValueError, match=r"--audit-by layout: passes steps to a process .* give --save FOLDER"):
         resolve_legal(parse_args(f"{AUDITED} --audit-by layout".split()), 1)
 
 

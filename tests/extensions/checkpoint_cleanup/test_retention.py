@@ -103,4 +103,4 @@ def test_a_metric_that_no_validation_set_has_is_refused() -> None:
     config = RunConfig(data=DatasetConfig(valid=("web=a",)))
     assert not list(rules(config.with_options(RetentionFlags(save_retain_best="valid_web_loss")), 1))
     (problem,) = rules(config.with_options(RetentionFlags(save_retain_best="valid_wbe_loss")), 1)
-    assert "is no metric of this run" in str(problem) and "valid_web_loss" in str(problem)
+    assert "is not a metric of this run" in str(problem) and "valid_web_loss" in str(problem)

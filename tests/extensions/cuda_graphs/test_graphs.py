@@ -134,7 +134,7 @@ def test_spellings() -> None:
 
 
 def test_without_a_gpu_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="--cuda-graph-impl local records the work of a GPU, and this is a CPU"):
+    with pytest.raises(ValueError, match="--cuda-graph-impl local records GPU work, but this run uses CPUs"):
         SideStream(config_of("--cuda-graph-impl local")).on_setup(Runtime(Launch(), CPU, ParallelState()))
     assert STEP_PARTS.wanted(config_of("")) == []
 

@@ -181,7 +181,7 @@ def test_a_set_belongs_to_one_step_of_one_start() -> None:
     assert not complete_sets([held((1, 3, "a")), held((1, 4, "b"))])
     sets = complete_sets([held((1, 9, "a"), (2, 3, "a")), held((1, 9, "b"), (2, 3, "b"), (2, 4, "b"))])
     assert [(each.generation[:7], each.iteration) for each in sets] == [("g000002", 3), ("g000001", 9)]
-    assert "iteration 4 no living host has part a" in why_none([held((2, 4, "b"))])
+    assert "no living host has part a of iteration 4" in why_none([held((2, 4, "b"))])
     assert why_none([Inventory()]) == ""
 
 

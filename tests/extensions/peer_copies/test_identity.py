@@ -35,7 +35,10 @@ def test_missing_copies_are_reported(tmp_path: Path) -> None:
         run.start(Planned("copied", 0, 2))
         run.lose(0)
         said = run.start()
-        assert "copies in memory are not used: no host holds any of the start before; copies are kept for 1 min" in said
+        assert (
+            "copies in memory are not used: no host holds copies of the previous start; copies are kept for 1 min"
+            in said
+        )
         assert "loaded checkpoint" not in said and run.metrics()[0][0] == 1
         assert "copies in memory" not in run.start(flags=["--train-iters", "5"])
     finally:

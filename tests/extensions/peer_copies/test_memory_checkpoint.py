@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_found_before_and_while_it_is_read(tmp_path: Path) -> N
     flip(tmp_path)
     assert damaged(tmp_path, copies) == list(copies)
     assert found_in(tmp_path).without(copies).lost == "0-own"
-    with pytest.raises(CopyError, match="its checksum is another one"):
+    with pytest.raises(CopyError, match="its checksum is wrong"):
         checkpoint.load({"model.x": cut(values(), [0, ROWS], 1)["model.x"]}, Axis())
 
 

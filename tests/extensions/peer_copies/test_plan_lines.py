@@ -41,4 +41,4 @@ def test_goodput_with_copies() -> None:
 def test_plan_of_one_host() -> None:
     said = planned("", 2, 2)
     assert "1 host of 2 ranks, 0 copies" in said and "as there are no more hosts" in said
-    assert "survive the end of any ranks, and no lost host" in said
+    assert "survive the end of ranks, but not the loss of a host" in said

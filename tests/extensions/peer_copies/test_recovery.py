@@ -58,7 +58,7 @@ def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: 
     damage(run.held_by(0), iteration=3, part="1-own")
     damage(run.held_by(0), iteration=2, part="0-own")
     said = run.start(Planned("copied", 0, 1))
-    assert "part 1-own at iteration 3 are damaged: an older step is tried" in said
+    assert "part 1-own at iteration 3 are damaged: trying an older step" in said
     assert "copies in memory are not used: all copies of part 0-own at iteration 2 are damaged" in said
     assert "loaded checkpoint" not in said
     said = run.start(Planned("copied", 1, 2))
@@ -76,7 +76,7 @@ def test_the_step_before_a_damaged_one_is_loaded(begin: Callable[..., Run], undi
     for host in (0, 1):
         damage(run.held_by(host), iteration=3, part="1-own")
     said = run.start()
-    assert "part 1-own at iteration 3 are damaged: an older step is tried" in said
+    assert "part 1-own at iteration 3 are damaged: trying an older step" in said
     assert "loaded checkpoint of iteration 2 from copies in the memory of 2 hosts" in said
     (event,) = run.events("recovery")
     assert event["steps_lost"] == 1 and event["source"] == "copies in memory"

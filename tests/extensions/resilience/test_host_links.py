@@ -183,7 +183,7 @@ def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
 
 
 REPORTS = [
-    ("failed", "saving iteration 3", 60, "12 s ago by a failure whose report has not come here"),
+    ("failed", "saving iteration 3", 60, "12 s ago with a failure whose report has not arrived here"),
     ("over", "step 3", -1, "12 s ago without a failure, while this rank is in a step"),
     ("over", "step 3", 60, ""),
     ("over", "saving iteration 3", -1, ""),

@@ -132,7 +132,7 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp
     lease = SaveLease(tmp_path, never)
     lease.acquire()
     asleep._renew()
-    assert len(errors) == 1 and "has taken over: this run stood still" in str(errors[0])
+    assert len(errors) == 1 and "has taken over while this run was suspended" in str(errors[0])
     lease.release()
     asleep.release()
     assert list(tmp_path.iterdir()) == []
@@ -186,7 +186,7 @@ def test_a_missing_folder_is_reported_once_and_leased_again(
     assert capsys.readouterr().err.count(f"--save {folder} is gone: it was deleted, renamed or unmounted") == 1
     folder.mkdir()
     lease.check()
-    assert capsys.readouterr().err == f"--save {folder} is there again\n"
+    assert capsys.readouterr().err == f"--save {folder} is available again\n"
     assert json.loads((folder / ".lease").read_text())["token"] == lease._owner["token"] and not errors
 
 
@@ -270,7 +270,7 @@ def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) ->
 
 def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
     text = run_that_deletes("(path / '.lease').unlink()", tmp_path, 1)
-    assert "is gone: another run has taken over while this one stood still" in text and "Traceback" not in text
+    assert "is gone: another run has taken over while this one was suspended" in text and "Traceback" not in text
     assert read_latest(tmp_path / "save") == 2
 
 
@@ -324,7 +324,7 @@ def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: py
     first._closed.set()  # ends its own renewals
     time.sleep(0.1)
     Objects.content_of[str(URL / LEASE)] = first._next().replace(first._owner["token"].encode(), b"other")
-    with pytest.raises(LeaseError, match="and has taken over: this run stood still"):
+    with pytest.raises(LeaseError, match="and has taken over while this run was suspended"):
         first.check()
     del Objects.content_of[str(URL / LEASE)]
     with pytest.raises(LostLeaseError, match=r"leased://bucket/run/\.lease, is gone"):

@@ -30,7 +30,7 @@ def test_a_trigger_file_that_cannot_be_removed_is_reported_once(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         assert [list(files.due()) for _ in range(2)] == [[], []]
-    assert capsys.readouterr().err.count("save is ignored, as it cannot be removed") == 1
+    assert capsys.readouterr().err.count("save is ignored: it cannot be removed") == 1
     assert list(files.due()) == [Request("save", f"{tmp_path / 'save'} was there")]
     assert not (tmp_path / "save").exists()
 
@@ -57,5 +57,5 @@ def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
 def test_a_kill_switch_that_is_a_folder_is_refused_and_stops_nothing(tmp_path: Path) -> None:
     flags = StopFileFlags(kill_switch_path=str(tmp_path))
     (problem,) = rules_of_stop_file(RunConfig(extension_options=(flags,)), 1)
-    assert "is a folder, and must be a file" in str(problem)
+    assert "is a folder but must be a file" in str(problem)
     assert list(looks_in(tmp_path / "save", kill_switch_path=str(tmp_path)).due()) == []

@@ -1,9 +1,9 @@
 """--audit-by layout and precision: a process on the host of the first rank recomputes audited steps while training
 continues.
 
-Before an audited step, the ranks write its weights and samples to the --save folder; after its passes, they sketch the
-reduced gradients that they own. The process compares these with its own gradients. If the process is still busy when
-the next audit is due, that audit is left out.
+Before an audited step, the ranks write its weights and samples to the --save folder. After its passes, each rank
+sketches the reduced gradients that it owns. The process compares these with its own gradients. An audit is skipped if
+the process is still busy with the previous one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of times that ranks check for a result between two audits."""
+"""Number of checks for a result between two audits."""
 
 LONGEST_WAIT = 600.0
-"""Seconds that the end of a run waits for the last audit."""
+"""Maximum time in seconds that a finished run waits for the last audit."""
 
 POLL = 0.05
 
 CAUSES = {
-    "layout": "one process computes another gradient from the same weights and samples",
-    "precision": "a wider number format gives another gradient than rounding explains",
+    "layout": "a single process computes a different gradient from the same weights and samples",
+    "precision": "the gradient in a wider number format differs by more than rounding explains",
 }
 
 
@@ -85,7 +85,7 @@ class BackgroundAudit(Callback, Meter):
         return (self,)
 
     def _owned_pieces(self, rank: int) -> list[Piece]:
-        """The parts of the reduced gradients that this rank owns."""
+        """Return the parts of the reduced gradients that this rank owns."""
         coords = self.run.runtime.state.coords
         return [
             Piece(rank, piece.meta.name, *piece.meta.box(coords), piece.start, piece.stop)
@@ -94,7 +94,7 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """(replica, part) of the gradients that this rank computes before they are summed over replicas."""
+        """Return the pairs (replica, part) for the gradients that this rank computes, before the sum over replicas."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []
@@ -146,7 +146,7 @@ class BackgroundAudit(Callback, Meter):
                 bucket.before_sync = self._note_terms
 
     def _note_terms(self, bucket: Bucket) -> None:
-        """Add random-sign sums of gradients that are about to be summed over replicas."""
+        """Compute random-sign sums of the gradients before the reduction over replicas."""
         for place in bucket.layout.params:
             start = place.start - bucket.layout.start
             row = sums_of(bucket.grads[start : start + place.stop - place.start])
@@ -157,7 +157,7 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """The parts of the weights of which this rank is the first holder."""
+        """Return the parts of the weights for which this rank is the first of all ranks that hold them."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():
@@ -187,7 +187,7 @@ class BackgroundAudit(Callback, Meter):
         return found
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Hand the step over to the process."""
+        """Pass the step to the audit process."""
         if self._step is None:
             return
         run, world = self.run, self.run.runtime.state.world
@@ -225,7 +225,7 @@ class BackgroundAudit(Callback, Meter):
             self._process.stdin.flush()
 
     def _look(self) -> None:
-        """Read the result of the audit in progress, if it has arrived. Collective."""
+        """Read the result of the audit in progress, if it is available. Collective."""
         if self._sent is None:
             return
         run, iteration = self.run, self._sent
@@ -284,4 +284,4 @@ class BackgroundAudit(Callback, Meter):
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of the launcher, which the process must not read."""
+"""Environment variables of the launcher, removed from the environment of the audit process."""

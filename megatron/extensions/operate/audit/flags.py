@@ -15,7 +15,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 MEANS = ("peer", "layout", "precision")
-GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and what it computes is not seen"
+GRAPHS = "--cuda-graph-impl local: a graph replays only its kernels, so its intermediate values cannot be recorded"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -23,29 +23,29 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if not audits(config):
         return
     if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
-        rule = "computes a step a second time with its own weights, which --pipeline-schedule 2bw does not keep"
+        rule = "computes a step again with the weights that the step used, which --pipeline-schedule 2bw does not keep"
         yield Problem("--audit-interval", own.audit_interval, rule, "choose another schedule, or 0")
     if (late := late_update(config)) is not None:
-        rule = f"needs the update of a step before the next one, and {late} makes it later"
+        rule = f"requires that each update precedes the next step, and {late} delays it"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if runs_passes_in_turns(config):
-        rule = "compares passes in their order, and --overlap-moe-expert-parallel-comm runs two in turns"
+        rule = "compares passes in order, and --overlap-moe-expert-parallel-comm interleaves two of them"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if own.audit_by == "peer" and shift(config, world_size) is None:
-        rule = "needs another rank with the same weights, at least two data-parallel replicas with all experts each"
+        rule = "needs two data-parallel replicas with all experts each, so that another rank has the same weights"
         yield Problem("--audit-by", own.audit_by, f"{rule}; {world_size} ranks have one", "use --audit-by layout")
     if own.audit_by != "peer":
         yield from _of_process(config)
 
 
 def _of_process(config: RunConfig) -> Iterator[Problem]:
-    """Check what the process beside a run needs."""
+    """Check the requirements of the process beside a run."""
     means = config.options(AuditFlags).audit_by
     if config.checkpoint.save_folder is None:
-        rule = "hands steps to a process beside the run in the folder of --save"
+        rule = "passes steps to a process beside the run through the --save folder"
         yield Problem("--audit-by", means, rule, "give --save FOLDER, or use --audit-by peer")
     if config.model.num_experts:
-        rule = "allows for rounding, by which tokens may go to other experts"
+        rule = "tolerates rounding differences, which may route tokens to other experts"
         yield Problem("--audit-by", means, rule, "use --audit-by peer")
 
 
@@ -53,8 +53,8 @@ def _of_process(config: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class AuditFlags:
     audit_interval: int = flag(0, at_least=0, excludes=(GRAPHS,))
-    """Compute each K-th step a second time by other means, and compare losses and gradients. A rank that disagrees
-    twice is named and ends as if it had failed. 0: no audits."""
+    """Compute every K-th step a second time by independent means, and compare losses and gradients. A rank that
+    disagrees twice is reported and exits as if it had failed. 0: no audits."""
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
     """Method of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
@@ -62,7 +62,7 @@ class AuditFlags:
     while training continues. precision: like layout, in a wider number format."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Cost of audits in a planned run."""
+        """Return the section of a plan about the cost of audits."""
         return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 
@@ -72,7 +72,7 @@ def audits(config: RunConfig) -> bool:
 
 
 def shift(config: RunConfig, world_size: int) -> int | None:
-    """Return the number of data-parallel ranks by which the parts of a step are shifted; None if there is only one
+    """Return the offset in data-parallel ranks between a rank and the rank that it audits; None if there is only one
     replica."""
     try:
         dims = ParallelDims.from_config(config.parallel, world_size)

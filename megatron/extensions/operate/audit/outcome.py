@@ -1,4 +1,4 @@
-"""Reactions of a run to audits: events, a log line, numbers in records, and the end of a rank that has disagreed
+"""Reactions of a run to audits: events, a log line, fields of records, and the end of the run if a rank has disagreed
 twice."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.training.reliability.run_status import record_event
 from megatron.training.run import TrainingRun
 
 TWICE = 2
-"""Number of disagreements after which a rank counts as failed."""
+"""Number of disagreements after which a rank is treated as failed."""
 
 
 class AuditError(RuntimeError):
@@ -20,7 +20,7 @@ class AuditError(RuntimeError):
 
 
 class Outcome:
-    """The audits since this start of a run, equal on all ranks."""
+    """Results of the audits since the start of this process, equal on all ranks."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._save, self._rank = config.checkpoint.save, rank
@@ -28,7 +28,7 @@ class Outcome:
         self._audits = self._disagreements = 0
 
     def add(self, run: TrainingRun, iteration: int, finding: Finding | None) -> None:
-        """Count an audit, and report a disagreement, before the update of the step."""
+        """Count an audit and report a disagreement, before the optimizer step."""
         self._audits += 1
         if finding is None:
             return
@@ -50,16 +50,16 @@ class Outcome:
         self._end_if_due(iteration, finding)
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
-        """Raise AuditError once a rank has disagreed twice, or immediately if its weights are wrong. It is raised on
-        every rank, first on the one that is named."""
+        """Raise AuditError if a rank has disagreed twice, or immediately if its weights are wrong. Every rank raises
+        it, and the faulty rank raises it first."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return
         if self._rank not in finding.ranks:
-            time.sleep(1.0)  # the named rank reports
+            time.sleep(1.0)  # the faulty rank reports
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
         raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
 
     def values(self) -> dict[str, object]:
-        """Values for records."""
+        """Return the fields for records."""
         return {"audits": self._audits, "audit_disagreements": self._disagreements}

@@ -1,9 +1,9 @@
-"""--audit-by peer: before an audited step, each rank computes the part of a rank in another data-parallel replica, with
-the same weights. Then the step runs, and both recordings are compared.
+"""--audit-by peer: before an audited step, each rank also computes the work of its peer, the rank with the same weights
+in another data-parallel replica. Then the step runs, and both recordings are compared.
 
-A part consists of the micro-batches of a rank. Random numbers depend only on samples and positions, so both compute the
-same values, bit-equal in deterministic mode. If the recordings differ, all ranks compute the step once more. The third
-recording decides which rank erred, and the update uses its gradients.
+A rank's part of a step consists of its micro-batches. Random numbers depend only on samples and positions, so both
+ranks compute the same values, bit-equal in deterministic mode. If the recordings differ, all ranks compute the step
+once more. The third recording decides which rank erred, and the update uses its gradients.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import TrainStep
 
 ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2, "torch.float16": 1e-2}
-"""Relative difference between two computations of a tensor whose order of sums is not fixed, by dtype."""
+"""Allowed relative difference between two computations of a tensor if the order of summation is not fixed, by dtype."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
-"""The same for one sum over ranks, by the dtype of the reduction."""
+"""Allowed relative difference between two reductions of equal terms over ranks, by dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Gradient norms below this fraction of the largest gradient norm are not used as a scale: some gradients are zero
-except for rounding."""
+"""Smallest scale for relative differences of gradients, as a fraction of the largest gradient norm. Some gradients are
+zero except for rounding errors."""
 
 
 class Recording:
-    """One computation of a step on this rank: the passes and, by parameter, the reduced gradients."""
+    """Recording of one computation of a step on this rank: its passes and, by parameter, its reduced gradients."""
 
     sums: Sums
 
@@ -55,7 +55,7 @@ class Recording:
         self.reduced: dict[str, Tensor] = {}
 
     def close(self, run: TrainingRun) -> None:
-        """Sketch the gradients, once they are reduced."""
+        """Sketch the reduced gradients. Call it after their reduction."""
         for bucket in run.ddp.buckets:
             for piece in bucket.owned_pieces:
                 self.reduced[piece.meta.name] = sketch_of(bucket.owned_grad(piece))
@@ -82,7 +82,7 @@ class PeerAudit(Callback, Meter):
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
         self._weights: dict[str, Tensor] = {}
         self._noted_at: int | None = None
-        """Iteration after whose update `_weights` were recorded."""
+        """Iteration after which `_weights` were recorded."""
 
         self._before: Recording | None = None
         self._now: Recording | None = None
@@ -103,7 +103,7 @@ class PeerAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _note_weights(self) -> None:
-        """Record the weights after the update before an audited step."""
+        """Record the weights after the update that precedes an audited step."""
         self._settle()
         self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 
@@ -112,8 +112,8 @@ class PeerAudit(Callback, Meter):
         self.run.optimizer.finish_param_sync()
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
-        """Sketches by parameter, of all parameters that are whole on this rank between passes; with `shards`, also of
-        its shards of other parameters, which no peer has."""
+        """Return sketches by parameter of all parameters that this rank holds in full between passes. With `shards`,
+        also sketch this rank's shards of other parameters, which no peer holds."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -124,12 +124,12 @@ class PeerAudit(Callback, Meter):
         return found
 
     def _begin(self) -> None:
-        """Compute another rank's part of the next step, and begin to record this rank's part."""
+        """Compute the peer's part of the next step, and begin to record this rank's own part."""
         run = self.run
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
         run.runtime.watchdog.doing(f"step {step.iteration}, audit")
-        # this is the first step, or the first after a return to an earlier state
+        # the first step of the process, or the first after a rollback
         if self._noted_at != run.progress.iteration:
             self._weights = self._hashes_of_weights(shards=True)
         self._before = self._computed(step, self._batches_of(step, self.source))
@@ -140,11 +140,11 @@ class PeerAudit(Callback, Meter):
         run.runtime.watchdog.doing(f"step {step.iteration}")
 
     def _microbatches(self, step: Step) -> int:
-        """Number of micro-batches of a rank in a step."""
+        """Return the number of micro-batches per rank in a step."""
         return step.samples // self.run.data.train.row
 
     def _tape(self) -> Tape:
-        """A tape that begins with the weights."""
+        """Return a tape that begins with the weights."""
         tape, none = Tape(), torch.zeros(COLUMNS - 1, dtype=torch.int64, device=self.run.runtime.device)
         for name, found in self._hashes_of_weights().items():
             tape.entries.append(Entry(WEIGHT, name))
@@ -198,7 +198,7 @@ class PeerAudit(Callback, Meter):
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
-        """Weights that have changed since the update of the previous step."""
+        """Return the weights that have changed since the previous update."""
         now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:
@@ -219,7 +219,7 @@ class PeerAudit(Callback, Meter):
         return start_all_to_all(rows, outgoing, incoming, dp).wait().cpu()
 
     def _first(self, recording: Recording, rows: Tensor) -> int | None:
-        """Position of the first row that differs."""
+        """Return the position of the first row that differs."""
         own = recording.rows
         length = min(len(own), len(rows))
         unequal = (own[:length, :2] != rows[:length, :2]).any(dim=1).nonzero().view(-1).tolist()
@@ -239,7 +239,7 @@ class PeerAudit(Callback, Meter):
         return table[f"torch.{self.config.parallel.params_dtype}"]
 
     def _reduced_differences(self) -> tuple[tuple[str, float], ...]:
-        """Reduced gradients that this rank owns and whose two computations differ."""
+        """Return the reduced gradients of this rank whose two computations differ."""
         assert self._now is not None and self._before is not None
         now, before = self._now.reduced, self._before.reduced
         if not now:
@@ -263,7 +263,7 @@ class PeerAudit(Callback, Meter):
         reduced: tuple[tuple[str, float], ...],
         changed: tuple[str, ...],
     ) -> Report:
-        """Report of this rank, after a third computation. Collective."""
+        """Return this rank's report after a third computation. Collective."""
         run, now = self.run, self._now
         assert now is not None
         own_rank, dp = run.runtime.launch.rank, run.runtime.state.dp

@@ -13,26 +13,26 @@ from megatron.training.config.run_config import RunConfig
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Section of a plan about audits."""
+    """Yield the lines of a plan about audits."""
     options = run.config.options(AuditFlags)
     interval = options.audit_interval
     every = f"every {interval} steps" if interval > 1 else "every step"
     if options.audit_by == "peer":
         seconds = "" if run.step_seconds is None else f", at most {run.step_seconds:.3g} s each"
         yield f"a second forward and backward pass {every}{seconds}: at most {1 / interval:.2%} of the time of steps"
-        yield "a third pass and reduction only where ranks disagree"
+        yield "a third pass and reduction only if ranks disagree"
         return
     weights = weight_bytes(run.config, run.world_size)
     yield f"{byte_text(weights)} of weights are written to --save {every}, while training waits"
     width = 8 if run.config.parallel.params_dtype in ("float32", "float64") else 4
     itemsize = {"float64": 8, "float32": 4}.get(run.config.parallel.params_dtype, 2)
-    # Two models with gradients and fp64 sums of these, and the states that an optimizer of these models would keep.
+    # Two models with gradients, fp64 sums of the gradients, and the optimizer states of these models.
     held = weights // itemsize * (itemsize + width + 2 * (8 + 3 * 4) + 3 * (width - 4))
     yield f"about {byte_text(held)} of memory for the process on the host of the first rank, without activations"
 
 
 def weight_bytes(config: RunConfig, world_size: int) -> int:
-    """Bytes of all weights."""
+    """Return the size of all weights in bytes."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     stages = (states_of_rank(config, dims, pp_rank).memory.parameters for pp_rank in range(dims.pp))
     return sum(stages) * dims.tp

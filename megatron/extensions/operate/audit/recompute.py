@@ -1,10 +1,10 @@
-"""Process beside a run that recomputes audited steps, in one process on the CPU, from a snapshot.
+"""Process beside a run that recomputes audited steps from snapshots, on the CPU.
 
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
-reads names of snapshots, which are folders in FOLDER, from its standard input, one per line, and writes `result.json`
-to each. The step is computed in the number format of the run and in a wider one: the difference shows how far rounding
-changes each gradient, and so which difference is allowed.
+reads the names of snapshots from standard input, one per line, and writes `result.json` to each. Snapshots are folders
+in FOLDER. The step is computed in the number format of the run and in a wider one. The difference between these two
+shows how much rounding changes each gradient, and sets the tolerance.
 
     FOLDER/run_config.yaml                       the configuration of the run
     FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
@@ -53,11 +53,11 @@ RESULT = "result.json"
 PIECES = "pieces.json"
 
 MARGIN = 8.0
-"""Allowed distance from the recomputed gradient, as a multiple of the change that rounding causes: the run adds in
-another order, and distances are estimates."""
+"""Tolerance for the distance from the recomputed gradient, as a multiple of the rounding error. The run sums in another
+order, and distances are estimates."""
 
 LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
-"""Relative difference that is always allowed, by number format."""
+"""Smallest tolerance for relative differences, by number format."""
 
 
 class Piece(NamedTuple):
@@ -88,7 +88,7 @@ class Result:
     """Result of a recomputed step."""
 
     loss: float
-    """Relative difference of the loss."""
+    """Relative difference between the losses."""
 
     allowed_loss: float
     first: str | None = None
@@ -97,20 +97,20 @@ class Result:
     relative: float = 0.0
     allowed: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Ranks that own the parts of that gradient with the largest differences."""
+    """Ranks that own the most different parts of the gradient `first`."""
 
     where: str = ""
-    """Kind of that gradient: a term of one replica, or the sum over ranks."""
+    """Kind of the gradient `first`: a term of one replica, or the sum over ranks."""
 
     largest: float = 0.0
-    """Largest ratio of a gradient's difference to the allowed difference."""
+    """Largest ratio of a gradient's difference to its tolerance."""
 
     problem: str = ""
-    """Reason why there is no result."""
+    """Reason for a missing result; empty if there is a result."""
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Read a result. Raises OSError or ValueError."""
+        """Read a result. Raises OSError if the file cannot be read, ValueError if it is damaged."""
         values = json.loads(path.read_text())
         return cls(**values | {"ranks": tuple(values["ranks"])})
 
@@ -143,7 +143,7 @@ class Recomputation:
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss, and its gradients in fp64, in the order in which the backward pass completes them.
-        `look` is called with the number of each replica and its term of the gradients."""
+        `look` is called for each replica, with its index and its term of the gradients."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
         samples = SavedSamples(snapshot, self.run_micro_batch)
@@ -166,7 +166,7 @@ class Recomputation:
         return total / max(tokens, 1.0), whole
 
     def _taken(self, factor: Tensor) -> dict[str, Tensor]:
-        """Gradients in the buffers, times a factor."""
+        """Return the gradients in the buffers, multiplied by a factor."""
         found = {}
         for model in reversed(list(self.run.stages.values())):
             for name, (param, _) in reversed(model.named_metas().items()):
@@ -188,7 +188,7 @@ class Recomputation:
 
 
 class Auditor:
-    """Judge the steps of a run by comparing them with one process."""
+    """Compare the steps of a run with a computation in one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,14 +224,14 @@ class Auditor:
     def _look(
         self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
     ) -> None:
-        """Add the relative differences of the terms of a replica."""
+        """Add the relative differences of one replica's terms."""
         for (own, piece), sketch in zip(self.terms, sketches, strict=True):
             if own == replica:
                 part = piece.of(grads[piece.name])
                 found.setdefault(piece.name, {})[piece.rank] = gap_of(sketch, part) / norm(part)
 
     def _compared(self, sketches: Sequence[Sequence[float]], expected: Mapping[str, Tensor]) -> dict[str, Gaps]:
-        """Relative differences of sums over ranks."""
+        """Return the relative differences between sums over ranks."""
         found: dict[str, Gaps] = {name: {} for name in expected}
         for piece, sketch in zip(self.owned, sketches, strict=True):
             whole = expected[piece.name]
@@ -240,12 +240,12 @@ class Auditor:
 
 
 def norm(x: Tensor) -> float:
-    """Norm, replaced with a positive number if it is zero."""
+    """Return the norm, or a tiny positive number if the norm is zero."""
     return max(1e-300, torch.linalg.vector_norm(x).item())
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between two tensors, one of which is given by its random-sign sums."""
+    """Estimate the norm of the difference between a tensor and another one that is given by its random-sign sums."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()
@@ -253,7 +253,7 @@ def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    """Norm of the difference divided by the norm of the second tensor."""
+    """Return the norm of the difference, divided by the norm of the second tensor."""
     scale = torch.linalg.vector_norm(other).item()
     return torch.linalg.vector_norm(one - other).item() / scale if scale else 0.0
 
@@ -264,7 +264,7 @@ def _gap(one: float, other: float) -> float:
 
 
 def main(folder: Path) -> None:
-    """Judge snapshots until the standard input ends."""
+    """Process snapshots until standard input ends."""
     megatron.extensions.load()
     auditor: Auditor | None = None
     for line in sys.stdin:
@@ -280,7 +280,7 @@ def main(folder: Path) -> None:
 
 
 def forget(snapshot: Path) -> None:
-    """Delete a snapshot that has been judged."""
+    """Delete a processed snapshot."""
     shutil.rmtree(snapshot, ignore_errors=True)
 
 

@@ -1,9 +1,9 @@
-"""Sketches: a few numbers per tensor that tell whether two tensors are bit-equal, and how far apart they are.
+"""Sketches: a few numbers per tensor, which show whether two tensors are bit-equal and how far apart they are.
 
-A sketch consists of a hash of the bits, the norm, and sums of the elements with random signs. The square of such a sum
-of a difference d has the expected value |d|^2. So the distance between two tensors, on different ranks or from
-different layouts, follows from their sketches, and no tensor is sent (AMS sketches, Alon, Matias and Szegedy, STOC
-1996).
+A sketch consists of a hash of the bits, the norm, and sums of the elements with random signs. For a difference d, the
+square of such a sum has the expected value |d|^2. The sketches therefore suffice to estimate the distance between two
+tensors on different ranks or from different layouts, without sending a tensor (AMS sketches, Alon, Matias and Szegedy,
+STOC 1996).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SIGNS = 4
 """Number of sums with random signs."""
 
 COLUMNS = 2 + SIGNS
-"""int64 numbers of a sketch: hash, norm, sums. All except the hash are float64 values, stored as their bits."""
+"""Number of int64 values per sketch: hash, norm, sums. All except the hash are the bits of float64 values."""
 
 BLOCK = 1 << 14
-"""Number of elements with separate random numbers."""
+"""Number of elements per block. The elements of a block have independent random numbers."""
 
 AT_A_TIME = 256
 """Number of blocks that are copied at a time."""
@@ -33,8 +33,7 @@ _MIXER = -4417276706812531889
 
 @torch.no_grad()
 def sketch_of(x: Tensor) -> Tensor:
-    """Compute the sketch [COLUMNS] int64, on the device of `x`, which may have any shape. Does not wait for the
-    device."""
+    """Compute the sketch [COLUMNS] int64 on the device of `x`, without a synchronization. `x` may have any shape."""
     flat = x.detach().contiguous().view(-1)
     total = hash_of(flat)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -50,8 +49,8 @@ def sketch_of(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_of(x: Tensor) -> Tensor:
-    """Compute the hash of a sketch, an int64 scalar: the sum over elements of their bits times an odd number for each
-    position, modulo 2^64. A change of a single bit changes it; the order of summation does not."""
+    """Compute the hash of a tensor, an int64 scalar: the sum of each element's bits times an odd number for its
+    position, modulo 2^64. Every change of a single bit changes the hash; the order of summation does not."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     factors = _random(x.device)[0]
     for first, blocks in _blocks(_bits(x.detach().contiguous().view(-1))):
@@ -77,18 +76,19 @@ def sums_of(x: Tensor) -> Tensor:
 
 @lru_cache
 def _random(device: torch.device) -> tuple[Tensor, Tensor]:
-    """([BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1) for the positions within a block."""
+    """Return random numbers for the positions within a block: [BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1."""
     return _mixed(1, BLOCK, device)
 
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """([count] odd int64, [count, SIGNS] float64 of 1 and -1) of blocks, which multiply the numbers of positions."""
+    """Return random factors for blocks: [count] odd int64, [count, SIGNS] float64 of 1 and -1. They multiply the
+    numbers of the positions."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 
 def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd int64 and signs for consecutive numbers: two rounds of a multiplicative hash."""
+    """Return odd int64 values and signs for consecutive numbers, by two rounds of a multiplicative hash."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)
@@ -97,13 +97,13 @@ def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """[n] integers with the size and the bits of the elements."""
+    """Reinterpret the elements [n] as integers of the same size."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(integers[flat.element_size()])
 
 
 def norm_of(row: Sequence[int]) -> float:
-    """The norm stored in a sketch."""
+    """Return the norm stored in a sketch."""
     return _floats(row)[0]
 
 

@@ -1,8 +1,8 @@
-"""Recording of a rank's passes of one step as sketches, in the order in which it computes them.
+"""Recording of a rank's passes of one step, as sketches in order of computation.
 
-It records module outputs, operands and results of messages among the ranks of a replica, gradients in the last
-micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. There are
-no hooks outside of audited steps, and nothing waits for the device before `rows`.
+The tape holds module outputs, operands and results of messages between the ranks of a replica, gradients of the last
+micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. Steps
+without an audit have no hooks, and no call before `rows` synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron.training.foreign import replaced
 from megatron.training.run import TrainingRun
 
 REPLICA_AXES = ("tp", "cp", "pp", "ep", "expt_tp", "expt_tp_ep", "tp_cp", "mp", "expt_mp", "embd", *LANES)
-"""Groups whose ranks work on the same part of a step."""
+"""Groups whose ranks process the same micro-batches."""
 
 DATA_AXES = ("dp", "dp_cp", "expt_dp", "stage", "world")
-"""Groups that sum over several parts."""
+"""Groups that reduce over different micro-batches."""
 
 COLLECTIVES = (
     "all_reduce",
@@ -53,7 +53,7 @@ Wait = Callable[Concatenate[dist.Work, P], bool]
 
 
 class Entry(NamedTuple):
-    """A single recording."""
+    """Description of a recorded tensor."""
 
     kind: str
     label: str
@@ -61,12 +61,12 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """Recordings of one rank's passes of a step."""
+    """Recorded tensors of one rank's passes of a step."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before their reduction, by parameter, because the order of reductions may change."""
+        """Sketches of gradients before their reduction, by parameter, since the order of reductions may change."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -79,8 +79,8 @@ class Tape:
         self.sketches.append(sketch_of(value))
 
     def rows(self) -> tuple[list[Entry], Tensor]:
-        """Return all recordings, those of buckets last, and [n, 1 + COLUMNS] int64 on the host: a checksum of the kind
-        and label, and the sketch."""
+        """Return all entries, with gradients of buckets last, and their rows [n, 1 + COLUMNS] int64 on the host. A row
+        consists of a checksum of the kind and label, and the sketch."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()
@@ -89,7 +89,7 @@ class Tape:
 
     @contextmanager
     def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
-        """Record the passes of a step within the block. Gradients are recorded in the last of its micro-batches, when
+        """Record the passes of a step within the `with` block. Gradients are recorded in the last micro-batch, when
         they are complete."""
         self._microbatches = microbatches
         with ExitStack() as stack:
@@ -108,7 +108,7 @@ class Tape:
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        """Record only within actions: reductions at the end of a step belong to data-parallel shards, which peers do
+        """Record only within actions. Reductions at the end of a step belong to data-parallel shards, which peers do
         not share."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
@@ -151,8 +151,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Record the operands of a message, and return the function that records its result; None if the message does
-        not count."""
+        """Record the operands of a message, and return the function that records its result. Returns None if the
+        message is not recorded."""
         if not self._recording:
             return None
         self._count += 1
@@ -168,8 +168,8 @@ class Tape:
 
 
 def modules_of(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
-    """(name in the whole model, module) for this rank's stages: modules without submodules or with parameters of their
-    own, and the last stage, whose output is the loss."""
+    """Yield (name in the whole model, module) for this rank's stages: modules without submodules, modules with
+    parameters of their own, and the last stage, whose output is the loss."""
     for stage, model in run.stages.items():
         for name, module in model.named_modules():
             inner = next(module.children(), None)
@@ -202,7 +202,7 @@ class Taps:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Record until the end of the block."""
+        """Record until the end of the `with` block."""
         there = [name for name in COLLECTIVES if hasattr(dist, name)]
         taps = {name: self._collective(name, getattr(dist, name)) for name in there}
         messages = {name: self._message(name, getattr(dist, name)) for name in ("isend", "irecv")}
@@ -220,8 +220,7 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrapper for a collective. Its first argument is the result and its second the operand, or one argument is
-        both."""
+        """Wrap a collective. Its first argument is the result and its second the operand, or one argument is both."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:

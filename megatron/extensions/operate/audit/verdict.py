@@ -1,11 +1,11 @@
-"""Verdict of an audit: the rank to which a difference between two computations of a step points. This module does not
-import torch.
+"""Verdict of an audit: which rank caused a difference between two computations of a step. This module does not import
+torch.
 
-For one step of its replica, each rank has its own recording, the recording of its peer in another replica, and, if the
-two differ, its own second recording. A rank is the source of a difference if its computed values are the first to
-differ, or if its received values differ although everything that the other ranks sent is equal. All other differences
-follow from wrong inputs. The third recording shows whether the rank or its peer erred. A rank that errs always does so
-in its own part and in the part that it computes as a peer, and so gets two votes.
+Each rank compares its own recording of a step with its peer's recording of the same work. If the two differ, the rank
+records the work a second time. A rank is the source of a difference if its computed values are the first to differ, or
+if its received values differ although the other ranks sent equal values. All other differences follow from wrong
+inputs. The third recording shows whether the rank or its peer erred. A rank with a permanent fault errs both in its own
+part and in the part that it computes as a peer, and so gets two votes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ LOSS = "loss"
 CAUSES = {
     WEIGHT: "the weights differ before the step",
     OUTPUT: "the output differs though the inputs are equal",
-    SENT: "a value that was sent differs though the inputs are equal: a matrix product or memory",
-    RECEIVED: "the message differs though all that was sent is equal",
-    GRADIENT: "the gradient differs though the inputs are equal: a matrix product or memory",
+    SENT: "a sent value differs though the inputs are equal: faulty matrix product or memory",
+    RECEIVED: "the received message differs though all ranks sent equal values",
+    GRADIENT: "the gradient differs though the inputs are equal: faulty matrix product or memory",
     BUCKET: "the gradient has changed in memory between its computation and the reduction",
-    REDUCED: "the sum over ranks differs though its terms are equal: a message or memory",
+    REDUCED: "the sum over ranks differs though its terms are equal: faulty message or memory",
     LOSS: "the loss differs though the inputs are equal",
 }
-"""Kind of a recording -> the meaning of a difference that appears there first."""
+"""Explanation of a first difference, by kind of the recorded tensor."""
 
 CHANGED = "the weight has changed in memory since its update"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First recording of a rank that differs from its peer's."""
+    """First recorded tensor of a rank that differs from its peer's."""
 
     kind: str
     label: str
     """Name of the tensor, such as `decoder.layers.0.mlp.linear_fc1.weight`."""
 
     relative: float
-    """Norm of the difference divided by the norm."""
+    """Norm of the difference, divided by the norm of the tensor."""
 
     key: str = ""
     """Key of a message, which is the same on all ranks that take part in it."""
@@ -61,12 +61,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of a rank."""
+    """Comparison results of one rank."""
 
     rank: int
     host: str
     peer: int
-    """The rank that has computed its part a second time."""
+    """Rank that computed this rank's part a second time."""
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
@@ -81,10 +81,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Finding:
-    """A disagreement, with the ranks to which it points."""
+    """A disagreement, and the ranks that may have caused it."""
 
     ranks: tuple[int, ...]
-    """Named ranks: one, or several if the recordings do not decide between them."""
+    """Suspected ranks: one, or several if the recordings do not decide between them."""
 
     hosts: tuple[str, ...]
     kind: str
@@ -94,11 +94,11 @@ class Finding:
 
     @property
     def damages_state(self) -> bool:
-        """True if the next step would begin with wrong weights too."""
+        """True if the next step would also begin with wrong weights."""
         return self.kind == WEIGHT
 
     def line(self, iteration: int) -> str:
-        """Text for the log."""
+        """Return the finding as a log line."""
         who = " or ".join(f"rank {rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
         return (
             f"audit of iteration {iteration}: {who} disagrees: first {self.kind} {self.tensor}, relative difference "
@@ -107,7 +107,7 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Return the ranks to which the reports of all ranks, in rank order, point; None if nothing differs."""
+    """Return the finding that follows from the reports of all ranks, in rank order; None if nothing differs."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
     sources = [each for each in reports if _is_source(each, reports)]
@@ -123,7 +123,7 @@ def decide(reports: Sequence[Report]) -> Finding | None:
 
 
 def _is_source(report: Report, reports: Sequence[Report]) -> bool:
-    """Return True if a difference began on this rank."""
+    """Return True if this rank caused a difference."""
     first = report.first
     if first is None:
         return False
@@ -131,7 +131,7 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
-    """Return the rank to which most differences point. Among equals, a rank whose recordings differ from each other is
+    """Return the rank to which most differences point. On a tie, a rank whose own two recordings differ is
     preferred."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
@@ -160,9 +160,12 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """Return the number of data-parallel ranks by which the parts of a step are shifted, so that each rank gets the
-    part of another rank with the same weights and experts; None if there is none. `groups` are the data-parallel
-    groups; `experts` are the expert-parallel groups, with one expert each at the same position."""
+    """Return the offset in data-parallel ranks at which each rank finds a peer with the same weights and experts.
+    Return None if there is no such offset.
+
+    Args:
+        groups: The data-parallel groups.
+        experts: The expert-parallel groups. Ranks at the same position of two groups hold the same experts."""
     place = {rank: number for ranks in experts for number, rank in enumerate(ranks)}
     size = len(groups[0])
     for shift in range(1, size):

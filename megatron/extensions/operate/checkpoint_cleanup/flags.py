@@ -18,7 +18,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     training = config.training
     validates = metric != "lm_loss"
     if metric and metric not in (known := _metrics(config)):
-        yield Problem("--save-retain-best", metric, "is no metric of this run", f"use {' or '.join(known)}")
+        yield Problem("--save-retain-best", metric, "is not a metric of this run", f"use {' or '.join(known)}")
         return
     name = "--eval-interval" if validates else "--log-interval"
     measured = training.eval_interval if validates else config.logging.log_interval
@@ -44,10 +44,10 @@ class RetentionFlags:
 
 
 def _metrics(config: RunConfig) -> list[str]:
-    """Metrics by which checkpoints of a run can be chosen."""
+    """Return the metrics by which checkpoints of a run can be chosen."""
     try:
         names = list(config.data.named_sets)
-    except ValueError:  # that another rule reports
+    except ValueError:  # another rule reports these
         names = []
     return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: the choice of which to keep, decided from integers, and the deletion of the others."""
+"""Retention of checkpoints: the pure choice of the checkpoints to keep, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.training.hooks import Callback
 
 BEST = "best"
-"""Link in the --save folder to the checkpoint that --save-retain-best keeps."""
+"""Name of the link in the --save folder to the checkpoint that --save-retain-best keeps."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
-"""Error numbers of symbolic links on file systems that lack them, and on Windows without the privilege."""
+"""Error numbers for symbolic links on file systems that do not support them, and on Windows without the privilege."""
 
 
 def to_delete(
     rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Return the iterations to delete after `newest` was saved: those that no rule keeps. If several are equally good,
-    the earliest is kept.
+    """Return the iterations to delete after `newest` was saved, which are those that no rule keeps. Of several equally
+    good ones, the earliest is kept.
 
     `scores` maps every saved iteration to its metric, or to None if it was not measured. Iterations in `held` are kept,
-    and so are those above `newest`, which another branch of the run may need.
+    and so are iterations above `newest`, which another branch of the run may need.
     """
     own = sorted(iteration for iteration in scores if iteration <= newest)
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
@@ -47,9 +47,9 @@ def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
 
 
 def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-    """Delete the checkpoints that no rule keeps, after `newest` is complete. Called on one rank.
+    """Delete the checkpoints that no rule keeps, after `newest` is complete. Call it on one rank.
 
-    Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden before its files are
+    Folders in `held` and anything that is not a complete checkpoint are kept. A folder is hidden before its files are
     removed. Raises OSError.
     """
     storage = storage_of(root)
@@ -71,8 +71,8 @@ class Retention(Callback):
 
 
 def _link(link: PurePath, target: str) -> None:
-    """Point `link` to `target` by one rename, unless it exists and is not a link. Writes the name to a text file,
-    `link` with the suffix .txt, if the storage does not support links. Raises OSError."""
+    """Point `link` to `target` with a single rename, unless `link` exists and is not a link. If the storage does not
+    support links, write the name to a text file, `link` with the suffix .txt. Raises OSError."""
     if not isinstance(link, Path):
         storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
         return
@@ -91,8 +91,8 @@ def _link(link: PurePath, target: str) -> None:
 
 
 def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
-    """Metric of each checkpoint; None if it was not measured, or was measured on other validation data than that of
-    `newest`'s phase."""
+    """Return the metric of each checkpoint; None if it was not measured, or was measured on other validation data than
+    the data of `newest`'s phase."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
     data = _validation_data(payloads.get(newest, {}))
     return {

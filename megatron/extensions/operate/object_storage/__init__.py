@@ -2,6 +2,7 @@
 
 Flags: --storage-retry-seconds, --storage-timeout-seconds, --storage-part-megabytes, --storage-bandwidth-megabytes;
 --storage-cache, --storage-cache-gigabytes, --storage-read-ahead-megabytes; --save-local, --save-local-interval,
---save-local-keep. Read `fsspec_storage.py`, then `s3_requests.py`; for data sets, `block_cache.py` and `read_ahead.py`;
-for local checkpoints that are uploaded, `two_tiers.py`. Needs the extra [remote], or the fsspec package for the scheme.
+--save-local-keep. Read `fsspec_storage.py`, then `s3_requests.py`. `block_cache.py` and `read_ahead.py` are for data
+sets, and `two_tiers.py` uploads local checkpoints. URLs need the extra [remote], or the fsspec package for their
+scheme.
 """

@@ -1,15 +1,15 @@
-"""Checkpoints of which no two attempts to write them share an object. No torch.
+"""Checkpoints in object storage, written in attempts that share no objects. This module does not import torch.
 
-A store may carry out a request long after the process that sent it has died, or after the same process has sent it
-again. So each attempt to write the checkpoint `iter_0000100` has a folder of its own in it, such as
-`iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the checkpoint.
-It is written when an attempt begins and again when it is complete, each time on condition that nobody else has changed
-it: its first line is the published attempt, its second the one that has begun. A late write of an earlier attempt then
-reaches a folder that nothing names, or is refused, and the next process that saves removes it.
+A store may execute a request long after the process that sent it has died, or after that process has sent it again.
+Therefore each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
+`iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the valid
+checkpoint in its first line, and the attempt that has begun in its second. It is written when an attempt begins and
+when it is complete, each time on condition that nobody else has changed it. A late write of an earlier attempt is then
+refused, or reaches a folder that nothing refers to, which the next saving process removes.
 
-Readers name files as on a disk: `iter_0000100/metadata.json` is read from the folder of the published attempt. Folders
-that other programs read, such as Hugging Face exports, have no attempts: they hold `.unfinished` until they are whole,
-and so do checkpoints of earlier versions of this program.
+Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
+attempt. Folders that other programs read, such as Hugging Face exports, have no attempts. They contain `.unfinished`
+until they are complete, as do checkpoints of earlier versions of this program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStor
 PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
 CLAIMS = 3
-"""Times that a process tries to begin an attempt while others are published."""
+"""Number of tries to begin an attempt while other attempts are being published."""
 
 CHECKPOINT = re.compile(r"iter_\d+")
 """Names of folders that may have attempts."""
@@ -37,7 +37,7 @@ class Begun(NamedTuple):
 
     folder: PurePath
     mark: bytes
-    """Content of `PUBLISHED` since the attempt began."""
+    """Content of `PUBLISHED` that the attempt has written at its begin."""
 
 
 class AttemptStorage(FsspecStorage):
@@ -46,7 +46,7 @@ class AttemptStorage(FsspecStorage):
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
         self._current: dict[PurePath, str] = {}
-        """Folder of a checkpoint -> its published attempt; empty: it has none."""
+        """Published attempt by checkpoint folder; empty if there is none."""
 
         self._begun: dict[PurePath, Begun] = {}
         self._cleaned = set[PurePath]()
@@ -68,7 +68,7 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """In the process that has begun the folder."""
+        """Return the folder to write to, in the process that has begun the checkpoint."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
@@ -85,7 +85,7 @@ class AttemptStorage(FsspecStorage):
         self._abort_uploads(final)
 
     def _claim(self, final: PurePath, folder: PurePath) -> Begun:
-        """Begin an attempt. No earlier one can be published from now on."""
+        """Begin an attempt. From now on, no earlier attempt can be published."""
         for left in range(CLAIMS - 1, -1, -1):
             before = self.content(final / PUBLISHED)
             self._current[final] = _published(before)
@@ -106,7 +106,7 @@ class AttemptStorage(FsspecStorage):
         self.replace(final / PUBLISHED, f"{attempt.name}\n".encode(), mark)
         del self._begun[final]
         self._current[final] = attempt.name
-        with suppress(OSError):  # what it replaces costs space, and the next process removes it
+        with suppress(OSError):  # a replaced attempt only costs space, and the next process removes it
             self._remove_others(final, attempt.name)
 
     def finished(self, final: PurePath) -> bool:
@@ -136,7 +136,7 @@ class AttemptStorage(FsspecStorage):
         super().withdraw(final)
 
     def _clean(self, checkpoint: PurePath) -> None:
-        """Removes what killed writers have left, of a published checkpoint once in a process."""
+        """Remove remains of killed writers. For a published checkpoint, do so once per process."""
         if not self.finished(checkpoint):
             self.withdraw(checkpoint)
         elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):
@@ -156,20 +156,21 @@ class AttemptStorage(FsspecStorage):
         return super()._place(path)
 
     def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
-        """Name of the published attempt; empty if there is none. `again`: asks the store, as it may be another one."""
+        """Return the name of the published attempt; empty if there is none. With `again`, query the store instead of
+        the cache."""
         if again or checkpoint not in self._current:
             self._current[checkpoint] = _published(self.content(checkpoint / PUBLISHED))
         return self._current[checkpoint]
 
     def _has_moved(self, path: PurePath) -> bool:
-        """Return whether another attempt was published since this process has read the folder of a file."""
+        """Return True if another attempt was published since this process has read the file's folder."""
         if not _may_be_of_an_attempt(path):
             return False
         return self._attempt(path.parent) != self._attempt(path.parent, again=True)
 
 
 def _published(content: bytes | None) -> str:
-    """The attempt that `PUBLISHED` names; empty if there is none."""
+    """Parse the published attempt from `PUBLISHED`; empty if there is none."""
     text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
     return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 

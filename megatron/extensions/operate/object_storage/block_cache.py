@@ -1,9 +1,9 @@
 """Cache of blocks of stored files on the local disk, for all processes of a host. This module does not import torch.
 
-A cache file has one block of a stored file, with its checksum, so that a block that a power cut or the disk has damaged
-is fetched again. Its folder is named by an identifier of the stored file's content. The processes of a host share the
+A cache file contains one block of a stored file and its checksum, so that a block damaged by a power cut or the disk is
+fetched again. Its folder is named after an identifier of the stored file's content. The processes of a host share the
 folder: a lock for each block lets only one of them fetch it. Another lock guards the count of all bytes, and the least
-recently used blocks are deleted before it exceeds the limit. If the disk is full, blocks are not kept.
+recently used blocks are deleted before it exceeds the limit. If the disk is full, blocks are not cached.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron.core.fsync import whole_file
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_STORAGE_CACHE"
-"""Environment variable with the cache folder of a process that has no flag for it."""
+"""Environment variable with the cache folder, for processes without the flag."""
 
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
-"""Number of blocks from which a read bypasses the cache: it is probably one of many sequential reads, which are not
-repeated soon."""
+"""Number of blocks from which a read bypasses the cache. Such a read is probably one of many sequential reads, which
+are not repeated soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4
 
 
 class Stored(NamedTuple):
-    """A stored file whose content does not change."""
+    """Stored file whose content does not change."""
 
     name: str
     identity: str
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
     size: int
     fetch: Callable[[int, int], bytes]
-    """(start, length) -> bytes. Raises OSError."""
+    """Function that reads `length` bytes from `start`. Raises OSError."""
 
     @property
     def key(self) -> str:
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
 
 def default_folder() -> Path:
-    """Folder given by the environment, or one for this user under the folder of temporary files."""
+    """Return the cache folder from the environment, or by default one for this user in the temporary folder."""
     return Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir()) / f"megatron-storage-{os.getuid()}")
 
 
@@ -72,8 +72,8 @@ class BlockCache:
     """True if checkpoint files are read through the cache."""
 
     def block_bytes(self, stored: Stored) -> int:
-        """Size of the blocks of a file: small if the file does not fit into the cache, because then most of a block
-        would be deleted before it is used."""
+        """Return the block size for a file. Blocks are small if the file does not fit into the cache, because most of a
+        large block would be deleted before it is used."""
         fewest = 1 << (max(1, self.limit // MOST_BLOCKS) - 1).bit_length()
         return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
 
@@ -89,7 +89,7 @@ class BlockCache:
         return b"".join(blocks)
 
     def block(self, stored: Stored, number: int) -> bytes:
-        """Return a block, which is kept from now on."""
+        """Return a block, and keep it in the cache."""
         size, path = self.block_bytes(stored), self._path(stored, number)
         if (found := _intact(path)) is not None:
             return found
@@ -100,8 +100,8 @@ class BlockCache:
         return found
 
     def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
-        """Like `read`, for long reads of a file that other processes of the host read as well: missing blocks are
-        fetched together and kept. Only one process at a time reads a part of `PIECE` bytes."""
+        """Read a long range that other processes of the host read as well. Unlike `read`, fetch missing blocks together
+        and keep them. Only one process at a time reads a part of `PIECE` bytes."""
         end, parts = min(start + length, stored.size), list[bytes]()
         while start < end:
             number = start // PIECE
@@ -128,7 +128,7 @@ class BlockCache:
         return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
-        """Return a copy of a whole file, which is kept until someone deletes it, and does not count towards the
+        """Return a local copy of a whole file. The copy is never deleted automatically, and does not count towards the
         limit."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
@@ -139,7 +139,7 @@ class BlockCache:
         return path
 
     def bytes_kept(self) -> int:
-        """Count the bytes of all blocks by looking at each."""
+        """Count the bytes of all blocks on the disk."""
         return sum(size for _, size, _ in self._blocks())
 
     def _keep(self, path: Path, data: bytes) -> None:
@@ -156,7 +156,7 @@ class BlockCache:
             _warn_once(self.folder, str(error))
 
     def _reserve(self, nbytes: int) -> None:
-        """Count bytes that are about to be written, and delete others if there are too many."""
+        """Reserve space for bytes that are about to be written, and delete old blocks if the limit is exceeded."""
         with self._locked("count"):
             counter = self.folder / "count"
             try:
@@ -180,8 +180,7 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """(time of the last use, bytes, path) of each block, also of those that a killed process has left
-        incomplete."""
+        """Yield (time of the last use, bytes, path) for each block, including incomplete blocks of killed processes."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:
@@ -191,8 +190,8 @@ class BlockCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock of the folder, if its file system supports locks. It is released when the process ends, at the
-        latest."""
+        """Hold a lock of the folder, if its file system supports locks. The end of the process also releases the
+        lock."""
         folder = self.folder / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -224,14 +223,14 @@ def _intact(path: Path) -> bytes | None:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of each run of consecutive ascending numbers."""
+    """Yield (first, end) for each run of consecutive ascending numbers."""
     for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
         members = [number for _, number in run]
         yield members[0], members[-1] + 1
 
 
 def _download(stored: Stored, path: Path) -> None:
-    """Fetch a file in pieces, several at once."""
+    """Fetch a file in parallel pieces."""
     with open(path, "wb") as file, ThreadPoolExecutor(4, "download") as pool:
         file.truncate(stored.size)
 
@@ -252,4 +251,4 @@ def _warn_once(folder: Path, why: str) -> None:
 
 
 CACHE = BlockCache()
-"""The cache of this process, which the flags of a run configure."""
+"""Cache of this process, configured by the flags of a run."""

@@ -16,28 +16,27 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class ObjectStorageFlags:
     storage_retry_seconds: float = flag(300.0, above=0)
-    """Seconds for which a failed request to object storage is repeated, with growing pauses."""
+    """Seconds for which a failed request to object storage is retried, with increasing delays."""
 
     storage_timeout_seconds: float = flag(60.0, above=0)
-    """Seconds after which an unanswered request to object storage counts as failed."""
+    """Timeout in seconds of a request to object storage."""
 
     storage_part_megabytes: int = flag(16, at_least=5)
-    """Size of upload parts in MiB. A rank holds up to five of them in memory."""
+    """Part size of multipart uploads in MiB. A rank holds up to five parts in memory."""
 
     storage_bandwidth_megabytes: float | None = flag(None, above=0)
-    """Limit of each rank's uploads and downloads together, in MB/s."""
+    """Bandwidth limit of each rank for uploads and downloads together, in MB/s."""
 
     storage_cache: str | None = flag(None, path="local", writes="folder")
     """Folder on the local disk that caches data and checkpoints read from object storage, for all ranks of a host. By
-    default only data is cached, in the folder given by the variable MEGATRON_STORAGE_CACHE, or in a folder of the user
-    under TMPDIR."""
+    default only data is cached, in the folder that the environment variable MEGATRON_STORAGE_CACHE names, or in a
+    folder of the user under TMPDIR."""
 
     storage_cache_gigabytes: float = flag(32.0, above=0)
-    """Limit for the size of that folder, in GB. Data set indices do not count towards it."""
+    """Size limit of the --storage-cache folder, in GB. Data set indices do not count towards it."""
 
     storage_read_ahead_megabytes: int = flag(256, at_least=0)
-    """Amount of data that a rank fetches from object storage ahead of the step, in MB; 0 fetches data when it is
-    needed."""
+    """Amount of data in MB that each rank prefetches from object storage. 0 fetches data when it is needed."""
 
 
 def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -51,8 +50,9 @@ def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class LocalSaveFlags:
     save_local: str | None = flag(None, path="local", writes="folder", no_effect_without="--save")
-    """Folder on a fast file system that all ranks reach: checkpoints are saved there, and those of --save-interval are
-    uploaded to --save in the background. --load with the same URL takes the newest complete checkpoint from either."""
+    """Folder on a fast file system that all ranks share. Checkpoints are saved there, and those of --save-interval are
+    uploaded to --save in the background. --load with the same URL loads the newest complete checkpoint from either
+    place."""
 
     save_local_interval: int | None = flag(None, above=0, no_effect_without="--save-local")
     """Iterations between checkpoints in --save-local; default: --save-interval."""
@@ -62,11 +62,11 @@ class LocalSaveFlags:
 
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "ossfs", "hdfs", "webhdfs", "r2")
-"""Schemes of fsspec stores that hold files for several hosts."""
+"""Schemes of fsspec stores that several hosts can share."""
 
 
 def is_remote(config: RunConfig) -> bool:
-    """Return True if a run saves to object storage, or loads or reads data from it."""
+    """Return True if a run saves to object storage, or loads a checkpoint or reads data from it."""
     return any(map(is_url, (config.checkpoint.save, config.checkpoint.load))) or reads_data(config)
 
 
@@ -79,7 +79,7 @@ def reads_data(config: RunConfig) -> bool:
 
 
 def is_url(path: str | None) -> bool:
-    """Return True if a path is in object storage; a prefix such as datasets: names who reads it."""
+    """Return True if a path is in object storage. A prefix such as datasets: names the reader."""
     return path is not None and "://" in path and path.partition("://")[0].rpartition(":")[2] in SCHEMES
 
 

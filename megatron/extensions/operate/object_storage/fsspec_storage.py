@@ -1,13 +1,13 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
 Writing follows the protocol of `Storage`: a folder contains `.unfinished` until everything else is written, the
-manifest last. So nothing relies on renames, and a folder whose upload was interrupted is never visible. Each request
-has a time limit and is repeated for a while (`limits`). Credentials come from the environment, or from the files of the
-store's own programs.
+manifest last. Nothing relies on renames, and a folder with an interrupted upload is never visible. Each request has a
+time limit and is retried for a while (`limits`). Credentials come from the environment, or from the configuration files
+of the store's own programs.
 
 On S3, objects are uploaded in parts from memory, and replaced only on condition that no other process has changed them
-(`s3_requests`). On other stores, each object is uploaded from a temporary file, and a new object is created on that
-condition if the fsspec package supports it.
+(`s3_requests`). On other stores, each object is uploaded from a temporary file. Replacement is conditional only if the
+fsspec package supports it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "r2")
 
 SMALLEST_COPY = 5 << 20
-"""Size in bytes from which S3 can make an object the first part of a new one."""
+"""Smallest size in bytes at which S3 can copy an object as the first part of a new one."""
 
 
 class FsspecStorage(Storage):
@@ -91,23 +91,23 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             raise
         except OSError:
-            if start and start >= (self.size(path) or 0):  # stores refuse a range beyond the end
+            if start and start >= (self.size(path) or 0):  # stores refuse a range that begins after the end
                 return b""
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
         """Read through the cache of the host. On S3, raises FileExistsError if the file has been replaced since the
-        process began to read it; on other stores it must not be replaced."""
+        process began to read it. On other stores, the file must not be replaced."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Read checkpoint tensors through the cache of the host, if a flag gives its folder."""
+        """Read checkpoint tensors, through the cache of the host if --storage-cache is given."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
-        self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced it
+        self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced this one
         stored = self.unchanging(path)
         read = partial(CACHE.read_kept, stored)
         return cast("IO[bytes]", RangedFile(read, stored.size, ranges, self.read_ahead))
@@ -133,7 +133,7 @@ class FsspecStorage(Storage):
         """Read a range. On S3, `tag` is the ETag that the object must still have."""
         data = self.read(path, start, length) if tag is None else self._read_tagged(path, tag, start, length)
         if len(data) != length:
-            raise OSError(f"{path}: bytes {start} to {start + length} were asked for, and {len(data)} came")
+            raise OSError(f"{path}: requested bytes {start} to {start + length}, received {len(data)}")
         return data
 
     def _read_tagged(self, path: PurePath, tag: str, start: int, length: int) -> bytes:
@@ -164,13 +164,13 @@ class FsspecStorage(Storage):
         self._remove(path, self._place(path))
 
     def _remove(self, path: PurePath, place: str) -> None:
-        """Removes what is at `place`, which messages call `path`."""
+        """Remove the object or folder at `place`, which messages call `path`."""
 
         def removed(attempt: int) -> None:
             try:
                 self._remove_all(place)
             except FileNotFoundError:
-                if not attempt:  # otherwise an earlier attempt has removed it
+                if not attempt:  # otherwise an earlier request has removed it
                     raise
 
         LIMITS.tried(path, removed)
@@ -194,7 +194,8 @@ class FsspecStorage(Storage):
         return cast("IO[bytes]", _Spooled(partial(self._put_file, path)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """On S3 the store copies the old content of a large object; elsewhere it is read and written again."""
+        """Append to an object. On S3, the store copies the old content of a large object; elsewhere it is read and
+        written again."""
         old = self.size(path) or 0
         if self._s3 is None or old < SMALLEST_COPY:
             super().append(path, data)
@@ -232,26 +233,28 @@ class FsspecStorage(Storage):
             self._tell_of_races(path)
             super().replace(path, data, expected)
             return
-        if not done and self.content(path) != data:  # equal: written by an earlier attempt whose answer was lost
+        if (
+            not done and self.content(path) != data
+        ):  # equal content was written by an earlier request whose answer was lost
             raise FileExistsError(f"{path} was changed by another writer")
 
     def _tell_of_races(self, path: PurePath) -> None:
         """Report once that the store has no conditional writes."""
         if not self._told:
             self._told = True
-            rule = "this store replaces an object whoever has changed it, so it is read and compared before"
-            remedy = "start runs that save to one URL one after another"
+            rule = "this store has no conditional writes, so an object is read and compared before it is replaced"
+            remedy = "do not run two processes that save to one URL at the same time"
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
-        """Also deletes the parts of interrupted uploads."""
+        """Begin to write a folder, and delete the parts of interrupted uploads."""
         super().begin(final, keeps_names)
         self._abort_uploads(final)
 
     def _abort_uploads(self, final: PurePath) -> None:
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
-            with suppress(OSError):  # they cost space, but do no other harm
+            with suppress(OSError):  # remaining parts only cost space
                 LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
 
     def _put_file(self, path: PurePath, file: str) -> None:
@@ -283,7 +286,7 @@ class FsspecStorage(Storage):
 
 
 def connected(scheme: str) -> AbstractFileSystem:
-    """fsspec file system for a scheme, without caches and retries of its own."""
+    """Return the fsspec file system for a scheme, without its own caches and retries."""
     import fsspec  # an extra
 
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -315,7 +318,7 @@ class _Spooled(io.FileIO):
             os.unlink(self._path)
 
     def discard(self) -> None:
-        """Close the file without uploading it. A file that is never closed is never uploaded."""
+        """Close the file without uploading it. A file that is never closed is not uploaded either."""
         super().close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -16,8 +16,9 @@ from megatron.training.reliability.run_status import record_event
 
 
 class StorageTraffic(Callback):
-    """Record the event `storage` after each save: bytes that rank 0 has read and written since the run started, the
-    number of requests that it repeated, the seconds of its requests, and the peak memory of its multipart uploads."""
+    """Record the event `storage` after each save: the bytes that rank 0 has read and written since the start of the
+    run, the number of retries, the duration of its requests in seconds, and the peak memory of its multipart
+    uploads."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Limits for this process's requests to object storage, and its traffic. This module does not import torch."""
+"""Limits on this process's requests to object storage, and traffic counts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Seconds for which requests are repeated if none has succeeded yet: the URL may be wrong."""
+"""Seconds for which requests are retried if none has succeeded yet, since the URL may be wrong."""
 
 LONGEST_PAUSE = 15.0
 
@@ -26,30 +26,30 @@ FINAL = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ValueError, TypeError, NotImplementedError, ImportError),
 )
-"""Errors that another attempt would not avoid."""
+"""Permanent errors, which are not retried."""
 
 FINAL_NAMES = (
     "NoCredentialsError",
     "PartialCredentialsError",
     "ProfileNotFound",
     "InvalidRegionError",
-    "ParamValidationError",  # a name that no bucket can have
+    "ParamValidationError",  # an invalid bucket name
 )
-"""Names of such errors in botocore."""
+"""Names of permanent errors in botocore."""
 
 FINAL_STATUS = (401, 403, 404, 405, 411, 412, 416, 501)
-"""HTTP statuses that another attempt would not change."""
+"""HTTP statuses of permanent errors."""
 
 
 @dataclass
 class Traffic:
-    """Bytes moved and requests repeated by this process."""
+    """Bytes transferred and requests retried by this process."""
 
     read: int = 0
     written: int = 0
     repeated: int = 0
     seconds: float = 0.0
-    """Seconds in requests, summed over threads."""
+    """Duration of all requests in seconds, summed over threads."""
 
     upload_memory: int = 0
     """Peak memory of multipart uploads, in bytes."""
@@ -57,30 +57,30 @@ class Traffic:
 
 @dataclass
 class Limits:
-    """Limits of the process. All methods may be called from several threads."""
+    """Limits on the requests of a process. All methods may be called from several threads."""
 
     retry_seconds: float = 300.0
     timeout_seconds: float = 60.0
     part_bytes: int = 16 << 20
     bytes_per_second: float = inf
     slowest: float = 1e5
-    """Bytes per second below which a request with a body is taken as lost."""
+    """Rate in bytes per second below which a request with a body is considered lost."""
 
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
     """True if a request has succeeded."""
 
     _held: int = 0
-    """Bytes of multipart uploads that are in memory now."""
+    """Bytes of multipart uploads in memory."""
 
     _free: float = 0.0
-    """`time.monotonic()` at which bandwidth is available again."""
+    """Time (`time.monotonic()`) at which bandwidth is available again."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def within(self, fs: AbstractFileSystem, nbytes: int) -> dict[str, float]:
-        """Argument of fsspec that ends a request with a body of this many bytes. Its packages limit the time without an
-        answer, but not the time for which a store does not read the body."""
+        """Return the fsspec arguments that limit the duration of a request with a body of this size. Without them, its
+        packages limit the time without an answer, but not the time during which a store does not read the body."""
         return {"timeout": self.timeout_seconds + nbytes / self.slowest} if fs.async_impl else {}
 
     def move(self, nbytes: int) -> None:
@@ -93,7 +93,7 @@ class Limits:
         time.sleep(max(0.0, begins - time.monotonic()))
 
     def count(self, read: int = 0, written: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
-        """Add to the traffic."""
+        """Add to the traffic counts."""
         with self._lock:
             self.traffic.read += read
             self.traffic.written += written
@@ -101,18 +101,18 @@ class Limits:
             self.traffic.seconds += seconds
 
     def hold(self, nbytes: int) -> None:
-        """Add bytes of an upload to the count of bytes in memory; negative numbers subtract."""
+        """Add to the count of upload bytes in memory. `nbytes` may be negative."""
         with self._lock:
             self._held += nbytes
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
 
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
-        """Make a request. If it fails, repeat it after a growing pause until `retry_seconds` have passed.
+        """Make a request. If it fails, retry it with increasing delays until `retry_seconds` have passed.
 
-        `request` is called with the number of its attempt, from 0: an earlier attempt may have succeeded without an
-        answer. Raises OSError with `what` and the last reason, without credentials; an error that another attempt would
-        not avoid is raised immediately. Only the time for which the store had to answer counts, and at least two
-        attempts are made, because the process may have been stopped for longer.
+        `request` is called with the number of the attempt, from 0, since an earlier attempt may have succeeded although
+        its answer was lost. Raises OSError with `what` and the last reason, without credentials. A permanent error is
+        raised immediately. Only time during which the store could answer counts, and at least two attempts are made,
+        because the process may have been suspended for longer.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0
@@ -140,12 +140,13 @@ class Limits:
 
 
 def is_final(error: Exception) -> bool:
-    """Return True if another attempt would fail as well."""
+    """Return True if an error is permanent, so that a retry would fail too."""
     return isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES or _answer(error)[1] in FINAL_STATUS
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Code and status of the store's answer in a botocore error; an empty code and 0 if there is none."""
+    """Return the code and the status of the store's answer in a botocore error; an empty code and 0 if there is no
+    answer."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return "", 0
@@ -154,7 +155,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def as_os_error(what: object, error: Exception) -> OSError:
-    """Convert the error to an OSError of the same class, without credentials."""
+    """Convert an error to an OSError of the same kind, without credentials."""
     if isinstance(error, ImportError):
         return OSError(f"{what}: {error}; pip install 'paritrain[remote]', or fsspec's package for this scheme")
     kind = next((kind for kind in FINAL[:5] if isinstance(error, kind)), OSError)
@@ -167,4 +168,4 @@ def _told(error: Exception) -> str:
 
 
 LIMITS = Limits()
-"""Limits of this process, which the flags of a run set."""
+"""Limits of this process, set by the flags of a run."""

@@ -1,7 +1,8 @@
-"""Prefetch of the next steps' samples from object storage, and a report of the time that steps wait for data.
+"""Prefetch of the samples of future steps from object storage, and a report of the time that steps wait for data.
 
-The order of samples is known in advance. A thread looks up which blocks of which files this rank's next steps read, and
-a pool fetches these into the cache of the host (`block_cache`). Steps then read from the local disk.
+The order of samples is known in advance. A thread determines which blocks of which files this rank's next steps will
+read, and a thread pool fetches these blocks into the cache of the host (`block_cache`). Steps then read from the local
+disk.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 REQUESTS = 16
-"""Blocks that a rank fetches at the same time."""
+"""Number of blocks that a rank fetches concurrently."""
 
 MOST_STEPS = 256
 
 
 class Block(NamedTuple):
-    """A block of a stored file."""
+    """Block of a stored file."""
 
     stored: Stored
     number: int
 
 
 def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
-    """Blocks in object storage from which a sample is read; none if a data set does not know its documents."""
+    """Yield the blocks in object storage from which a sample is read; none if the data set does not know its
+    documents."""
     while isinstance(dataset, SampleOrder):
         dataset, index = dataset.place(index)
     indexed = getattr(dataset, "indexed", None)
@@ -62,7 +64,7 @@ def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
 
 
 class Window:
-    """Window of steps whose samples are fetched: at most `limit` bytes of blocks beyond the current step."""
+    """Window of steps whose samples are prefetched: at most `limit` bytes of blocks beyond the current step."""
 
     def __init__(self, train: DataIterator, limit: int) -> None:
         self.train, self.limit = train, limit
@@ -81,7 +83,7 @@ class Window:
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Fetch the samples that follow the start of `step`, as if all steps had its size."""
+        """Fetch the samples from the start of `step`, assuming that all steps have the size of `step`."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -116,14 +118,14 @@ def _fetched(block: Block) -> bytes:
 
 
 class ReadAhead(Callback, Meter):
-    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time of a step for which a rank has waited
-    for samples that were not ready."""
+    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time per step that a rank waited for samples
+    that were not ready."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
-        """Seconds of `DataIterator.waited` that are in the log, and steps that are not."""
+        """Seconds of `DataIterator.waited` that have been logged, and the number of steps since the last log."""
 
         self._counted = -1
         self.window: Window | None = None
@@ -149,12 +151,12 @@ class ReadAhead(Callback, Meter):
             fetch.exception()  # the read itself reports the error
         self.train.prepare_step(first, len(self._step))
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
-        rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it in the cache"
+        rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it from the cache"
         run.say(f" data: {moved:.1f} MB read for step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
         threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
 
     def begin_step(self, step: Step) -> None:
-        if step.iteration != self._counted:  # else its passes are run again
+        if step.iteration != self._counted:  # otherwise the passes of the step are run again
             self._counted = step.iteration
             self.steps += 1
         with self._wake:
@@ -167,7 +169,7 @@ class ReadAhead(Callback, Meter):
             self._wake.notify()
 
     def take(self) -> Tensor:
-        """[seconds, steps] float64."""
+        """Return [seconds, steps], float64, and reset both."""
         waited = self.train.waited
         taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
         self.waited, self.steps = waited, 0
@@ -182,7 +184,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Move the window with the step, in a separate thread."""
+        """Move the window along with the step, in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

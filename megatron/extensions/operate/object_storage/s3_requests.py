@@ -1,4 +1,4 @@
-"""S3 requests that fsspec has no method for: multipart uploads from memory, conditional reads and writes.
+"""S3 requests without a method in fsspec: multipart uploads from memory, conditional reads and writes.
 
 This module does not import torch.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 AT_ONCE = 4
-"""Parts of an object that are uploaded at the same time."""
+"""Number of parts of an object that are uploaded concurrently."""
 
 SMALLEST_PART = 5 << 20
 
 
 STORES_TELL = ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet")
-"""Words of the stores' errors for a write whose condition does not hold."""
+"""Words that identify a failed write condition in the errors of stores."""
 
 
 def is_precondition(error: BaseException) -> bool:
@@ -37,7 +37,7 @@ def is_precondition(error: BaseException) -> bool:
 
 
 class S3(NamedTuple):
-    """Requests of one file system. `place` returns BUCKET/KEY of a path."""
+    """S3 requests of a file system. `place` returns BUCKET/KEY of a path."""
 
     fs: AbstractFileSystem
     place: Callable[[PurePath], str]
@@ -49,8 +49,8 @@ class S3(NamedTuple):
         return self.fs.call_s3(name, Bucket=bucket, Key=key, **given, **limit)
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
-        """Write an object if its content is `expected`, or, if that is None, if it does not exist. Returns False if the
-        condition does not hold."""
+        """Write an object on condition that its content is `expected`, or that it does not exist if `expected` is None.
+        Returns False if the condition does not hold."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
@@ -59,7 +59,7 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # from before the content was read, so that a write in between is noticed
+            condition = {"IfMatch": tag}  # read before the content, so that a write in between is detected
         self.call("put_object", path, Body=data, **condition)
         return True
 
@@ -77,7 +77,7 @@ class S3(NamedTuple):
         except Exception as error:
             if not is_precondition(error):
                 raise
-            raise FileExistsError("another object has replaced it since this process began to read it") from None
+            raise FileExistsError("the object has been replaced since this process began to read it") from None
 
         async def content() -> bytes:
             try:
@@ -88,7 +88,7 @@ class S3(NamedTuple):
         return bytes(sync(self.fs.loop, content, **LIMITS.within(self.fs, length)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Make a new object from a large one and the content that follows it."""
+        """Create an object from a large existing one, followed by new content."""
         upload = self.call("create_multipart_upload", path)["UploadId"]
         try:
             old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
@@ -100,12 +100,12 @@ class S3(NamedTuple):
             raise
 
     def complete(self, path: PurePath, upload: str, tags: list[str]) -> None:
-        """Make the object from its parts."""
+        """Create the object from its uploaded parts."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
         self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort(self, path: PurePath, upload: str) -> None:
-        """Delete the parts of an upload, if the store answers."""
+        """Delete the parts of an upload. Errors of the store are ignored."""
         with suppress(Exception):
             self.call("abort_multipart_upload", path, UploadId=upload)
 
@@ -118,10 +118,10 @@ class S3(NamedTuple):
 
 
 class Parts(io.RawIOBase):
-    """New object that is uploaded in parts while it is written, and that exists once it is closed.
+    """Writable file that is uploaded in parts while it is written. The object exists once the file is closed.
 
-    `put` writes a small object whole. `size` is the current size of the object. At most `AT_ONCE` parts, and the next
-    one, are in memory.
+    `put` writes a small object with a single request. `size` is the current size of the object. At most `AT_ONCE` parts
+    and the next one are in memory.
     """
 
     def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:
@@ -178,7 +178,7 @@ class Parts(io.RawIOBase):
         super().close()
 
     def __del__(self) -> None:
-        """A file that is never closed creates no object."""
+        """Discard the file if it was never closed."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._drop()
@@ -198,7 +198,9 @@ class Parts(io.RawIOBase):
             self._tags.append(self._under_way.popleft().result())
 
         def completed(attempt: int) -> None:
-            if not attempt or self._size() != self._sent:  # otherwise an earlier attempt has, whose answer was lost
+            if (
+                not attempt or self._size() != self._sent
+            ):  # otherwise an earlier request, whose answer was lost, has completed it
                 self._s3.complete(self._path, self._upload, self._tags)
 
         LIMITS.tried(self._path, completed)
@@ -230,5 +232,5 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Uncount a part that is no longer in memory, whether it was sent or not."""
+    """Subtract a part that is no longer in memory from the count, whether or not it was sent."""
     LIMITS.hold(-nbytes)

@@ -1,8 +1,8 @@
 """--save-local: checkpoints on a fast local file system, uploaded to --save in the background.
 
 All checkpoints of the run are saved to the local folder, which keeps the newest ones. A thread of the first rank
-uploads those of --save-interval, and the last one of the run. A run that resumes loads the newest complete checkpoint
-from either.
+uploads those of --save-interval, and the last one of the run. A resumed run loads the newest complete checkpoint from
+either place.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 
 UPLOADED = "uploaded"
-"""File in the local folder with the iteration that was uploaded last."""
+"""Name of the file in the local folder that contains the iteration uploaded last."""
 
 ATTEMPTS, PAUSE = 3, 2.0
 
 
 def local_root(folder: str, save: str) -> Path:
-    """Folder for the local checkpoints of a run, whose `--save` may end in a slash: several runs may use the same
-    --save-local."""
+    """Return the folder for a run's local checkpoints. It depends on --save, with or without a trailing slash, since
+    several runs may use the same --save-local."""
     place = str(located(save))
     return Path(folder) / f"{PurePath(place).name}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 
 
 class Uploads:
-    """Upload complete checkpoints one after another, on one rank; of those that wait, only the newest is uploaded."""
+    """Upload complete checkpoints one after another, on one rank. Of several waiting checkpoints, only the newest is
+    uploaded."""
 
     doing = "uploading the last checkpoint"
 
@@ -105,8 +106,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Abandon the work of `others`. The newest checkpoint is uploaded, because the local disk may be lost
-        with the job."""
+        """Abandon the work of `others`, but upload the newest checkpoint, because the local disk may be lost with the
+        job."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:
@@ -131,7 +132,7 @@ class Uploads:
             record_event(str(self._save), "upload", iteration=iteration, seconds=round(seconds, 3), bytes=nbytes)
             self._clean(self._save, iteration)
         except OSError as error:
-            self._lines.put(f"checkpoint of iteration {iteration} is uploaded, but: {error}")
+            self._lines.put(f"checkpoint of iteration {iteration} is uploaded, but an error followed: {error}")
         finally:
             with suppress(ValueError):
                 self._held.remove(folder)
@@ -141,7 +142,9 @@ class Uploads:
         self._check()
         latest = latest_text(self._save)
         if latest.isdigit() and latest not in self._own_latest and int(latest) > iteration:
-            raise OSError(f"{self._save} has a checkpoint of iteration {latest} of another run; end one of the two")
+            raise OSError(
+                f"{self._save} contains a checkpoint of iteration {latest} of another run; end one of the two runs"
+            )
 
     def _clean(self, root: PurePath, newest: int) -> None:
         for callback in self._callbacks:
@@ -218,12 +221,15 @@ class TwoTiers(Callback):
         if world.first:
             there.unlink(missing_ok=True)
         if not all(seen):
-            rule = f"is not one folder for all ranks: {seen.count(False)} of {world.size} do not see that of rank 0"
+            rule = (
+                f"is not one folder for all ranks: {seen.count(False)} of {world.size} do not see the folder of rank 0"
+            )
             remedy = "name a folder on a file system that all hosts share, or leave it out"
             raise ValueError(str(Problem("--save-local", self.options.save_local, rule, remedy)))
 
     def _newer(self, resumes: bool) -> tuple[list[Path], str]:
-        """Local checkpoints that are newer than those in --save, newest first, and a line about unusable ones."""
+        """Return the local checkpoints that are newer than those in --save, newest first, and a line about unusable
+        ones."""
         root = self.config.checkpoint.save_root
         assert root is not None
         try:

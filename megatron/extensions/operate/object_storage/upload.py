@@ -1,4 +1,4 @@
-"""Copy of a complete checkpoint from the local disk to the folder of --save. This module does not import torch."""
+"""Upload of a complete checkpoint from the local disk to the --save folder. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ FILES_AT_ONCE = 2
 
 
 def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], None]) -> int:
-    """Publish the checkpoint `folder` of an iteration in `root`, and make it the latest there. Returns the number of
-    its bytes.
+    """Publish the checkpoint `folder` of an iteration in `root`, and make it the latest there. Returns its size in
+    bytes.
 
-    `check` raises OSError if this run must not write to `root` now. Raises OSError, also if a file differs from the
-    manifest, and ValueError if there is no manifest; nothing is then published, and the written files are deleted."""
+    `check` raises OSError if this run must not write to `root` now. Raises OSError, for example if a file differs from
+    the manifest, and ValueError if there is no manifest. After an error, nothing is published, and the written files
+    are deleted."""
     final = checkpoint_folder(root, iteration)
     storage, sums = storage_of(root), read_manifest(folder)
     latest = storage.content(root / LATEST)
@@ -35,7 +36,9 @@ def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], Non
         write_manifest(scratch, sums)
         check()
         storage.publish(final)
-        storage.replace(root / LATEST, str(iteration).encode(), latest)  # or another run has published in the meantime
+        storage.replace(
+            root / LATEST, str(iteration).encode(), latest
+        )  # or another run has published a checkpoint in the meantime
     except BaseException:
         with suppress(OSError):
             storage.discard(final)

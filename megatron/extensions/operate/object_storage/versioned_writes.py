@@ -1,4 +1,5 @@
-"""Conditional writes to Google Cloud Storage and Azure, for which fsspec has no method. No torch."""
+"""Conditional writes to Google Cloud Storage and Azure, which fsspec does not offer. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 About = Mapping[str, object]
-"""What a file system's `info` says about an object."""
+"""Properties of an object, from the `info` method of the file system."""
 
 
 def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, expected: bytes) -> bool:
-    """Replace an object whose content is `expected`. Return False if it is not.
+    """Replace an object if its content is `expected`. Returns False if the content differs.
 
     Raises NotImplementedError for other stores, and the store's error if the object changes in between."""
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:
-        about = fs.info(place)  # before the content is read, so that a write in between is noticed
+        about = fs.info(place)  # read before the content, so that a write in between is detected
         if fs.cat_file(place) != expected:
             return False
         write(fs, place, data, about)
@@ -46,4 +47,4 @@ WRITES: dict[str, Callable[[AbstractFileSystem, str, bytes, About], None]] = {
     **dict.fromkeys(("gs", "gcs"), _to_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _to_azure),
 }
-"""Scheme -> function that replaces an object of which `info` still says the same."""
+"""Functions by scheme that replace an object if its `info` has not changed."""

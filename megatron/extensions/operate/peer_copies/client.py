@@ -1,4 +1,4 @@
-"""Client of holders: starts the holder of this host, sends parts to other holders, and reads parts back.
+"""Client of holders: start the holder of this host, send parts to other holders, and read parts back.
 
 This module does not import torch.
 """
@@ -28,37 +28,37 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Environment variable that names a rank's host for copies, instead of the host name, so that ranks of one machine can
-count as several hosts."""
+"""Environment variable that replaces a rank's host name for copies, so that ranks of one machine can count as several
+hosts."""
 
 OPENS = 120.0
-"""Seconds in which a holder starts."""
+"""Maximum time in seconds in which a holder starts."""
 
 ABANDONED = 3600.0
-"""Seconds without a new copy, at least, after which those without a holder are deleted."""
+"""Minimum age in seconds of the newest copy after which copies without a holder are deleted."""
 
 RESPONDS = 5.0
-"""Seconds within which a living holder accepts a connection and answers a request. The kernel also accepts connections
-for a process that is stopped."""
+"""Seconds within which a living holder accepts a connection and answers a request. A connection alone proves nothing:
+the kernel also accepts connections for a stopped process."""
 
 ANSWER = 10.0
 """Seconds within which a living holder receives or sends a chunk."""
 
 
 def host_name() -> str:
-    """Name of this host for copies."""
+    """Return the name of this host for copies."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def folder_of(memory: str, save: str | PurePath) -> Path:
-    """Folder for the copies of a run with this --save on this host, in the file system `memory`."""
+    """Return this host's folder for the copies of a run with this --save, in the file system `memory`."""
     digest = hashlib.sha256(f"{resolved(located(save))}\n{host_name()}".encode()).hexdigest()[:16]
     return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Address with which the holder of a host is reached."""
+    """Address of a host's holder."""
 
     host: str
     address: str
@@ -67,7 +67,8 @@ class Address:
 
 
 def open_holder(folder: Path, keep: float) -> Address:
-    """Return the holder of this host. If there is none, or if it does not answer, start one. Raises OSError."""
+    """Return the address of this host's holder. If there is no holder, or if it does not answer, start one. Raises
+    OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -83,7 +84,7 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this host opens the holder, so that there is only one. Raises OSError."""
+    """Lock out other processes of this host that open the holder, so that there is only one. Raises OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:
@@ -100,13 +101,13 @@ def _opening(folder: Path) -> Iterator[None]:
 
 
 def address_in(folder: Path) -> Address:
-    """Address of the holder of a folder. Raises OSError, ValueError or KeyError if there is none."""
+    """Read the address of a folder's holder. Raises OSError, ValueError or KeyError if there is none."""
     about = json.loads((folder / ABOUT).read_text())
     return Address(host_name(), about["address"], int(about["port"]), about["token"])
 
 
 def _end_silent(folder: Path) -> None:
-    """End a holder that does not answer, as if it is stopped. The copies are files, which it does not take with it."""
+    """End a holder that does not answer, for example because it is stopped. Its copies are files, and remain."""
     with suppress(OSError, ValueError, KeyError):
         pid = int(json.loads((folder / ABOUT).read_text())["pid"])
         if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -124,7 +125,7 @@ def _started(folder: Path, keep: float) -> Address:
         stdout=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # a thread for each connection: its memory grew arena by arena
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # else each connection's thread has an arena
         text=True,
     )
     assert process.stdout is not None
@@ -134,13 +135,13 @@ def _started(folder: Path, keep: float) -> Address:
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
-    process.returncode = 0  # it outlives this process, which need not wait for it
+    process.returncode = 0  # the holder outlives this process, which need not wait for it
     return address_in(folder)
 
 
 def drop_abandoned(own: Path, keep: float) -> None:
-    """Deletes the copies of other runs of this user whose holders were killed, as by SLURM at the end of a job, if
-    nobody has written any for `keep` seconds, and for `ABANDONED`."""
+    """Delete copies of this user's other runs whose holders were killed, for example by SLURM at the end of a job.
+    Copies are kept for at least `keep` and `ABANDONED` seconds after the last write."""
     for folder in own.parent.glob(f"megatron-copies-{os.getuid()}-*"):
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -149,7 +150,7 @@ def drop_abandoned(own: Path, keep: float) -> None:
 
 
 def _has_holder(folder: Path) -> bool:
-    """Return whether a holder serves a folder."""
+    """Return True if a holder serves a folder."""
     try:
         Link(address_in(folder)).close()
     except (OSError, ValueError, KeyError):
@@ -158,7 +159,7 @@ def _has_holder(folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Address of this host in the network through which it reaches the store."""
+    """Return the address of this host in the network through which it reaches the store."""
     store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
     family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -171,18 +172,18 @@ class HolderError(OSError):
 
 
 class RefusedError(HolderError):
-    """Raised if a holder refuses a request, as another attempt would also be."""
+    """Raised if a holder refuses a request for a permanent reason; another attempt would fail too."""
 
 
 class Pace:
-    """Limit for sent bytes per second; None: no limit."""
+    """Limit on the bytes sent per second; None: no limit."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> float:
-        """Count bytes that are about to be sent. Returns the seconds to wait before sending."""
+        """Count bytes that are about to be sent, and return the seconds to wait before sending them."""
         if self.rate is None:
             return 0.0
         now = self._clock()
@@ -192,7 +193,7 @@ class Pace:
 
 
 class Link:
-    """Connection to a holder. Raises OSError, of which HolderError is a subclass."""
+    """Connection to a holder. Methods raise OSError, of which HolderError is a subclass."""
 
     def __init__(self, to: Address) -> None:
         self.to = to
@@ -202,7 +203,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host; returns when it is complete there."""
+        """Store a part on the holder's host. Returns when the part is complete there."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -219,7 +220,7 @@ class Link:
         self._answer()
 
     def header(self, generation: str, name: str) -> bytes:
-        """Read the content of a part's header."""
+        """Read the header of a part."""
         self._ask(op="header", generation=generation, name=name)
         content = bytearray(int(self._answer()["length"]))
         read_exactly(self._stream, memoryview(content))
@@ -227,19 +228,19 @@ class Link:
         return bytes(content)
 
     def hello(self) -> None:
-        """Return once the holder has answered, within `RESPONDS` seconds."""
+        """Wait for an answer of the holder, for at most `RESPONDS` seconds."""
         self._socket.settimeout(RESPONDS)
         self._ask(op="hello")
         self._answer()
         self._socket.settimeout(ANSWER)
 
     def lease(self) -> None:
-        """Count as a rank of the holder's host from now on, until this connection or its process ends."""
+        """Register this process as a rank of the holder's host until the connection or the process ends."""
         self._ask(op="lease")
         self._answer()
 
     def end(self) -> None:
-        """End the holder, with all copies."""
+        """End the holder and delete all copies."""
         self._ask(op="end")
         self._answer()
 
@@ -262,7 +263,8 @@ class Link:
 
 
 def reached(holder: Address) -> Link:
-    """Connection to a holder that has answered. Raises OSError if it does not answer within `RESPONDS` seconds."""
+    """Return a connection to a holder that has answered. Raises OSError if the holder does not answer within `RESPONDS`
+    seconds."""
     try:
         link = Link(holder)
         try:
@@ -276,16 +278,16 @@ def reached(holder: Address) -> Link:
 
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
-    """The holder of this host, as `open_holder`, and a connection that counts as a rank of its host while it is kept.
-    Raises OSError."""
+    """Return the holder of this host, as `open_holder` does, and a connection that registers this process as a rank
+    while it is open. Raises OSError."""
     for _ in range(2):
-        with suppress(OSError):  # it has ended in between
+        with suppress(OSError):  # the holder ended in the meantime
             return (found := open_holder(folder, keep)), leased(found)
     return (found := open_holder(folder, keep)), leased(found)
 
 
 def leased(holder: Address) -> Link:
-    """Connection that counts as a rank of the holder's host while it is kept."""
+    """Return a connection that registers this process as a rank of the holder's host while it is open."""
     link = reached(holder)
     link.lease()
     return link
@@ -295,6 +297,6 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Number of a generation, from the name of its folder; 0 for any other folder."""
+    """Parse the number of a generation from the name of its folder; 0 for any other folder."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

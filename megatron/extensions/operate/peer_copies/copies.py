@@ -1,12 +1,12 @@
-"""Copies of a rank's state after a step: staged into its host's memory immediately, and sent to other hosts in a
-thread.
+"""Copies of a rank's state after a step. The state is staged in the host's memory immediately, and a thread sends it to
+other hosts.
 
-A copy counts when all ranks have completed theirs for the step, on which they agree through the store. Until then the
-copies of the previous step remain, in the other slot of each part.
+The copies of a step are valid once all ranks have completed theirs, which they report through the store. Until then,
+the copies of the previous step remain in the other slot of each part.
 
-Keys of the store. They number the copies of this start, because a run may go back to an iteration and copy it again:
-copied/COPY, the number of ranks that have stored and sent theirs; failed/COPY, why a rank could not; copied-by/RANK,
-the last copy of a rank; holder/HOST, the address of a holder that was restarted.
+Keys of the store: copied/COPY, the number of ranks that have stored and sent their parts; failed/COPY, the reason why a
+rank could not; copied-by/RANK, the last copy of a rank; holder/HOST, the address of a restarted holder. COPY numbers
+the copies of this start, because a run may go back to an iteration and copy it again.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from megatron.extensions.operate.peer_copies.holder import header_of, sealed, wr
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
 AGAIN = 10.0
-"""Seconds for which ranks look for a restarted holder, unless the copies before have also failed."""
+"""Seconds for which ranks wait for a restarted holder, unless the previous copies have failed too."""
 
 MOST_PASSED_OVER = 31
-"""Largest number of copies in a row that are not attempted because those before have failed."""
+"""Largest number of consecutive copies that are skipped after failures."""
 
 
 class Backoff:
-    """Decides which copies are attempted after failures, so that a lasting fault does not slow every step. All ranks
-    count the same failures."""
+    """Backoff of copies after failures, so that a permanent fault does not slow down every step. All ranks count the
+    same failures."""
 
     def __init__(self) -> None:
         self.failures = 0
-        """Failures in a row."""
+        """Number of consecutive failures."""
 
         self._pass_over = 0
 
     def is_due(self) -> bool:
-        """Return whether the next copy is attempted. Call once for each copy."""
+        """Return True if the next copy is to be attempted. Call it once for each copy."""
         self._pass_over -= 1
         return self._pass_over < 0
 
     def failed(self) -> None:
-        """Count a failure: 0, 1, 3, 7, ... copies are passed over."""
+        """Count a failure. After consecutive failures, 0, 1, 3, 7, ... copies are skipped."""
         self._pass_over = min(2**self.failures - 1, MOST_PASSED_OVER)
         self.failures += 1
 
     def succeeded(self) -> None:
-        """Attempt every copy again."""
+        """Reset the count of failures, so that every copy is attempted again."""
         self.failures = self._pass_over = 0
 
 
 @dataclass(frozen=True)
 class Duty:
-    """A part that this rank stores on its host, and the hosts to which it sends the part."""
+    """Part that this rank stores on its host, with the hosts to which the rank sends it."""
 
     stored: Stored
     to: tuple[str, ...]
@@ -80,20 +80,20 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Locations of the copies of one start of the ranks."""
+    """Locations of the copies of one generation."""
 
     folder: Path
-    """Folder of the run on this host."""
+    """Folder of the run's copies on this host."""
 
     generation: str
     holders: Mapping[str, Address]
-    """Host -> its holder."""
+    """Holders by host."""
 
     own: str
     """Name of this host."""
 
     keep: float
-    """Seconds that a holder outlives the ranks."""
+    """Seconds for which a holder outlives the ranks."""
 
     leads: bool
     """True if this rank supervises the holder of its host."""
@@ -102,7 +102,7 @@ class Place:
 
 
 class Copies:
-    """Copies of one rank. `copy` is called by the training thread, once for a step on all ranks."""
+    """Copies of one rank. The training thread of every rank calls `copy` once for each copied step."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties
@@ -116,7 +116,7 @@ class Copies:
         self._pace = pace
         self._backoff = Backoff()
         self._told = set[str]()
-        """Reasons for incomplete copies that the log has, without their numbers."""
+        """Reasons for incomplete copies that have been logged, with numbers removed."""
 
         self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
@@ -126,15 +126,15 @@ class Copies:
         self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Register `call`, which the copying thread calls once, when the first copies are complete."""
+        """Register a function that the copying thread calls once, when the first copies are complete."""
         self._first = call
 
     def news(self) -> str:
-        """Line for the log if copies have become incomplete for a new reason, or complete again; otherwise empty."""
+        """Return a log line if copies have failed for a new reason, or have recovered; otherwise an empty string."""
         reason = re.sub(r"\d+", "", self.failure)
         if reason and reason not in self._told:
             self._told.add(reason)
-            then = "those before remain, and if this continues, attempts become rarer"
+            then = "the previous copies remain, and repeated failures make attempts rarer"
             return f"copies in memory of the last step are incomplete: {self.failure}; {then}"
         if self._told and not reason:
             self._told.clear()
@@ -142,12 +142,12 @@ class Copies:
         return ""
 
     def holders(self) -> dict[str, Address]:
-        """Host -> its holder now."""
+        """Return the current holders by host."""
         return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
-        """Wait until the copies in progress are complete on all ranks, or have failed. After the given number of
-        seconds, returns the ranks whose copies are incomplete."""
+        """Wait until the copies in progress are complete on all ranks, or have failed. After a timeout of `seconds`,
+        returns the ranks whose copies are incomplete."""
         if self._thread is not None:
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
@@ -158,8 +158,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Begin the copies of a step, after the previous ones have ended. `tensors` may change once this returns, on
-        the current stream."""
+        """Start the copies of a step, after the previous ones have ended. After the return, later work of the current
+        stream may change `tensors`."""
         self.wait()
         if not self._backoff.is_due():
             return
@@ -167,7 +167,7 @@ class Copies:
         staged, problem = list[tuple[Duty, Slot]](), ""
         try:
             staged += [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
-        except OSError as error:  # as without room in memory: training needs no copies
+        except OSError as error:  # for example if memory is full: training continues without copies
             problem = f"{self.place.own}: {type(error).__name__}: {error}"
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -198,7 +198,7 @@ class Copies:
         payload: Mapping[str, object] | None,
         problem: str,
     ) -> None:
-        """Complete the copies of a step; `problem`: the reason why they could not be staged."""
+        """Complete the copies of a step. `problem` is the reason if they could not be staged."""
         try:
             if problem:
                 raise OSError(problem)
@@ -213,14 +213,14 @@ class Copies:
             self._store.set(f"copied-by/{self.place.rank}", str(self._number))
             self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
-            with suppress(RuntimeError):  # the store is gone, and so is the run
+            with suppress(RuntimeError):  # the store has ended, and so has the run
                 why = problem or f"{self.place.own}: {type(error).__name__}: {error}"
                 self._store.set(f"failed/{self._number}", why)
         with suppress(RuntimeError):
             self._agree(iteration)
 
     def _agree(self, iteration: int) -> None:
-        """Wait for the other ranks."""
+        """Wait until all ranks have completed their copies."""
         pause, longest = 0.001, min(0.1, 0.01 + 1e-4 * self._world)
         while self._store.add(f"copied/{self._number}", 0) < self._world:
             if self._store.check([failed := f"failed/{self._number}"]):
@@ -229,7 +229,7 @@ class Copies:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self.place.rank == 0 and self.complete is not None:  # all ranks have read it
+        if self.place.rank == 0 and self.complete is not None:  # all ranks have read the keys of the earlier copy
             self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
         self._backoff.succeeded()
@@ -265,7 +265,7 @@ class Copies:
         return Address(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_after_holder(self) -> None:
-        """Restart the holder of this host if it has died or does not answer."""
+        """Restart the holder of this host if it has ended or does not answer."""
         if not self.place.leads:
             return
         own = self._address(self.place.own) or self.place.holders[self.place.own]

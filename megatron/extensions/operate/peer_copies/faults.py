@@ -1,4 +1,4 @@
-"""Records of the failure that ended a start of a run, and the next start's report of the recovery.
+"""Records of the failure that ended a run's processes, and the report of the recovery after the next start.
 
 This module does not import torch.
 """
@@ -17,7 +17,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable with the rung of a start within the job, which tells how its processes were found."""
+"""Environment variable that says how the processes of a restart within the job were found."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -26,31 +26,31 @@ BY_LAUNCHER = "restart by the launcher"
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure, as recorded by a rank that it ended."""
+    """Failure, as recorded by a rank that ended because of it."""
 
     what: str
     who: str
     at: float
-    """Time of the failure, or of the last sign of life, in seconds since 1970."""
+    """Time of the failure, or of the failed rank's last sign of life, in seconds since 1970."""
 
     noticed: float
-    """Time at which it ended this host's ranks."""
+    """Time at which this host's ranks detected the failure and ended, in seconds since 1970."""
 
     iteration: int
-    """Last complete step."""
+    """Last completed iteration."""
 
 
 def write_fault(folder: Path, fault: Fault) -> None:
-    """Record a failure for the next start; among the ranks of a host, the last record counts."""
+    """Record a failure for the next start. If several ranks of a host record one, the last record remains."""
     write_whole(folder / NOTE, json.dumps(asdict(fault)))
 
 
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
-    """Notes that a rank has ended without a report, for its parent, unless a rank of this host has noted a failure
-    since then.
+    """Record that a rank has ended without a report, on behalf of its parent process, unless a rank of this host has
+    recorded a failure since the rank's start.
 
-    Ranks that survive note what they see. If the kernel kills all of them at once because the host is out of memory,
-    only their parents can.
+    Surviving ranks record the failure themselves. If the kernel kills all ranks at once because the host is out of
+    memory, only their parents can do so.
 
     Args:
         folder: The copies of this host.
@@ -65,7 +65,7 @@ def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -
 
 
 def read_fault(folder: Path) -> Fault | None:
-    """Record that an earlier start has left; None if there is none."""
+    """Read the record of an earlier start; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
         return Fault(**json.loads((folder / NOTE).read_bytes()))
     return None
@@ -77,7 +77,7 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """The failure on which the hosts agree: the earliest one, with the earliest detection and the latest complete
+    """Combine the records of all hosts: the earliest failure, with the earliest detection and the latest completed
     step."""
     known = [fault for fault in faults if fault is not None]
     if not known:
@@ -93,17 +93,17 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """How the ranks were restarted: one of the rungs above."""
+    """How the ranks were restarted: one of the rungs named in this module."""
 
     source: str
-    """Source of the state: `copies in memory`, `checkpoint on disk`, or, without either, `the beginning`."""
+    """Source of the state: `copies in memory`, `checkpoint on disk`, or `the beginning` if there is neither."""
 
     why: str
-    """Reason why the state did not come from memory; empty if it did, or if nothing was ever copied."""
+    """Reason why the state was not loaded from memory; empty if it was, or if there were never any copies."""
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
-        """Event for `run_events.jsonl`, recorded after the first step that follows `resumed` iterations. Times are in
-        seconds after the failure."""
+        """Return the event for `run_events.jsonl`, after the first step of a run that resumed at iteration `resumed`.
+        Times are in seconds after the failure."""
         fault = self.fault
         return {
             "what": fault.what,
@@ -116,7 +116,7 @@ class Recovery:
         } | ({"why": self.why} if self.why else {})
 
     def line(self, now: float, resumed: int) -> str:
-        """Text for the log."""
+        """Return the recovery as a log line."""
         record = self.record(now, resumed)
         why = f" ({self.why})" if self.why else ""
         return (

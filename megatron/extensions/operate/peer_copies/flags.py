@@ -15,7 +15,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     copies = config.options(PeerCopyConfig).peer_copies
     save, load = config.checkpoint.save_root, config.checkpoint.load_root
     if copies and (save is None or load != save):
-        rule = "needs --save and --load with one folder, from which a run that has lost its copies resumes"
+        rule = "needs --save and --load with the same folder, from which a run resumes if its copies are lost"
         yield Problem("--peer-copies", copies, rule, "give --save DIR --load DIR")
 
 
@@ -27,19 +27,19 @@ class PeerCopyConfig:
     restart loads these instead of an older checkpoint. 0: no copies."""
 
     peer_copy_interval: int = flag(1, at_least=1, no_effect_without="--peer-copies above 0")
-    """Steps from one copy to the next."""
+    """Number of steps between two copies."""
 
     peer_copy_bandwidth: float | None = flag(None, above=0, no_effect_without="--peer-copies above 0")
-    """Limit for the megabytes per second that the ranks of a host together send for copies; default: no limit."""
+    """Limit on the bandwidth that the ranks of a host together use to send copies, in MB/s; default: no limit."""
 
     peer_copy_path: str = flag("/dev/shm", path="local", no_effect_without="--peer-copies above 0")
     """Folder on an in-memory file system that holds the copies of a host."""
 
     peer_copy_keep_minutes: float = flag(10.0, above=0, no_effect_without="--peer-copies above 0")
-    """Minutes for which a host keeps its copies while it has no rank of the run."""
+    """Minutes for which a host keeps its copies after its last rank of the run has ended."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Plan section: losses that the copies of a run survive, and the cost of the copies."""
+        """Return the section of a plan about copies: the host losses that they survive, and their cost."""
         return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
 
 

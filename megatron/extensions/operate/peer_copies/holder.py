@@ -1,19 +1,19 @@
 """Holder: a small process on each host that outlives the ranks and serves the copies in memory to other hosts.
 
-The copies are files in an in-memory folder (/dev/shm), so that they outlive this process too, and the ranks of the host
-write theirs without it:
+The copies are files in an in-memory folder (/dev/shm). They therefore outlive this process too, and the host's own
+ranks write their copies directly:
 
     FOLDER/holder.json              port and token of the holder
     FOLDER/GENERATION/world.json    which parts a complete set of this generation has
     FOLDER/GENERATION/PART.SLOT     bytes of a part of the training state
     FOLDER/GENERATION/PART.SLOT.json    its header, present only while the bytes are complete
 
-Each start of the ranks is a generation, with its own folder: if a process of an earlier start wakes up, nobody reads
-what it writes. Each part has two slots: one is complete while the other is written.
+Each start of the ranks is a generation with its own folder, so that nothing reads what a resumed process of an earlier
+start writes. Each part has two slots: one is complete while the other is written.
 
 This module imports neither torch nor this package. Any process that reaches the port can connect, so a request begins
-with the token, and names are checked. The holder ends, with all copies, on request, or if no rank of its host has been
-connected for KEEP seconds.
+with the token, and names are checked. The holder deletes all copies and ends on request, or if no rank of its host has
+been connected for KEEP seconds.
 
     python -I -S holder.py FOLDER ADDRESS KEEP
 """
@@ -41,30 +41,32 @@ CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[01])?")
 ABOUT, WORLD = "holder.json", "world.json"
 FIRST = 300.0
-"""Minimum number of seconds within which the first rank connects."""
+"""Minimum number of seconds that a new holder waits for the first rank."""
 
 STALLED = 300.0
-"""Seconds without a byte after which a sender counts as gone, as with a host that is lost in the middle of a part."""
+"""Seconds without a byte after which a sender is considered lost, for example a host that fails while it sends a
+part."""
 
 LONGEST = 1 << 20
-"""Largest number of bytes in the line of a request."""
+"""Largest size in bytes of a request line."""
 
 
 def header_of(path: Path) -> Path:
-    """Path of the header beside a file of bytes."""
+    """Return the path of the header that belongs to a data file."""
     return path.with_name(f"{path.name}.json")
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file that readers see either whole or not at all."""
+    """Write a file atomically: readers see either the whole file or none."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(beside, path)
 
 
 def make_room(path: Path, nbytes: int) -> None:
-    """Create a file of this size, or change its size. Raises OSError if its folder has been deleted, or if the file
-    system has no room for the bytes, in which case a write could store fewer of them without an error."""
+    """Create a file of this size, or resize it, with its memory allocated. Raises OSError if the folder has been
+    deleted, or if the file system is full. Without this call, a write to a full file system could store fewer bytes
+    without an error."""
     with open(path, "r+b" if path.exists() else "w+b") as file:
         os.ftruncate(file.fileno(), nbytes)
         if nbytes:
@@ -72,12 +74,12 @@ def make_room(path: Path, nbytes: int) -> None:
 
 
 def sealed(header: bytes) -> bytes:
-    """Content of a header file: its checksum, and the header."""
+    """Return the content of a header file: a checksum, and the header."""
     return b"%08x\n" % zlib.crc32(header) + header
 
 
 def unsealed(sealed: bytes) -> dict[str, Any]:
-    """Parse the header in the content of its file. Raises ValueError if it is damaged."""
+    """Parse the content of a header file. Raises ValueError if the header is damaged."""
     crc, _, text = sealed.partition(b"\n")
     if int(crc, 16) != zlib.crc32(text):
         raise ValueError("a header is damaged")
@@ -85,16 +87,16 @@ def unsealed(sealed: bytes) -> dict[str, Any]:
 
 
 def read_header(data: Path) -> dict[str, Any]:
-    """Read the header of a file of bytes. Raises OSError, or ValueError if the header is damaged or belongs to other
-    bytes."""
+    """Read the header of a data file. Raises OSError, or ValueError if the header is damaged or belongs to other
+    data."""
     header = unsealed(header_of(data).read_bytes())
     if data.stat().st_size != header["nbytes"]:
-        raise ValueError(f"the header of {data} is of other bytes")
+        raise ValueError(f"the header of {data} belongs to other data")
     return header
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(file of bytes, its header) for the complete parts in a generation's folder."""
+    """Yield (data file, header) for the complete parts in a generation's folder."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):
@@ -102,7 +104,7 @@ def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 class Holder(socketserver.ThreadingTCPServer):
-    """Server for the files of a folder."""
+    """Server of the files in a folder."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -117,7 +119,7 @@ class Holder(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), Connection)
 
     def watch(self) -> None:
-        """Wait until this process is to end."""
+        """Wait until this process must end."""
         while True:
             time.sleep(0.2)
             with self.lock:
@@ -138,15 +140,15 @@ class Holder(socketserver.ThreadingTCPServer):
             self.free_since = time.monotonic()
 
     def path(self, request: Mapping[str, Any]) -> Path:
-        """File that a request names. Raises ValueError for an illegal name."""
+        """Return the file that a request names. Raises ValueError if the name is invalid."""
         names = str(request["generation"]), str(request["name"])
         if not all(NAME.fullmatch(name) for name in names):
-            raise ValueError(f"no name of a copy: {names}")
+            raise ValueError(f"not the name of a copy: {names}")
         return self.folder.joinpath(*names)
 
 
 class Connection(socketserver.StreamRequestHandler):
-    """Serve the requests of one connection until its end."""
+    """Serve the requests of one connection until it is closed."""
 
     server: Holder
 
@@ -157,7 +159,7 @@ class Connection(socketserver.StreamRequestHandler):
                 try:
                     request = json.loads(line)
                     if not hmac.compare_digest(str(request["token"]), self.server.token):
-                        raise ValueError("the token is another one")
+                        raise ValueError("the token is wrong")
                     answer = getattr(self, f"do_{request['op']}")(request)
                 except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
                     self._answer(error=f"{type(error).__name__}: {error}")
@@ -165,10 +167,10 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Show that this process runs."""
+        """Answer, which shows that this process runs."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
-        """Store a part, whose header and bytes follow."""
+        """Store a part. Its header and its bytes follow the request."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)
@@ -176,7 +178,7 @@ class Connection(socketserver.StreamRequestHandler):
         try:
             make_room(path, nbytes)
         except OSError:
-            for _ in self._received(nbytes):  # the sender reads the answer after its last byte
+            for _ in self._received(nbytes):  # the sender reads the answer only after it has sent the last byte
                 pass
             raise
         with open(path, "r+b", buffering=0) as file:
@@ -186,20 +188,20 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Send bytes [start, start + length) of a part, after a line with their number."""
+        """Send a line with the number of bytes, and then bytes [start, start + length) of a part."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Send the content of a part's header, after a line with its length."""
+        """Send a line with the length of a part's header, and then the header."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)
 
     def do_lease(self, request: Mapping[str, Any]) -> None:
-        """Count as a rank of this host until the connection ends."""
+        """Count the client as a rank of this host until the connection ends."""
         self.server.lease(1)
         try:
             self._answer()
@@ -209,11 +211,11 @@ class Connection(socketserver.StreamRequestHandler):
             self.server.lease(-1)
 
     def do_end(self, request: Mapping[str, Any]) -> None:
-        """End the holder, with all copies."""
+        """End the holder and delete all copies."""
         self.server.ended = True
 
     def _received(self, nbytes: int) -> Iterator[bytes]:
-        """Bytes that the sender sends next. Raises ValueError if it ends earlier."""
+        """Yield the next `nbytes` bytes from the sender. Raises ValueError if the stream ends earlier."""
         while nbytes:
             if not (data := self.rfile.read1(min(nbytes, CHUNK))):
                 raise ValueError("the sender has ended")
@@ -225,11 +227,12 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serve until a request to end, or until no rank has been connected for `keep` seconds; then delete the folder."""
+    """Serve until a request to end arrives, or until no rank has been connected for `keep` seconds. Then delete the
+    folder."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # who started it has been killed: the next start of the ranks finds it
+        with suppress(BrokenPipeError):  # its starter was killed: the next start finds it
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()

@@ -76,18 +76,18 @@ class Host:
 
     name: str
     holder: Address | None
-    """None from all ranks except the one that supervises the holder."""
+    """Address of the holder, from the rank that supervises it; None from all other ranks."""
 
     held: Inventory
     fault: Fault | None
     idle: tuple[IdleHost, ...] = ()
-    """Hosts without ranks that a process of the launcher has reported to this host."""
+    """Hosts without ranks that a launcher process has reported to this host."""
 
 
 class PeerCopies(Callback):
-    """Copies of the state in the memory of peers."""
+    """Callback that keeps copies of the state in the memory of peers."""
 
-    start_order = -1  # local checkpoints are older
+    start_order = -1  # local checkpoints are older than copies
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -96,23 +96,23 @@ class PeerCopies(Callback):
         self._save = config.checkpoint.save_root
         self._folder = folder_of(self._options.peer_copy_path, self._save)
         self._identity: str | None = None
-        """Identity of the content of --save, from the start of the run on."""
+        """Identity of the content of --save, once the run has started."""
 
         self._on_disk: int | None = None
-        """Newest checkpoint in --save when this start resumed, or after its last save."""
+        """Newest checkpoint in --save, at the start or after the last save."""
 
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True once the ranks have met, of which the first holds the lease on --save."""
+        """True once the ranks have connected; the first rank then holds the lease on --save."""
 
         self._saved: int | None = None
-        """Last iteration that this start has saved, as of the last copy."""
+        """Last saved iteration of this start, at the time of the last copy."""
 
         self._leases = list[Link]()
-        """Kept open, because a holder ends without connections."""
+        """Connections that keep the holders alive; a holder without connections ends."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -123,18 +123,18 @@ class PeerCopies(Callback):
 
     @property
     def _lifetime(self) -> str:
-        """How long copies exist."""
+        """Describe the lifetime of copies."""
         minutes = self._options.peer_copy_keep_minutes
         return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
-        """How the same command resumes after a failure now; empty if nothing is in memory."""
+        """Describe how the same command would resume after a failure; empty if there are no copies."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
             return ""
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Open the holder of this host, and learn what all hosts hold. Collective."""
+        """Open the holder of this host, and exchange the inventories of all hosts. Collective."""
         world, own = runtime.state.world, host_name()
         names = gather_objects(own, world)
         self._met = True
@@ -152,7 +152,7 @@ class PeerCopies(Callback):
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
         if not self._leads:
-            with suppress(OSError):  # the lease of the leading rank suffices
+            with suppress(OSError):  # the connection of the supervising rank suffices
                 self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
@@ -167,7 +167,7 @@ class PeerCopies(Callback):
 
     @property
     def _loads(self) -> bool:
-        """True if the run loads copies, if there are any."""
+        """Return True if the run loads copies when there are any."""
         options = self.config.checkpoint
         return not options.anew and options.load_optim
 
@@ -193,8 +193,8 @@ class PeerCopies(Callback):
         return progress
 
     def _drop_foreign(self, say: Callable[[str], None], world: Axis) -> str:
-        """Forget copies that do not belong to the content of --save. Returns the reason why none are left, or an empty
-        text. Collective."""
+        """Discard copies that do not belong to the content of --save. Returns the reason if none remain, or an empty
+        string. Collective."""
         save = self._save
         self._identity = on_first_rank(lambda: read_identity(save), world)
         mine = [held.of_folder(self._identity) for held in self._held]
@@ -209,7 +209,7 @@ class PeerCopies(Callback):
         return "" if left else why
 
     def _renew_identity(self, say: Callable[[str], None], world: Axis) -> None:
-        """Give --save a new identity, because this start does not continue from copies. Collective."""
+        """Write a new identity to --save, because this start does not continue from copies. Collective."""
         self._identity, problem = on_first_rank(lambda: new_identity(self._save), world)
         if problem:
             why = f"--save {self._save} cannot be written ({problem})"
@@ -223,8 +223,8 @@ class PeerCopies(Callback):
         world: Axis,
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load the newest complete set of copies. If all copies of a part are damaged, load the set of the step before.
-        `foreign`: True if there were only copies that do not belong to --save.
+        """Load the newest complete set of copies. If all copies of a part are damaged, load the set of an earlier step.
+        `foreign` is True if there were only copies that do not belong to --save.
 
         Returns the loaded set, its position, and, if no set was loaded, None, None and the reason."""
         root = begun.config.checkpoint.load_root
@@ -233,7 +233,7 @@ class PeerCopies(Callback):
         on_disk = self._on_disk or 0
         sets, why = complete_sets(self._held), why_none(self._held)
         if not why and not sets and not foreign and self._identity is not None:
-            why = f"no host holds any of the start before; {self._lifetime}"
+            why = f"no host holds copies of the previous start; {self._lifetime}"
         for complete in sets:
             found = self._verified(complete, world)
             if found.iteration < on_disk:
@@ -243,13 +243,13 @@ class PeerCopies(Callback):
                 return self._load(found, begun, say, data, on_disk)
             why = f"all copies of part {found.lost} at iteration {found.iteration} are damaged"
             if complete is not sets[-1]:
-                say(f" {why}: an older step is tried")
+                say(f" {why}: trying an older step")
         if why:
             say(f" copies in memory are not used: {why}")
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """A set without damaged copies; the ranks of each host check its own copies. Collective."""
+        """Return a set without its damaged copies. The ranks of each host verify their own copies. Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -257,7 +257,7 @@ class PeerCopies(Callback):
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
-        """The copies that this start has made of a step; None if they no longer exist. Collective."""
+        """Return this start's copies of a step as a checkpoint; None if they no longer exist. Collective."""
         run = self._run
         assert run is not None
         self._await_copies()
@@ -280,8 +280,8 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Like `_resume`. Raises CopyError if copies are lost while they are read, and there is nothing else to
-        load."""
+        """Load a set for `_resume`, with the same result. Raises CopyError if copies are lost during the load, and
+        there is nothing else to load."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
@@ -298,7 +298,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Divide the state into parts, and return the task that copies. Collective."""
+        """Divide the state into parts, and return the tasks for copies. Collective."""
         self._run = run
         state, rank = run.runtime.state, run.runtime.launch.rank
         tensors, _ = self._contents(run)
@@ -311,12 +311,12 @@ class PeerCopies(Callback):
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
         self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], run.say, state.world)
         folder = self._folder / self._generation
-        if self._identity is None:  # another callback has loaded the state of this start
+        if self._identity is None:  # the state was loaded by another callback
             self._renew_identity(run.say, state.world)
         if self._leads:
             folder.mkdir()
             write_whole(folder / WORLD, json.dumps({"parts": names, "identity": self._identity}))
-        gather_objects(None, state.world)  # every host has its folder
+        gather_objects(None, state.world)  # every host has created its folder
         rate = self._options.peer_copy_bandwidth
         share = None if rate is None else 1e6 * rate / self._host_of.count(host_name())
         where = Place(
@@ -341,8 +341,8 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError, on every rank, if the memory of a host is too small for the copies of two steps, one of
-        which may be a copy that was loaded. If other files take its room now, only say so. Collective."""
+        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps, one of which
+        may be the loaded copy. If the memory would suffice without other files, only print a warning. Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (
@@ -359,8 +359,8 @@ class PeerCopies(Callback):
             say(f" copies in memory are incomplete until there is more room in --peer-copy-path {path}: {found[0][1]}")
 
     def on_start(self, run: RunView) -> None:
-        """Copy before the first step: a state that was loaded from memory is not on disk yet, whatever its
-        iteration."""
+        """Copy the state before the first step, at any iteration: a state that was loaded from memory is not on disk
+        yet."""
         if self._resumed:
             assert isinstance(run, TrainingRun)
             run.saver.last = None
@@ -393,23 +393,23 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """Read what a save has left in --save, which may have been deleted before. Local checkpoints are not there
-        until they are uploaded."""
+        """Store the identity again after a save, in case --save was deleted before it, and read the latest checkpoint.
+        Local checkpoints are not in --save until they are uploaded."""
         assert self._identity is not None
-        with suppress(OSError, ValueError):  # the next save reports it
+        with suppress(OSError, ValueError):  # the next save reports the error
             keep_identity(self._save, self._identity)
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Waits for the copies in progress. Raises LateRanksError if they take longer than a collective may."""
+        """Wait for the copies in progress. Raises LateRanksError if they exceed the time limit of a collective."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Record the failure that ends the run, for the next start; not that of a run that has been refused, because
-        the copies belong to the run that holds the lease."""
+        """Record the failure that ends the run, for the next start. A run that was refused records nothing, because the
+        copies belong to the run that holds the lease."""
         cause = self._watchdog.failures.reported
         if cause is not None and self._met:
             done = 0 if self._run is None else self._run.progress.iteration
@@ -417,7 +417,7 @@ class PeerCopies(Callback):
                 write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
 
     def _report_recovery(self) -> None:
-        """Record the recovery after the first step of this start."""
+        """Report the recovery after the first step of this start."""
         run, recovery = self._run, self._recovery
         assert run is not None
         if recovery is None or not run.runtime.is_main:
@@ -428,7 +428,7 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder: the state is on disk, and no start is to miss the copies."""
+        """End the holder: the state is on disk, and no later start needs the copies."""
         self._await_copies()
         if self._run is not None:
             if self._run.runtime.is_main:
@@ -441,7 +441,7 @@ class PeerCopies(Callback):
 
 
 def drop_generations(folder: Path, kept: str) -> None:
-    """Delete the copies of earlier starts."""
+    """Delete the copies of earlier generations."""
     for generation in folder.glob("g*"):
         if generation.name != kept:
             shutil.rmtree(generation, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Copies on hosts without ranks: a launcher process on such a host offers them, and ranks find and read them. This
-module does not import torch."""
+"""Copies on hosts without ranks: a launcher process on such a host offers the copies, and ranks find and read them.
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ NOTE = "idle.json"
 
 @dataclass(frozen=True)
 class IdleHost:
-    """A host without ranks."""
+    """Host without ranks that offers its copies."""
 
     name: str
     holder: Address
     held: Inventory
 
     def to_json(self) -> str:
-        """Text of this host."""
+        """Serialize this host as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> IdleHost:
-        """Parse a text that `to_json` has written."""
+        """Parse the result of `to_json`."""
         record = json.loads(text)
         return cls(record["name"], Address(**record["holder"]), Inventory.from_record(record["held"]))
 
 
 def memory_of(config: RunConfig) -> Path | None:
-    """Folder of a run's copies on this host; None if the run has no copies."""
+    """Return the folder of a run's copies on this host; None if the run has no copies."""
     root = config.checkpoint.save_root
     if not keeps_copies(config) or root is None:
         return None
@@ -54,8 +54,8 @@ def memory_of(config: RunConfig) -> Path | None:
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """Text of an `IdleHost` with what this host holds, and a connection that keeps its holder alive while it is open;
-    the text is empty if the host holds nothing."""
+    """Return this host's copies as the JSON text of an `IdleHost`, and an open connection that keeps the holder alive.
+    The text is empty if the host holds no copies."""
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
@@ -65,14 +65,14 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Tell the ranks of this host what hosts without ranks offer."""
+    """Leave a note for the ranks of this host about copies on hosts without ranks."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read and delete what `leave_note` has left. Hosts whose holder does not answer are left out."""
+    """Read and delete the note of `leave_note`. Hosts whose holder does not answer are omitted."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))

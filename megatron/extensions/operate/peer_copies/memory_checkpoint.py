@@ -1,4 +1,4 @@
-"""A complete set of copies as a checkpoint that loads under any layout. The checksum of every box is verified."""
+"""Complete set of copies as a checkpoint that loads under any layout. The checksum of every box is verified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CopyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """Contents of the header of a part's bytes."""
+    """Parsed header of a part."""
 
     entries: tuple[Entry, ...]
     sums: tuple[int, ...]
@@ -36,18 +36,18 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Header:
-        """Header of a file of bytes."""
+        """Read the header of a data file."""
         return cls.of(read_header(path))
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Header:
-        """Header with the given contents."""
+        """Convert JSON types to a header."""
         entries = tuple(map(Entry.from_record, record["entries"]))
         return cls(entries, tuple(record["sums"]), record["payload"])
 
 
 def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
-    """Copies on this host with a box whose checksum differs from the header."""
+    """Return the copies on this host that have a box with a wrong checksum."""
     found = []
     for copy in copies:
         path = folder / copy.generation / copy.file
@@ -64,8 +64,8 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Read bytes of copies, from this host's memory, or over connections to holders that it keeps open. `idle`: hosts
-    without ranks."""
+    """Read bytes of copies, from this host's memory or over connections to holders, which stay open. `idle` lists the
+    hosts without ranks."""
 
     def __init__(
         self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()
@@ -74,11 +74,11 @@ class Readers:
         self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
         self._lost = dict[str, str]()
-        """Host -> the reason why its holder is asked no more."""
+        """Errors by host, for holders that have failed to answer and are no longer asked."""
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
-        """Bytes of a box, from the first undamaged copy; this host's own copy comes first. Raises CopyError if all
-        copies are damaged."""
+        """Read a box from the first undamaged copy, beginning with this host's own copy. Raises CopyError if all copies
+        are damaged."""
         problems = []
         for copy in sorted(copies, key=lambda copy: copy.host != self.own):
             data = bytearray(entry.nbytes)
@@ -89,7 +89,7 @@ class Readers:
                 continue
             if zlib.crc32(data) == crc:
                 return data
-            problems.append(f"{copy.host}: its checksum is another one")
+            problems.append(f"{copy.host}: its checksum is wrong")
         raise CopyError(f"{entry.key} at {entry.offset} of part {copies[0].part} is lost: {'; '.join(problems)}")
 
     def _fill(self, copy: Copy, start: int, into: memoryview) -> None:
@@ -97,14 +97,14 @@ class Readers:
             with open(self.folder / copy.generation / copy.file, "rb") as file:
                 file.seek(start)
                 if file.readinto(into) < len(into):
-                    raise OSError("the file is shorter than its header says")
+                    raise OSError("the file is shorter than stated in its header")
             return
         with self._asking(copy.host) as link:
             link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """Headers of the parts that this host has, as far as they can be read; with `of_idle`, also of the parts that
-        only hosts without ranks have."""
+        """Return the readable headers of the parts on this host. With `of_idle`, also those of parts that only hosts
+        without ranks hold."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]
@@ -119,8 +119,7 @@ class Readers:
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[Link]:
-        """Connection to a holder. A holder that does not answer counts as gone: nobody waits for it again. Raises
-        OSError."""
+        """Yield a connection to a holder. A holder that does not answer is not asked again. Raises OSError."""
         if host in self._lost:
             raise OSError(self._lost[host])
         try:
@@ -128,21 +127,21 @@ class Readers:
                 self._links[host] = reached(self.holders[host])
             yield self._links[host]
         except RefusedError:
-            self._links.pop(host).close()  # the holder ends the connection
+            self._links.pop(host).close()  # the holder closes the connection
             raise
         except OSError as error:
             self._lost[host] = str(error)
             raise
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for link in self._links.values():
             link.close()
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor in a set."""
+    """Box of a tensor in a set of copies."""
 
     entry: Entry
     crc: int
@@ -150,10 +149,12 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """A complete set of copies. Constructing it is collective over `world`. Raises CopyError on every rank."""
+    """Complete set of copies, as a checkpoint. The constructor is collective over `world`, and raises CopyError on
+    every rank if headers are lost."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
-        """`reads_headers`: True on one rank of each host, which reads the headers of its host's copies for all."""
+        """Read the headers. `reads_headers` is True on one rank of each host, which reads the headers of its host's
+        copies for all ranks."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
         mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
@@ -177,8 +178,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Like `Checkpoint.load`. Raises CopyError on every rank if a box is lost: the tensors loaded so far then mix
-        several states."""
+        """Load tensors, as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. Some targets may then
+        already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:
@@ -199,8 +200,8 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Boxes that share elements with a box at `offset`: (box, slices of the shared elements in that box, and in the
-        stored one)."""
+        """Yield the stored boxes that overlap a box at `offset`, each with the slices of the overlap in that box and in
+        the stored one."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

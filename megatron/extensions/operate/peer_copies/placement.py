@@ -1,10 +1,10 @@
-"""Placement of copies: which hosts hold a copy of which part of the training state, and which parts survive the loss of
-hosts. This module does not import torch.
+"""Placement of copies: which hosts hold copies of which parts of the training state, and whether all parts survive a
+loss of hosts. This module does not import torch.
 
 Hosts form groups of N + 1. Each host keeps its own parts and copies of the parts of the others in its group, as in the
-mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it takes a whole group; with copies spread over all other
-hosts, nearly every pair would be fatal. Remaining hosts enlarge the last group, in which copies go to the next N hosts
-of a ring.
+mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it includes a whole group. If copies were spread over all
+other hosts, the loss of nearly any pair of hosts would be fatal. Remaining hosts enlarge the last group, in which
+copies go to the next N hosts on a ring.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Part:
     """Part of the training state that is copied as a whole."""
 
     writer: int
-    """Rank that writes the part in a checkpoint, and that sends it."""
+    """Rank that writes the part to a checkpoint, and sends it to other hosts."""
 
     replicas: tuple[int, ...]
     """Ranks that hold the same bytes, including the writer."""
@@ -29,16 +29,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Held:
-    """A copy of a part."""
+    """Copy of a part on a host."""
 
     host: str
     by: int | None
-    """Rank on that host that has the same bytes and stores them itself; None if the writer sends them."""
+    """Rank on the host that has the same bytes and stores them itself; None if the writer sends them."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Divide hosts, in order, into groups of `copies` + 1; the last group has up to 2 `copies` + 1. If there are fewer
-    hosts, they form one group."""
+    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group has up to 2 `copies` + 1 hosts. Fewer
+    hosts than `copies` + 1 form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
     starts = [number * size for number in range(count)]
@@ -46,7 +46,8 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Host -> the hosts that keep copies of its parts: `copies` of them if there are enough other hosts."""
+    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all others if there are
+    fewer."""
     found = {}
     for group in groups(hosts, copies):
         for place, host in enumerate(group):
@@ -55,7 +56,7 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
-    """Copies of each part: one on the writer's host, then `copies` on other hosts, no two on the same host.
+    """Return the copies of each part: one on the writer's host, then `copies` on other hosts, each on a different host.
 
     Other ranks that hold the same bytes store them on their own hosts, preferably on partners of the writer's host; the
     writer sends only the missing copies, to its partners.
@@ -76,13 +77,13 @@ def _held(part: Part, host_of: Sequence[str], to: Sequence[str], copies: int) ->
 
 
 def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
-    """Return True if a copy of every part is left when the hosts `lost` are gone."""
+    """Return True if a copy of every part remains after the loss of the hosts `lost`."""
     return all(any(held.host not in lost for held in part) for part in placed)
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """Return (number of sets of `number` lost hosts that leave a copy of every part, number of all such sets) for
-    `hosts` hosts. Every part must have at least `number` copies."""
+    """Return the number of survivable losses of `number` out of `hosts` hosts, and the number of all such losses. A
+    loss is survivable if a copy of every part remains. Every part must have at least `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
     assert all(len(each) >= number for each in fatal), "a smaller loss is already fatal"
     every = comb(hosts, number)
@@ -90,7 +91,7 @@ def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> t
 
 
 def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[str, int]:
-    """Host -> bytes of one step that it holds."""
+    """Return the bytes of one step that each host holds."""
     found: dict[str, int] = {}
     for part, copies in zip(parts, placed, strict=True):
         for held in copies:
@@ -99,7 +100,7 @@ def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> M
 
 
 def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[int, int]:
-    """Rank -> bytes of one step that it sends; ranks that send nothing are left out."""
+    """Return the bytes of one step that each rank sends. Ranks that send nothing are omitted."""
     found: dict[int, int] = {}
     for part, copies in zip(parts, placed, strict=True):
         if sent := part.nbytes * sum(held.by is None for held in copies):
@@ -108,7 +109,7 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(number of a part, hosts to which it is sent) for the parts that a rank stores on its own host."""
+    """Yield (index of the part, hosts to which it is sent) for the parts that a rank stores on its own host."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

@@ -1,4 +1,5 @@
-"""Plan lines about copies in memory: the losses that they survive, their bytes, and their share of the step time."""
+"""Plan lines about copies in memory: the host losses that they survive, their size, and their share of the step
+time."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from megatron.training.config.batch_size import byte_text
 from megatron.training.config.run_config import RunConfig
 
 SLOTS = 2
-"""Number of steps for whose copies a host has memory: the last complete one, and the one being written."""
+"""Number of steps whose copies a host keeps: the last complete step, and the one being written."""
 
 
 def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
-    """Parts of the state of all ranks. Tensors that tensor-parallel ranks share count once for each."""
+    """Return the parts of the state of all ranks. Tensors that are replicated over tensor-parallel ranks count once per
+    rank."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     memory = [states_of_rank(config, dims, pp_rank).memory for pp_rank in range(dims.pp)]
     replicas = {rank: group for group in dims.groups("dp", "cp") for rank in group}
@@ -40,7 +42,7 @@ def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Section of a plan about copies in memory."""
+    """Yield the lines of a plan about copies in memory."""
     options = run.config.options(PeerCopyConfig)
     hosts = -(-run.world_size // run.ranks_per_node)
     host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]
@@ -53,7 +55,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     if copies < options.peer_copies:
         yield f"fewer than --peer-copies {options.peer_copies}, as there are no more hosts"
     if not copies:
-        yield "survive the end of any ranks, and no lost host"
+        yield "survive the end of ranks, but not the loss of a host"
     else:
         good, every = survivable(placed, hosts, copies + 1) if hosts > copies + 1 else (0, 1)
         lost = "lost host" if copies == 1 else f"{copies} lost hosts"
@@ -85,8 +87,8 @@ def lines(run: PlannedRun) -> Iterator[str]:
 
 
 def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
-    """Goodput with copies, if every failure leaves them complete, and without copies; the time from a failure to the
-    next step is the same. A copy pauses the run while it is staged."""
+    """Return a line with the goodput with copies, if they survive every failure, and without copies. The time from a
+    failure to the next step is the same for both. A copy pauses the run while it is staged."""
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (

@@ -11,14 +11,14 @@ from megatron.training.progress import BegunRun, Progress
 
 
 class DropsIdentity(Callback):
-    """Takes the identity from --save, because this start does not continue from copies in memory. What it trains and
-    saves could otherwise be replaced by older copies, if a later start has --peer-copies again."""
+    """Remove the identity from --save, because this start does not continue from copies in memory. Otherwise a later
+    start with --peer-copies could replace the result of this run with older copies."""
 
-    start_order = -1  # also if the state is that of a local checkpoint
+    start_order = -1  # also after loading a local checkpoint
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         save = self.config.checkpoint.save_root
         if begun.state.world.first and save is not None:
-            with suppress(OSError):  # what cannot be written now holds no checkpoint of this run either
+            with suppress(OSError):  # a folder that cannot be written holds no checkpoint of this run either
                 drop_identity(save)
         return None

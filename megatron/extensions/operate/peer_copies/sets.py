@@ -1,4 +1,4 @@
-"""Complete sets of copies: what the hosts hold, and the newest step with a copy of every part.
+"""Complete sets of copies: the inventories of hosts, and the newest step with a copy of every part.
 
 This module does not import torch.
 """
@@ -26,11 +26,11 @@ class Copy:
     iteration: int
     part: str
     file: str
-    """Name of the file of bytes in the generation's folder."""
+    """Name of the data file in the generation's folder."""
 
     number: int = 0
-    """Number of the step's copies within their start. A run that goes back to an earlier step copies iterations again,
-    with another content."""
+    """Sequence number of the step's copies within their generation. A run that goes back to an earlier step copies an
+    iteration again, with different content."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Inventory:
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
-    """Generation -> the parts of a complete set."""
+    """Parts of a complete set, by generation."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
-    """Generation -> the identity of the --save folder to which its copies belong."""
+    """Identity of the --save folder to which the copies belong, by generation."""
 
     def of_folder(self, identity: str | None) -> Inventory:
-        """Only the copies that belong to the --save folder with this identity; None: the folder has no identity."""
+        """Return only the copies that belong to the --save folder with this identity; none if the identity is None."""
         mine = {name for name, each in self.identities.items() if each == identity}
         parts = {name: each for name, each in (self.parts or {}).items() if name in mine}
         return replace(self, copies=tuple(copy for copy in self.copies if copy.generation in mine), parts=parts)
@@ -65,21 +65,21 @@ class CompleteSet:
     number: int
     iteration: int
     copies: Mapping[str, tuple[Copy, ...]]
-    """Part -> its copies."""
+    """Copies by part."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """The set without damaged copies; some parts may then have no copy."""
+        """Return the set without its damaged copies. Some parts may then have no copy."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 
     @property
     def lost(self) -> str:
-        """Parts without a copy."""
+        """Return the parts without a copy."""
         return ", ".join(part for part, copies in self.copies.items() if not copies)
 
 
 def inventory(folder: Path, host: str) -> Inventory:
-    """Read what a host holds in its folder."""
+    """Read the inventory of a host from its folder."""
     copies = list[Copy]()
     parts, identities = dict[str, tuple[str, ...]](), dict[str, str]()
     for generation in sorted(folder.glob("g*")):
@@ -95,7 +95,7 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Complete sets, in which every part is on some host, newest first: by start of the ranks, then by number."""
+    """Return the sets in which every part is on some host, newest first: by generation, then by number."""
     found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:
@@ -111,7 +111,7 @@ def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
 
 
 def why_none(held: Sequence[Inventory]) -> str:
-    """One line that says why there is no complete set; empty if nothing was ever copied."""
+    """Explain in one line why there is no complete set; empty if nothing was ever copied."""
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""
@@ -122,11 +122,11 @@ def why_none(held: Sequence[Inventory]) -> str:
     )
     missing = sorted(set(wanted) - {copy.part for copy in newest})
     few = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-    return f"of iteration {last[2]} no living host has part {few}" if missing else "no step is complete"
+    return f"no living host has part {few} of iteration {last[2]}" if missing else "no step is complete"
 
 
 def drop_others(folder: Path, kept: Collection[Copy]) -> None:
-    """Delete everything that a host holds, except the given copies."""
+    """Delete all copies on a host except the given ones."""
     files = {(copy.generation, copy.file) for copy in kept}
     for generation in folder.glob("g*"):
         mine = {name for owner, name in files if owner == generation.name}

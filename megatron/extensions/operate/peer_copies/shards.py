@@ -1,4 +1,4 @@
-"""Parts of the training state that a rank stores: boxes of tensors, and their positions in the bytes of a part.
+"""Parts of the training state that a rank stores: boxes of tensors, and their byte offsets within a part.
 
 The state is the content of a checkpoint (`RunCheckpoint.contents`), so that it is complete and loads under any layout.
 Only parameters with a main parameter are left out, because a resumed run does not read them.
@@ -29,7 +29,7 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Box of a tensor in the bytes of a part."""
+    """Box of a tensor within a part."""
 
     key: str
     whole: tuple[int, ...]
@@ -39,19 +39,19 @@ class Entry:
     offset: Offset
     shape: tuple[int, ...]
     start: int
-    """Position of its first byte in the part."""
+    """Offset of the box's first byte in the part."""
 
     nbytes: int
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Entry:
-        """Read the entry of a header."""
+        """Convert JSON types to an entry."""
         lists = {name: tuple(record[name]) for name in ("whole", "offset", "shape")}
         return cls(**{**record, **lists})
 
     @property
     def record(self) -> dict[str, object]:
-        """Convert it to JSON types."""
+        """Convert the entry to JSON types."""
         return asdict(self)
 
     @property
@@ -60,7 +60,7 @@ class Entry:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with a name such as float32. Raises ValueError if there is none."""
+    """Return the dtype with a name such as float32. Raises ValueError if the name is unknown."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name}")
@@ -69,7 +69,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """A part that this rank can store."""
+    """Part that this rank can store."""
 
     part: Part
     keys: tuple[str, ...]
@@ -83,13 +83,13 @@ class Stored:
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Offset -> data of this rank's boxes of a tensor; among equal boxes, the first."""
+    """Return this rank's boxes of a tensor by offset. Of identical boxes, the first is returned."""
     return dict(reversed(tensors[key].boxes))
 
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
-    """Parts whose bytes this rank has, its own first: the part that it writes in a checkpoint, and the parts that
-    data-parallel replicas with equal boxes write. Collective over the data-parallel ranks."""
+    """Return the parts whose bytes this rank holds. The first is the part that it writes to a checkpoint; the others
+    are parts that data-parallel replicas with equal boxes write. Collective over the data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
@@ -113,7 +113,7 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Layout of the boxes of a part in its bytes."""
+    """Return the layout of a part's boxes in its bytes."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():
@@ -128,7 +128,7 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File in memory whose bytes are also a tensor; page-locked if copies come from a GPU."""
+    """File in memory, mapped as a tensor. The memory is page-locked if copies come from a GPU."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes
@@ -139,7 +139,7 @@ class Slot:
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         except OSError:
-            path.unlink(missing_ok=True)  # with the room that it has taken
+            path.unlink(missing_ok=True)  # which releases its memory
             raise
         finally:
             os.close(file)
@@ -149,17 +149,17 @@ class Slot:
 
     @property
     def view(self) -> memoryview:
-        """Bytes of the slot."""
+        """Return the bytes of the slot."""
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
-        """Start to copy the boxes of a part into the slot. Boxes on a GPU arrive once its current stream has caught
-        up."""
+        """Start to copy the boxes of a part into the slot. Copies from a GPU complete in order on its current
+        stream."""
         for entry, data in zip(entries, boxes, strict=True):
             into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
             into.copy_(data, non_blocking=True)
 
     def sums(self, entries: Sequence[Entry]) -> list[int]:
-        """Checksum of each box."""
+        """Return the checksum of each box."""
         view = self.view
         return [zlib.crc32(view[entry.start : entry.start + entry.nbytes]) for entry in entries]

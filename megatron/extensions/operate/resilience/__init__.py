@@ -1,10 +1,11 @@
-"""Runs on several hosts, some of which may be lost: heartbeats between hosts, a rendezvous for elastic restarts, and a
-lease on the --save folder.
+"""Fault tolerance of multi-host runs: heartbeats between hosts, a rendezvous for elastic restarts, and a lease on the
+--save folder.
 
 Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scripts/train_gpt_elastic.sh starts ranks
 with the module `torchrun` of this package.
 
-Read `host_watch` first: the part of a rank's watchdog that starts the host's `heartbeat`, a separate process, and ends
-the rank when other hosts are lost. `save_lease` lets only one of two runs, or of two halves of a run, save to a folder.
-`save_folder` checks that all hosts see the folder, and looks in it for files that stop the run.
+Read `host_watch` first. It is the part of a rank's watchdog that starts the host's `heartbeat`, a separate process, and
+ends the rank when other hosts are lost. `save_lease` ensures that only one run saves to a folder, also if a run is
+split into two halves without contact. `save_folder` checks that all hosts see the same folder, and watches it for files
+that stop the run.
 """

@@ -1,4 +1,4 @@
-"""Flags for the watch over other hosts, and for files that stop a run. This module does not import torch."""
+"""Flags for host heartbeats, and for files that stop a run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(ResilienceConfig)
     seconds, least = own.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
     if 0 < seconds < least:
-        rule = f"must be 0 or at least {least:g}, as four heartbeats are sent a second and a few may be lost"
+        rule = f"must be 0 or at least {least:g}, since hosts send four heartbeats per second, and a few may be lost"
         remedy = "the default is 6; 0 turns heartbeats off"
         yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
 
@@ -36,7 +36,7 @@ def rules_of_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(StopFileFlags)
     switch = own.kill_switch_path
     if switch and Path(switch).is_dir():
-        yield Problem("--kill-switch-path", switch, "is a folder, and must be a file", "use the path of a file in it")
+        yield Problem("--kill-switch-path", switch, "is a folder but must be a file", "use the path of a file in it")
 
 
 @extension_flags("stop files", may_change=True, rules=rules_of_stop_file)
@@ -49,7 +49,7 @@ class StopFileFlags:
     """Folder that is watched, like --save, for the files `save` (save a checkpoint) and `exit` (save and exit)."""
 
     def folders(self, config: RunConfig) -> list[Path]:
-        """Folder for the files."""
+        """Return the folders of the files that stop a run."""
         return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 

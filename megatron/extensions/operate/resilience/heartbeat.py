@@ -1,15 +1,16 @@
 """Heartbeats between hosts over UDP: a small process on each host, beside its ranks.
 
-It imports neither torch nor this package, so no interpreter lock, compilation or debugger in a rank delays it, and it
-needs neither collectives nor the store. The host's first rank starts it, and it ends with that rank, whose silent death
-it reports to the other hosts. With every beat, it sends its findings to the ranks of its own host, over loopback.
+The process imports neither torch nor this package, and uses neither collectives nor the store. An interpreter lock, a
+compilation or a debugger in a rank therefore cannot delay it. The host's first rank starts the process. If that rank
+dies silently, the process reports this to the other hosts and ends too. With every beat, it sends its findings to the
+ranks of its own host, over loopback.
 
-A host is silent if nothing from it has arrived for the timeout. It is deaf if its own messages say that it has heard
-nothing from this host for as long: then messages are lost in one direction only. Time in which this process itself did
-not run is not counted.
+A host is silent if nothing from it has arrived for the timeout. It is deaf if, according to its own messages, it has
+heard nothing from this host for as long; messages are then lost in one direction only. Time during which this process
+itself was suspended does not count.
 
-Any process that reaches a port can send to it. So a datagram begins with the token of the run, and is parsed only after
-the token has been checked. Other datagrams, and those with values of wrong types, are ignored and counted.
+Any process can send to a reachable port. Therefore every datagram begins with the token of the run, and is parsed only
+after the token has been checked. Other datagrams, and datagrams with values of wrong types, are ignored and counted.
 
     python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
 
@@ -36,36 +37,35 @@ BEAT = 0.25
 """Seconds between two messages to each watched host."""
 
 PAUSE = 1.0
-"""Seconds without a beat of its own after which this process counts as having been suspended."""
+"""If this process sends no beat for this number of seconds, it was suspended."""
 
 SLACK = 4 * BEAT
-"""Hosts that have been silent for nearly the timeout are reported together with those beyond it, because they were lost
-at the same moment."""
+"""Tolerance in seconds below the timeout. Hosts whose silence is this close to the timeout are reported together with
+those beyond it, because they were lost at the same moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Kinds of findings with a number of seconds for each host."""
+"""Kinds of findings that hold a number of seconds for each host."""
 
 FULL_MESH = 16
-"""Up to this number of hosts, each host watches all others."""
+"""Largest number of hosts at which each host watches all others."""
 
 LINGER = 10.0
-"""Seconds within which this host ends after another host has said that the run has failed there. If it takes longer,
-neither the reason nor the error that would end a collective has arrived: the network may have lost the other host's
-end."""
+"""Seconds within which this host normally ends after another host has reported a failure of the run. If it takes
+longer, neither the reason nor a collective's error has arrived, and the network may have lost both."""
 
 FAREWELLS = 8
-"""Number of times that the last message is sent."""
+"""Number of times that the final message is sent."""
 
 BURST = 256
-"""Number of datagrams, and of connections, that are read between two looks at the clock, so that a flood does not delay
-heartbeats."""
+"""Maximum number of datagrams, and of connections, that are processed between two checks of the clock, so that a flood
+does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""Values of a message about the end of its host: see `Peer.end`."""
+"""Values of a message's field `end`, explained at `Peer.end`."""
 
 
 Address = tuple[str | int, ...]
-"""Source or target of a datagram, as sockets represent it: host, port, and more for IPv6."""
+"""Source or target of a datagram, as in the socket module: host, port, and two more values for IPv6."""
 
 
 def seal(token: str, message: Mapping[str, object]) -> bytes:
@@ -74,22 +74,22 @@ def seal(token: str, message: Mapping[str, object]) -> bytes:
 
 
 def unseal(token: str, data: bytes) -> dict[str, Any]:
-    """Decode the message in a datagram. Raises ValueError if it does not begin with the token, or is not a JSON
-    object."""
+    """Decode the message in a datagram. Raises ValueError if the datagram does not begin with the token, or if the rest
+    is not a JSON object."""
     begin, rest = data[: len(token)], data[len(token) :]
     if not token or not hmac.compare_digest(begin, token.encode()):
-        raise ValueError("it does not begin with the token of this run")
+        raise ValueError("the datagram does not begin with the token of this run")
     try:
         message = json.loads(rest)
     except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
+        raise ValueError("the brackets of the message are nested too deeply") from None
     if not isinstance(message, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("the message is not a JSON object")
     return message
 
 
 def check_beat(message: Mapping[str, object], world: int) -> None:
-    """Raise ValueError unless a message has the form of `Links.message` in a world of this size."""
+    """Raise ValueError unless a message has the form of `Links.message`, with ranks below `world`."""
     sender = message.get("from")
     end = message.get("end")
     ages = message.get("ages")
@@ -98,7 +98,7 @@ def check_beat(message: Mapping[str, object], world: int) -> None:
 
 
 def check_findings(found: Mapping[str, object], world: int) -> None:
-    """Raise ValueError unless a message has findings in the form that `Links.findings` returns."""
+    """Raise ValueError unless a message has the form of `Links.findings`, with ranks below `world`."""
     lists = [found.get(name) for name in ("gone", "fine")]
     right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
     if not (right and all(_are_ages(found.get(kind), world) for kind in KINDS)):
@@ -110,7 +110,7 @@ def _is_rank(value: object, world: int) -> bool:
 
 
 def _are_ages(value: object, world: int) -> bool:
-    """Return True if a value maps ranks, as texts, to seconds."""
+    """Return True if a value maps ranks, as strings, to seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
         and host.isdigit()
@@ -137,18 +137,18 @@ class Ignored:
             self._say(f"ignored a UDP datagram from {place}: {why}. Further ones are ignored and counted")
 
     def close(self) -> None:
-        """Report how many were ignored, if more than one."""
+        """Report the number of ignored datagrams, if it is larger than one."""
         if self.count > 1:
-            self._say(f"ignored {self.count} UDP datagrams that were no heartbeats of this run")
+            self._say(f"ignored {self.count} UDP datagrams that were not heartbeats of this run")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # the disk with the log is full
+        with suppress(OSError):  # the disk of the log is full
             print(f"{self.here}: {text}", file=sys.stderr, flush=True)
 
 
 def watched(hosts: Iterable[int], here: int) -> set[int]:
-    """Hosts that `here` watches: all if there are few, otherwise those at distances 1, 2, 4, ... in both directions on
-    a ring, which are 14 of 128. Every host is watched by others."""
+    """Return the hosts that `here` watches: all if there are few, otherwise those at distances 1, 2, 4, ... in both
+    directions on a ring, for example 14 of 128 hosts. Every host is watched by others."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}
@@ -158,28 +158,28 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 
 @dataclass
 class Peer:
-    """Another host, as seen from this one. Times are in seconds, by this host's clock."""
+    """State of another host, as seen from this one. Times are in seconds, by this host's clock."""
 
     address: Address
     since: float
-    """Time at which its address became known."""
+    """Time at which the other host's address became known."""
 
     heard: float | None = None
-    """Time at which its last message arrived."""
+    """Time at which the other host's last message arrived; None before the first."""
 
     hears: float | None = None
-    """Seconds since it heard this host, according to its last message."""
+    """Seconds since the other host has heard this one, according to its last message."""
 
     end: str = ""
-    """`bye`: its run has ended without a failure; `failed`: with a failure; `lost`: because it no longer hears some
-    hosts; `gone`: its first rank has ended silently."""
+    """How the run on the other host ended. `bye`: without a failure; `failed`: with a failure; `lost`: because that
+    host no longer hears some hosts; `gone`: its first rank ended silently. Empty while the run continues."""
 
     ended: float = 0.0
-    """Time at which it said so."""
+    """Time at which the other host reported its end."""
 
 
 class Links:
-    """State of this host's links to others. Hosts are identified by the number of their first rank."""
+    """State of this host's links to the others. A host is identified by its first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
         self.here = here
@@ -201,12 +201,12 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, object]:
-        """Message from this host to all others: how long ago it heard each of them."""
+        """Return this host's message to all others, with the seconds since it heard each of them."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
     def targets(self, now: float) -> list[Address]:
-        """Addresses to send to: the watched hosts, and the hosts that watch this one."""
+        """Return the addresses to send to: the watched hosts, and the hosts that watch this one."""
         own = watched(self.peers, self.here)
         return [
             peer.address
@@ -215,20 +215,22 @@ class Links:
         ]
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """Account for time in which this process did not run: the silence of others in that time does not count, and
-        neither do their reports about it."""
+        """Account for time during which this process was suspended. Neither the silence of others during that time nor
+        their reports about this host's silence count."""
         for peer in self.peers.values():
             peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
             peer.hears = peer.hears if peer.end else None
 
     def findings(self, now: float) -> dict[str, Any]:
-        """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `failed` for
-        those whose run failed longer ago than `LINGER`, and `over` for those whose run ended without a failure. `gone`
-        and `fine` list hosts. If there are no findings, all except `fine` are empty."""
+        """Return the findings by kind.
+
+        `silent`, `deaf`, `unheard` (nothing has ever arrived from the host), `failed` (the run on the host failed more
+        than `LINGER` seconds ago) and `over` (the run on the host ended without a failure) map hosts to seconds. `gone`
+        and `fine` list hosts. If all is well, only `fine` has entries."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
-        parted = False  # True if a host has ended because it hears nothing from this one
+        parted = False  # True if another host has ended because it hears nothing from this one
         for host in sorted(watched(self.peers, self.here)):
             peer = self.peers[host]
             if peer.end == "lost" and (peer.hears or 0.0) > self.timeout - SLACK:
@@ -254,7 +256,7 @@ class Links:
 
 
 class Heartbeat:
-    """Main loop of the process: sends, receives, and reports its findings to the ranks of this host."""
+    """Main loop of the process: send and receive messages, and report findings to the ranks of this host."""
 
     def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
         self.parent = parent
@@ -267,8 +269,8 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
-        """Socket whose connections show that this host is alive even if its UDP datagrams do not arrive. None if
-        another program uses the port, and answers too."""
+        """Socket that accepts connections, which shows that this host is alive even if its UDP datagrams do not arrive.
+        Empty if another program uses the port; that program then answers instead."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))
@@ -278,14 +280,14 @@ class Heartbeat:
         self._ignored = Ignored(f"heartbeat of rank {links.here} on {socket.gethostname()}, port {self.port}")
 
     def serve(self) -> None:
-        """Beat until the first rank of this host orders the end, or has ended."""
+        """Send heartbeats until the first rank of this host requests the end, or has ended."""
         last = time.monotonic()
         while True:
             inputs: list[socket.socket | int] = [self._network, *self._doors, 0]
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
-                self._receive(now)  # messages that arrived in the meantime count as heard now
+                self._receive(now)  # messages that arrived during the pause count as heard now
                 self.links.stood_still(now - last, now)
             else:
                 self._receive(now)
@@ -307,9 +309,9 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # nobody listens at this address any more
+                continue  # no process listens at this address any more
             if not self.token:
-                continue  # the address is not known yet: the other host has learnt of this one earlier
+                continue  # the other host's address is not known here yet
             try:
                 message = unseal(self.token, data)
                 check_beat(message, self.world)
@@ -321,7 +323,7 @@ class Heartbeat:
     def _answer_doors(self) -> None:
         """Accept connections and close them, because the kernel queues only a limited number."""
         for door in self._doors:
-            with suppress(OSError):  # there are no more connections, or the other end has gone
+            with suppress(OSError):  # there are no more connections, or the other end has closed its connection
                 for _ in range(BURST):
                     door.accept()[0].close()
 
@@ -340,7 +342,7 @@ class Heartbeat:
     def _send(self, message: Mapping[str, object], now: float) -> None:
         data = seal(self.token, message)
         for address in self.links.targets(now):
-            with suppress(OSError):  # no carrier, no route: the other side notices that nothing arrives
+            with suppress(OSError):  # no carrier or no route: the other host notices the silence
                 self._network.sendto(data, address)
 
     def _tell(self, findings: Mapping[str, object]) -> None:
@@ -361,7 +363,7 @@ class Heartbeat:
 def main() -> None:
     parent, here, world, timeout, family = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+        signal.signal(number, signal.SIG_IGN)  # the signals are meant for the ranks
     heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(world), int(family))
     print(heartbeat.port, flush=True)
     heartbeat.serve()

@@ -1,6 +1,6 @@
-"""Watch over the links between hosts from within a rank: it starts the host's heartbeat, and ends the rank with a
-report when other hosts are lost. If hosts are cut off before their heartbeats know of each other, they notice that the
-store does not answer, and that its host accepts no connection.
+"""Watch of a rank over the other hosts: it starts the host's heartbeat, and ends the rank with a report when other
+hosts are lost. Before the heartbeats of two hosts know each other, a lost connection shows differently: the store does
+not answer, and its host accepts no connection.
 
 Keys of the store: link/R, the `Link` of rank R; heartbeats, the token of this start for heartbeats.
 """
@@ -41,30 +41,30 @@ ADVICE_HOST = (
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
-"""Up to this number, ranks are looked up one by one as they arrive; more ranks are looked up together once all have
-arrived."""
+"""Largest number of ranks that are looked up one by one as they arrive. A larger world is looked up at once when all
+ranks have arrived."""
 
 PEACE = 60.0
-"""Seconds without progress within a step after which a rank ends, once another host has ended the run without a
+"""Seconds without progress within a step after which a rank ends if another host has ended the run without a
 failure."""
 
 LOOK = 0.5
-"""Seconds between two checks of how long the store has not answered."""
+"""Seconds between two checks whether the store answers."""
 
 ANSWER = 2.0
 """Seconds within which the kernel of a living host accepts a connection."""
 
 OPENS = 120.0
-"""Seconds in which the process for heartbeats starts."""
+"""Maximum time in seconds in which the heartbeat process starts."""
 
 TOKEN_BYTES = 16
-"""Number of random bytes in the token of a start."""
+"""Number of random bytes in a heartbeat token."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a rank is reached: by the heartbeat of its own host, and, if it is a first rank, by the heartbeats of other
-    hosts."""
+    """Addresses of a rank: one for the heartbeat of its own host, and, on the first rank of a host, one for the
+    heartbeats of other hosts."""
 
     host: str
     machine: str
@@ -74,14 +74,14 @@ class Link:
     """UDP port on loopback at which the rank listens to its host's heartbeat."""
 
     first: bool
-    """True if it starts the heartbeat of its host."""
+    """True if the rank is the first one of its host, which starts the host's heartbeat."""
 
     address: str = ""
     port: int = 0
 
 
 class AskedStore:
-    """Store that records since when its answers are awaited."""
+    """Wrapper of a store that records since when each thread has waited for an answer."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -100,13 +100,13 @@ class AskedStore:
         return asked
 
     def waits(self) -> float:
-        """Seconds for which the longest-waiting thread has waited for an answer; 0 if none waits."""
+        """Return the longest time in seconds that a thread has waited for an answer; 0 if none waits."""
         since = list(self._since.values())
         return time.monotonic() - min(since) if since else 0.0
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """Watch of a rank over other hosts, which begins before the run's folders are checked."""
+    """Start a rank's watch over other hosts, before the run's folders are checked."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
@@ -115,7 +115,7 @@ def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
 
 
 class HostWatch(Watch):
-    """`timeout`: seconds without a heartbeat after which a host counts as lost."""
+    """Watch over other hosts. A host counts as lost after `timeout` seconds without a heartbeat."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
@@ -130,14 +130,13 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Hosts from which no heartbeat has ever arrived although they are alive -> the age at which each last
-        answered."""
+        """For each living host without a single heartbeat so far, the age at which it last answered over TCP."""
 
         self._lost = False
-        """True if this rank ends because hosts are lost."""
+        """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """This rank's position after the run has ended on another host, and the time since then."""
+        """This rank's position after the run has ended on another host, and the time at which the rank reached it."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -155,14 +154,15 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Tell the heartbeat which hosts have arrived. Asks the store; the watchdog's thread calls this."""
+        """Pass hosts that have arrived to the heartbeat. The watchdog's thread calls this method, which queries the
+        store."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
-            self._told = 0  # somebody killed it: without a heartbeat, this host would be taken for lost
+            self._told = 0  # the heartbeat was killed: without it, other hosts would report this one as lost
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
-            # A new dict, because the other thread may be iterating over the old one.
+            # Create a new dict, because the other thread may be iterating over the old one.
             self._links = self._links | board.read_all("link", _parse_link)
         known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
         if self._process is not None and known > self._told:
@@ -174,8 +174,8 @@ class HostWatch(Watch):
             self._order(token=self._token, ears=ears, hosts=hosts)
 
     def close(self) -> None:
-        """End the watch; other hosts are informed whether this is without a failure, with one, or because they were
-        lost."""
+        """End the watch. The other hosts learn whether the run ended here without a failure, with a failure, or because
+        hosts were lost."""
         self._closed.set()
         self._ignored.close()
         if self._process is not None:
@@ -192,7 +192,7 @@ class HostWatch(Watch):
         )
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], OPENS)[0]:
-            raise OSError(f"the process for heartbeats of this host did not start in {OPENS:g} s")
+            raise OSError(f"the heartbeat process of this host did not start within {OPENS:g} s")
         return int(self._process.stdout.readline() or 0)
 
     def _publish(self, port: int) -> None:
@@ -204,21 +204,22 @@ class HostWatch(Watch):
 
     def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # it has just died: the next check restarts it
+        with suppress(OSError):  # the heartbeat has just died: the next check restarts it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def _hosts(self) -> dict[int, Link]:
-        """First rank -> link, for each host."""
+        """Return the links of all hosts by first rank."""
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
-        """The address of rank 0's host is the one at which all meet, because it may know itself by another name."""
+        """Return the address of a host. For rank 0, this is MASTER_ADDR, because that host may know itself by another
+        name."""
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
-        """Ranks of the host whose first rank is `host`."""
-        if host not in self._links:  # its message arrived before the store's
+        """Return the ranks of the host whose first rank is `host`."""
+        if host not in self._links:  # its heartbeat arrived before its entry in the store
             return [host]
         machine, found = self._links[host].machine, list[int]()
         for rank in sorted(self._links):
@@ -242,10 +243,10 @@ class HostWatch(Watch):
                 if not self._closed.is_set():
                     self._act(findings)
             except Exception as error:
-                self._failures.fail(error)  # otherwise nobody would watch any more
+                self._failures.fail(error)  # otherwise the watch would end unnoticed
 
     def _ask_after_store(self) -> None:
-        """End this rank if neither the store, which is on rank 0's host, nor that host has answered for the timeout."""
+        """End this rank if neither the store nor its host, which is rank 0's, has answered for the timeout."""
         address = _store_address()
         while not self._closed.wait(LOOK):
             if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):
@@ -278,24 +279,25 @@ class HostWatch(Watch):
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
     def _waits(self) -> bool:
-        """Return True if this rank has been at one place of a step for `PEACE`. The first call starts the count."""
+        """Return True if this rank has been at the same place of a step for `PEACE` seconds. The first call starts the
+        clock."""
         place, now = self._status.phase_and_action(), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """Report on hosts whose run ended the given seconds ago, while this host still trains."""
+        """Return a report about hosts whose run ended, with the seconds since then, while this host still trains."""
         fine = "without a failure, while this rank is in a step"
-        how = "by a failure whose report has not come here" if failed else fine
+        how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
         who = ", ".join(map(self._named, ended))
         phase, advice = self._status.phase_and_action(), ADVICE_HOST if failed else ADVICE["collective"]
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
-        """Return True if a host from which no heartbeat ever arrived answers over TCP: then something blocks its
-        UDP."""
+        """Return True if a host without a single heartbeat so far answers over TCP. Its UDP datagrams are then
+        blocked."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         first, self._excused[host] = host not in self._excused, age
@@ -320,7 +322,7 @@ class HostWatch(Watch):
         return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
-        """Report on lost hosts. (host, how) -> seconds."""
+        """Return a report about lost hosts. `lost` maps (host, kind of loss) to seconds."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()
@@ -351,17 +353,17 @@ def _parse_link(text: str) -> Link:
 
 def _parse_token(text: str) -> str:
     if len(text) != 2 * TOKEN_BYTES or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"it is no token of {2 * TOKEN_BYTES} hexadecimal digits")
+        raise ValueError(f"it is not a token of {2 * TOKEN_BYTES} hexadecimal digits")
     return text
 
 
 def _store_address() -> tuple[str, int]:
-    """Address of the store at which all ranks meet."""
+    """Return the address of the store of the rendezvous."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Address family by which this host reaches an address, and the host's own address on that route."""
+    """Return the address family of the route to an address, and this host's own address on that route."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(target)
@@ -369,7 +371,7 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Return whether the kernel of a host accepts or refuses a connection, which shows that it is alive."""
+    """Return True if the kernel of a host accepts or refuses a connection, which shows that the host is alive."""
     try:
         with socket.create_connection(address, seconds):
             return True
@@ -380,7 +382,7 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
 
 
 def _resolved(address: str, port: int) -> list[object] | None:
-    """Address for sendto; None if the name cannot be resolved."""
+    """Return the address for `sendto`; None if the name cannot be resolved."""
     try:
         return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])
     except OSError:

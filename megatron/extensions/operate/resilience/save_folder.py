@@ -1,7 +1,8 @@
-"""The --save folder: a check that all ranks see the same folder, and files in it that stop or save a run.
+"""The --save folder: a check that all ranks see the same folder, and trigger files in it that stop a run or save a
+checkpoint.
 
-Checkpoints consist of files from every rank, so hosts cannot save one on separate disks. Without the check at the
-start, a run on such hosts would train until its first save, and then lose it.
+Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete one. Without this check at
+the start, such a run would train until its first save and only then fail.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
-"""Seconds within which a file from one host must become visible on the others, because network file systems cache
-folders for a while."""
+"""Seconds within which a file from one host must become visible on the others. Network file systems cache folders for a
+while."""
 
 
 class SharedFolder(Callback):
@@ -38,10 +39,10 @@ class SharedFolder(Callback):
 
 
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
-    """Raise ValueError, on every rank, if `folder` is not the same one for all ranks. Collective over `world`.
+    """Raise ValueError on every rank if `folder` is not the same folder for all ranks. Collective over `world`.
 
-    The first rank creates the folder, and a temporary file in it. If it cannot, nothing is checked: saves will report
-    the error."""
+    The first rank creates the folder and a temporary file in it. If this fails, nothing is checked, and saves will
+    report the error."""
     if world.size == 1:
         return
     try:
@@ -75,24 +76,24 @@ def _sees(mark: Path) -> bool:
         if time.monotonic() > limit:
             return False
         with suppress(OSError):
-            os.listdir(mark.parent)  # this makes a network file system look again
+            os.listdir(mark.parent)  # listing the folder makes a network file system refresh its cache
         time.sleep(0.1)
     return True
 
 
 TRIGGERS = {"save": "save", "exit": "stop"}
-"""Name of a file -> kind of request that it makes."""
+"""Request kinds by name of the trigger file."""
 
 
 class StopFiles(Watch):
-    """Rank 0 looks for the files. The kill switch stops the run as long as it exists."""
+    """Trigger files and the kill switch, which rank 0 looks for. The kill switch stops the run as long as it exists."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests
         self._files = {folder / name: kind for folder in options.folders(config) for name, kind in TRIGGERS.items()}
         self._kill_switch = Path(options.kill_switch_path) if options.kill_switch_path else None
         self._stuck = set[Path]()
-        """Files that could not be removed."""
+        """Trigger files that could not be removed."""
 
     def look(self) -> None:
         if not self._requests.pending:
@@ -108,7 +109,7 @@ class StopFiles(Watch):
                 if path.is_file():
                     path.unlink()
                     yield Request(kind, f"{path} was there")
-            except OSError as error:  # the watchdog's thread has to survive, because it also listens to signals
+            except OSError as error:  # the watchdog's thread must survive, because it also handles signals
                 if path not in self._stuck:
-                    print(visible(f"{path} is ignored, as it cannot be removed: {error}"), file=sys.stderr, flush=True)
+                    print(visible(f"{path} is ignored: it cannot be removed: {error}"), file=sys.stderr, flush=True)
                 self._stuck.add(path)

@@ -1,18 +1,18 @@
-"""Lease on the --save folder: of two runs, or two halves of a cluster without contact, only one continues.
+"""Lease on the --save folder, so that only one of two runs, or of two halves of a cluster without contact, continues.
 
-Rank 0 holds the file SAVE/.lease, and rewrites it every two seconds. A start that finds another run's lease takes it
-over if the lease's process no longer exists on this machine. If that process is on another machine or stopped, the
-lease is taken over if it has not been renewed for a while, by this host's clock alone. Otherwise the start is refused.
+Rank 0 holds the lease, the file SAVE/.lease, and rewrites it every two seconds. A new run that finds another run's
+lease takes it over if the lease's process no longer exists on this machine. If that process is on another machine or is
+stopped, the new run takes the lease over after some time without a renewal, measured by its own clock only. Otherwise
+the new run is refused.
 
-A run ends if its lease was taken over, or if the lease is gone from the folder: while the run was suspended, another
-run may have taken the lease, finished, and given it back. The run also checks this before it saves.
+A run ends if its lease was taken over, or if the lease has disappeared from the folder. While the run was suspended,
+another run may have taken the lease, finished and released it. The run also checks this before each save.
 
-If the folder itself is gone, because it was deleted or renamed, the run reports this and continues: its state is then
-the only copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted
-again.
+If the folder itself was deleted or renamed, the run reports this and continues, because its state is then the only
+copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted again.
 
-In other storages, the lease is an object that is replaced only if it is still the object that the run has seen. If the
-storage supports such writes, two runs cannot both hold the lease.
+In object storage, the lease is an object that a run replaces only if nobody else has changed it. If the storage
+supports such conditional writes, two runs cannot both hold the lease.
 """
 
 from __future__ import annotations
@@ -47,34 +47,32 @@ UNMOUNTED = (
     "until it is mounted again"
 )
 
-TAKEN = (
-    "is gone: another run has taken over while this one stood still and has finished, or somebody has deleted the file"
-)
+TAKEN = "is gone: another run has taken over while this one was suspended and has finished, or the file was deleted"
 
 LeaseText = dict[str, Any]
-"""Content of the file: the fields of `Peer`, the token of the run, its start, and the number of renewals."""
+"""Content of the lease: the fields of `Peer`, the token of the run, its start, and the number of renewals."""
 
 RENEWAL = 2.0
 """Seconds between two renewals."""
 
 STALE = 12.0
-"""Seconds without renewal after which a lease is free."""
+"""Seconds without a renewal after which a lease may be taken over."""
 
 DISK = 1.0
-"""Seconds within which a responsive disk has written a lease."""
+"""Seconds within which a responsive disk writes a lease."""
 
 
 class LeaseError(RuntimeError):
-    """Raised if another run saves to the folder, or has done so since this one started."""
+    """Raised if another run saves to the folder, or has saved to it since this run started."""
 
     advice = (
-        "end one of the two runs, or give them different folders; if hosts of one run have lost sight of each other, "
-        "the other half continues: join it when they see each other again, as scripts/train_gpt_elastic.sh does"
+        "end one of the two runs, or give them different folders; if hosts of one run have lost contact, "
+        "the other half continues: rejoin it when they are connected again, as scripts/train_gpt_elastic.sh does"
     )
 
 
 class LostLeaseError(LeaseError):
-    """Raised if the lease of a live run is gone from the folder."""
+    """Raised if the lease of a running run has disappeared from the folder."""
 
     advice = "start the same command again: it resumes from the latest checkpoint in the folder, whichever run saved it"
 
@@ -103,8 +101,8 @@ class LeaseWatch(Watch):
 
 
 class Lease(ABC):
-    """Lease of this process, rank 0 of its run. `lost` is called, in a thread, with a LeaseError if another run has
-    taken the lease, or if it is gone from the folder."""
+    """Lease of this process, which is rank 0 of its run. If another run has taken the lease, or if it has disappeared,
+    `lost` is called in a thread with a LeaseError."""
 
     def __init__(self, folder: PurePath, lost: Callable[[LeaseError], object]) -> None:
         self._shown = folder
@@ -116,23 +114,23 @@ class Lease(ABC):
 
     @abstractmethod
     def _read(self) -> LeaseText | None:
-        """Current lease; None if there is none, or if it cannot be read."""
+        """Return the current lease; None if there is none, or if it cannot be read."""
 
     @abstractmethod
     def _take(self, found: LeaseText | None) -> None:
-        """Write the first lease of this run in place of `found`. Raises LeaseError if there is another."""
+        """Write the first lease of this run in place of `found`. Raises LeaseError if there is another lease by now."""
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renew the lease if it is this run's. Returns the reason if it is lost. Raises OSError if the storage does not
-        answer."""
+        """Renew the lease if this run still holds it. Returns the reason if the lease is lost. Raises OSError if the
+        storage does not answer."""
 
     @abstractmethod
     def _remove(self) -> None:
         """Delete the lease. Raises OSError."""
 
     def acquire(self) -> None:
-        """Take the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        """Take the lease, which may take up to `STALE` seconds. Raises LeaseError if another run renews it."""
         limit, found = time.monotonic() + STALE, self._read()
         while found is not None and (state := self._state(found)) != "":
             if time.monotonic() > limit:
@@ -146,7 +144,7 @@ class Lease(ABC):
         threading.Thread(target=self._renew, name="save lease", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lease back if it is still this run's."""
+        """Release the lease if this run still holds it."""
         self._closed.set()
         ended = self._writing.acquire(timeout=DISK)  # a renewal in progress would recreate the file
         with suppress(OSError):
@@ -156,7 +154,7 @@ class Lease(ABC):
             self._writing.release()
 
     def check(self) -> None:
-        """Raise OSError if the lease cannot be renewed. If it is lost, calls `lost`, then raises LeaseError."""
+        """Raise OSError if the lease cannot be renewed. If the lease is lost, call `lost`, then raise LeaseError."""
         with self._writing:
             error = self._update()
         if error is not None:
@@ -179,7 +177,7 @@ class Lease(ABC):
             raise LeaseError(self._of(now))
 
     def _state(self, found: LeaseText) -> str | None:
-        """`Peer.state` of the process that holds the lease; None if that process is not on this machine."""
+        """Return `Peer.state` of the process that holds the lease; None if that process is not on this machine."""
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
         return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 
@@ -188,13 +186,13 @@ class Lease(ABC):
         return f"another run saves to {self._shown}: its rank 0 is {who}"
 
     def _next(self) -> bytes:
-        """Content of the next renewal."""
+        """Return the content of the next renewal."""
         self._count += 1
         return json.dumps(self._owner | {"renewals": self._count}).encode()
 
 
 def _parsed(text: bytes | None) -> LeaseText | None:
-    """Lease in a file; None if there is none, or if it is damaged."""
+    """Parse a lease file; None if there is no lease, or if it is damaged."""
     try:
         found = parse_json(text.decode()) if text is not None else None
     except ValueError:
@@ -203,14 +201,14 @@ def _parsed(text: bytes | None) -> LeaseText | None:
 
 
 class StoredLease(Lease):
-    """Lease in a storage other than the local disk. If the storage supports it, a write replaces only the lease that
-    this run has read or written."""
+    """Lease in a storage other than the local disk. If the storage supports conditional writes, a write replaces only
+    the lease that this run has read or written."""
 
     def __init__(self, root: PurePath, lost: Callable[[LeaseError], object]) -> None:
         super().__init__(root, lost)
         self._file, self._storage = root / LEASE, storage_of(root)
         self._held: bytes | None = None
-        """The lease that this run has written last."""
+        """Lease that this run wrote last."""
 
     def _read(self) -> LeaseText | None:
         return _parsed(self._storage.content(self._file))
@@ -235,10 +233,10 @@ class StoredLease(Lease):
         except FileExistsError:
             now = self._storage.content(self._file)
             if (found := _parsed(now)) is not None and found["token"] == self._owner["token"]:
-                self._held = now  # an earlier renewal, whose answer was lost
+                self._held = now  # an earlier renewal of this run, whose answer was lost
                 return None
             if found is not None:
-                return LeaseError(f"{self._of(found)}, and has taken over: this run stood still")
+                return LeaseError(f"{self._of(found)}, and has taken over while this run was suspended")
             return LostLeaseError(f"the lease of this run, {self._file}, {TAKEN}")
         self._held = new
         return None
@@ -252,10 +250,10 @@ class SaveLease(Lease):
         self._file = folder / LEASE
         self._folder = folder
         self._place: _OpenFolder | None = None
-        """The folder that holds the lease, whatever its path refers to later."""
+        """Folder that holds the lease, even if its path refers to another folder later."""
 
         self._told = ""
-        """Last message that was printed about the folder."""
+        """Last printed message about the folder."""
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -269,20 +267,20 @@ class SaveLease(Lease):
         self._file.unlink()
 
     def check(self) -> None:
-        """Also raises OSError if the folder is on another file system than at the start."""
+        """Check the lease, and raise OSError if the folder is on another file system than at the start."""
         super().check()
         if self._is_unmounted():
             raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
 
     def _update(self) -> LeaseError | None:
-        """Renew the lease if it is this run's, or take one in a folder that was created again. Returns the reason if
-        the lease is lost. Raises OSError if the disk does not answer."""
+        """Renew the lease if this run still holds it, or take one in a folder that was created again. Returns the
+        reason if the lease is lost. Raises OSError if the disk does not answer."""
         found, here = self._read(), self._is_in_place()
         while found is None and here and self._is_being_deleted():
             found, here = self._read(), self._is_in_place()
         if found is not None and found["token"] != self._owner["token"]:
-            return LeaseError(f"{self._of(found)}, and has taken over: this run stood still")
-        if found is not None or (here and self._file.exists()):  # the second case: it is damaged
+            return LeaseError(f"{self._of(found)}, and has taken over while this run was suspended")
+        if found is not None or (here and self._file.exists()):  # an existing file without a readable lease is damaged
             self._write()
             self._tell("")
         elif here:
@@ -292,18 +290,18 @@ class SaveLease(Lease):
         else:
             with folder_lock(self._folder):
                 if (found := self._read()) is not None:
-                    return LeaseError(f"{self._of(found)}, in a folder that has taken the place of this run's")
+                    return LeaseError(f"{self._of(found)}, in a folder that has replaced this run's folder")
                 self._write()
             self._place = _OpenFolder(self._folder)
             self._tell("")
         return None
 
     def _is_in_place(self) -> bool:
-        """Return True if the path still refers to the folder in which this run has taken its lease."""
+        """Return True if the path still refers to the folder in which this run took its lease."""
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return True if entries of the folder are disappearing: `rm -r` has removed the lease before the folder."""
+        """Return True if entries of the folder are disappearing, as `rm -r` may remove the lease before the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
@@ -317,9 +315,9 @@ class SaveLease(Lease):
         return os.stat(nearest).st_dev != self._place.file_system
 
     def _tell(self, problem: str) -> None:
-        """Print a problem of the folder once, and one line when it has passed."""
+        """Print a problem of the folder once, and another line when the problem is resolved."""
         if problem != self._told:
-            print(problem or f"--save {self._folder} is there again", file=sys.stderr, flush=True)
+            print(problem or f"--save {self._folder} is available again", file=sys.stderr, flush=True)
         self._told = problem
 
     def _read(self) -> LeaseText | None:
@@ -338,7 +336,8 @@ class SaveLease(Lease):
 
 
 class _OpenFolder:
-    """Folder that is held open, so that no later folder gets its inode number. Raises OSError if it does not exist."""
+    """Folder that is held open, so that no later folder gets its inode number. Raises OSError if the folder does not
+    exist."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -349,7 +348,7 @@ class _OpenFolder:
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:
-            # the last condition: deleted on another host
+            # ESTALE: the folder was deleted on another host
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 return False
             raise
@@ -359,5 +358,5 @@ class _OpenFolder:
 
 
 def _entries(folder: Path) -> set[str]:
-    """Paths of all files and folders in a folder."""
+    """Return the paths of all files and folders in a folder."""
     return {os.path.join(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)}

@@ -1,14 +1,14 @@
-"""torchrun with the rendezvous backend `c10d-open`: a variant of `c10d` for hosts that may be lost.
+"""torchrun with the rendezvous backend `c10d-open`, a variant of `c10d` that tolerates the loss of hosts.
 
-- torchrun's agent closes the rendezvous for good when it ends with a failure. So does the agent of a host whose cable
-  was pulled: its request waits in the kernel and is delivered when the cable is plugged in. After that no host can
-  join. Here, only the end of the run closes it.
-- An agent that writes to the store of a lost host waits until TCP gives up, after a quarter of an hour. Here, it ends
-  when the store has not answered for some seconds.
+- torchrun's agent closes the rendezvous permanently when it ends with a failure. So does the agent of a host whose
+cable was pulled: its request waits in the kernel and is delivered when the cable is plugged in again. After that,
+no host can join. Here, only the end of the run closes the rendezvous.
+- An agent that writes to the store of a lost host waits for TCP's timeout of a quarter of an hour. Here, the agent ends
+if the store has not answered for some seconds.
 - torchrun restarts ranks even if their flags do not fit the remaining hosts. Here, it ends with code 2 if OUTCOME_FILE
   says that the configuration cannot run.
-- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can then
-  see that the others have met elsewhere, which the agent itself would not notice.
+- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can
+thereby detect that the other hosts have met elsewhere, which the agent does not notice.
 
     python -m megatron.extensions.operate.resilience.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """
@@ -39,10 +39,10 @@ from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
 PATIENCE = float(os.environ.get("RENDEZVOUS_PATIENCE", "1"))
-"""Factor of the limits, for hosts on which a process may stand still for longer."""
+"""Factor of the time limits, for hosts on which a process may be suspended for longer."""
 
 REPLY = 6.0 * PATIENCE
-"""Seconds that a request to the store waits in its socket."""
+"""Timeout in seconds of a request to the store, at its socket."""
 
 ANSWER = 8.0 * PATIENCE
 """Seconds within which a reachable store answers."""
@@ -81,8 +81,8 @@ def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
 
 
 def _shutdown(handler: DynamicRendezvousHandler) -> bool:
-    """Close the rendezvous at the end of a run. After a failure, the others notice the missing heartbeats of this
-    host."""
+    """Close the rendezvous at the end of a run. After a failure it stays open, and the other hosts notice the missing
+    heartbeats of this host."""
     if sys.exc_info()[0] is not None:
         return False
     return DynamicRendezvousHandler.shutdown(handler)
@@ -100,7 +100,7 @@ def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callabl
 
 
 def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
-    """Call `join`; meanwhile `file` exists."""
+    """Wrap `join` so that `file` exists during the call."""
 
     def joined() -> RendezvousInfo:
         file.touch()
@@ -113,7 +113,7 @@ def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], Rende
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Rendezvous handler of `c10d-open`."""
+    """Create the rendezvous handler of `c10d-open`."""
     backend, store = create_backend(params)
     # read_timeout applies to connecting, because a host may open its store later
     store.set_timeout(timedelta(seconds=REPLY))

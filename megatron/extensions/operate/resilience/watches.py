@@ -1,4 +1,4 @@
-"""Watches of a rank's watchdog in addition to other ranks: files that stop the run, other hosts, the save lease."""
+"""Additional watches of a rank's watchdog: files that stop the run, other hosts, the save lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.reliability.watchdog import Watch, Watchdog
 
 
 class HostsAndFolders(Callback):
-    """Add the watches that the flags and the hosts of a run require. Their modules are imported only if needed."""
+    """Add the watches that a run needs, according to its flags and hosts. Their modules are imported only if needed."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         first, found = watchdog.launch.rank == 0, list[Watch]()
@@ -31,5 +31,5 @@ class HostsAndFolders(Callback):
         return found
 
     def watches_hosts(self, launch: Launch) -> bool:
-        """Return True if a rank watches other hosts."""
+        """Return True if the ranks watch other hosts."""
         return launch.several_hosts and self.config.options(ResilienceConfig).host_heartbeat_timeout_seconds > 0

@@ -1,4 +1,4 @@
-"""Bisection of a spike: branches of the run in which the document, the batch or the learning rate differs."""
+"""Bisection of a spike: rerun the steps before it with another document, batch or learning rate to find the cause."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ EARLIER = 100
 """Number of earlier records with which a step is compared."""
 
 FEWEST = 5
-"""Number of records that the comparison needs."""
+"""Minimum number of records for the comparison."""
 
 GONE = 0.5
-"""Fraction of the loss increase below which a spike counts as gone."""
+"""A spike has disappeared if the loss increase is below this fraction of the original increase."""
 
 TYPICAL = 10
-"""Number of losses before the spike whose median is used."""
+"""Number of losses before the spike whose median is the baseline."""
 
 LARGE_NORM = 3.0
-"""A gradient norm this many times the median of earlier ones makes an earlier step the suspect."""
+"""An earlier step becomes the suspect if its gradient norm is this many times the median of the norms before it."""
 
 ROSE = 1.05
-"""A learning rate this many times the checkpoint's has risen since then."""
+"""The learning rate has risen if it is at least this many times the checkpoint's."""
 
 LOWER = 0.1
-"""Factor for the learning rate of a branch if it has not risen."""
+"""Factor of a branch's learning rate if the rate has not risen since the checkpoint."""
 
 BranchOf = Callable[[int, Change], Outcome]
-"""Last iteration and change -> the steps of the branch."""
+"""Function that runs a branch up to a last iteration, with a change."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
-        """Find the spike, which is the one of the last rollback or else the largest increase of the loss, and the
-        newest checkpoint before it. Raises ValueError if there is none."""
+        """Find the spike and the newest checkpoint before it. By default the spike is that of the last rollback or,
+        without rollbacks, the largest increase of the loss. Raises ValueError if there is no such spike or
+        checkpoint."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -72,17 +73,18 @@ class RunFiles:
         return saved_folders(self.folder)[self.checkpoint]
 
     def losses_before(self, iteration: int) -> dict[int, float]:
-        """Iteration -> loss, from the records up to an iteration."""
+        """Return the recorded losses by iteration, up to an iteration."""
         return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
-        """Largest relative difference between the run and the branch without a change, before the suspect."""
+        """Return the largest relative loss difference, before the suspect, between the run and the branch without a
+        change."""
         own = self.losses_before(suspect - 1)
         shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
         return max(shares, default=None)
 
     def loss_of_spike(self, otherwise: float) -> float:
-        """Loss of the spike in the run, from its event or record."""
+        """Return the loss of the run at the spike, from the event or the record."""
         known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
         for event in recorded_events(self.folder):
             if event.get("event") == "rollback":
@@ -90,14 +92,14 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """Value in the last record up to an iteration."""
+        """Return a value from the last record up to an iteration."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
 
 
 def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
-    """Iteration whose loss is highest compared with the mean of the losses before it. Raises ValueError if there are
-    too few records."""
+    """Return the iteration with the largest ratio of its loss to the mean of the losses before it. Raises ValueError if
+    there are too few records."""
     losses = [float(each["lm_loss"]) for each in records]
     if len(losses) <= FEWEST:
         rule = f"{METRICS_FILE} has {len(losses)} losses, too few to find a spike"
@@ -124,7 +126,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Findings from the branches."""
+    """Results of a bisection."""
 
     spike: int
     suspect: int
@@ -137,14 +139,16 @@ class Bisection:
     worst: Part
     rate: float
     difference: float | None
-    """Largest relative difference of earlier losses from those of the run; None if none are known."""
+    """Largest relative difference between the run's losses and the branch's before the suspect; None if no losses are
+    recorded."""
 
     cause: str
     """"document", "batch", "rate", "none" or "gone"."""
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
-    """Iteration whose batch may have caused a spike: that of the spike, or an earlier one with a large gradient."""
+    """Return the iteration whose batch may have caused a spike: an earlier iteration with a large gradient, or the
+    spike's own iteration."""
     norms = list(base.norms.items())
     for place, (iteration, norm) in enumerate(norms):
         if place >= 2 and iteration < spike and norm > LARGE_NORM * median(each for _, each in norms[:place]):
@@ -153,14 +157,15 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """Learning rate for the branch that holds it constant: the checkpoint's, or less if it has not risen since then."""
+    """Return the learning rate for the branch with a constant rate: the checkpoint's rate, or less if the rate has not
+    risen since then."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
 
 
 def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
-    """Run the branches. Yields a line before each branch, and the finding at the end."""
+    """Run the branches. Yield a line before each branch, and the result at the end."""
     spike, last = files.spike, files.spike + after
     yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"
     base = branch_of(last, Change(looks_at=spike))
@@ -204,10 +209,10 @@ def _row(name: str, found: Outcome, spike: int, suspect: int, spikes: bool) -> R
 
 
 def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Table and verdict."""
+    """Return the table of branches and the verdict."""
     yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
     if found.difference is not None:
-        yield f"before it, the losses of the branch differ from those of the run by {found.difference:.1e} at most"
+        yield f"before it, losses of the branch and the run differ by at most {found.difference:.1e}"
     yield f"{'branch':<40}{f'loss at {found.spike}':>14}{'highest since':>15}{'spike':>7}"
     for row in found.rows:
         loss = "-" if row.loss is None else f"{row.loss:.4g}"
@@ -216,10 +221,10 @@ def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterat
     document = worst.origin.rpartition("+")[0].rpartition(":")
     about = {
         "document": f"document {document[2]} of {document[0]}",
-        "batch": f"the batch of iteration {found.suspect}, and no single document of it",
+        "batch": f"the batch of iteration {found.suspect}, but no single document of it",
         "rate": f"the learning rate: held at {found.rate:.3g} there is no spike",
         "none": "none of these alone; begin at an earlier checkpoint with --from",
-        "gone": "nothing that a branch repeats: the same steps have no spike here; suspect a device of the run",
+        "gone": "nothing reproducible: the same steps have no spike here; suspect a device of the run",
     }
     yield f"verdict: {about[found.cause]}"
     if found.cause in ("document", "batch"):

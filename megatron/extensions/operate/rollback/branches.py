@@ -1,5 +1,4 @@
-"""Exact branches of a run from a checkpoint, on fewer ranks: the same steps with other samples, or with another
-learning rate.
+"""Exact reruns of steps from a checkpoint (branches), on fewer ranks, with replaced samples or another learning rate.
 
 The order of samples, the dropout and the learning rates of a run do not depend on the layout, so a branch without a
 change repeats the run up to rounding.
@@ -44,21 +43,21 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Change:
-    """Changes in a branch; by default there are none."""
+    """Changes in a branch; none by default."""
 
     samples: Mapping[int, int] | None = None
-    """Number of a sample -> number of the sample that replaces it."""
+    """Replacement for each replaced sample, by index."""
 
     rate: float | None = None
-    """Upper bound of the learning rate of all steps."""
+    """Upper bound on the learning rate of all steps."""
 
     looks_at: int | None = None
-    """Iteration before which the loss of each of its samples is measured."""
+    """Iteration whose samples' losses are measured before its step."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a sample that comes from one document."""
+    """Part of a sample from one document."""
 
     sample: int
     origin: str
@@ -78,14 +77,14 @@ class Outcome:
     norms: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     samples: dict[int, range] = field(default_factory=dict)
-    """Iteration -> the numbers of its samples."""
+    """Sample indices by iteration."""
 
     parts: tuple[Part, ...] = ()
     """Parts of the samples of the examined iteration."""
 
 
 class Swapped(SampleOrder):
-    """Samples of a data set, some of which are replaced."""
+    """Sample order in which some samples are replaced."""
 
     def __init__(self, inner: Dataset, samples: Mapping[int, int]) -> None:
         self.inner, self.taken = inner, samples
@@ -100,7 +99,7 @@ class Swapped(SampleOrder):
 
 @dataclass(frozen=True)
 class HeldRate:
-    """Learning rates of a run, limited to `most`."""
+    """Learning rate schedule of a run, capped at `most`."""
 
     inner: OptimizerParamScheduler
     most: float
@@ -117,8 +116,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Configuration of a run's branches, not yet resolved: the run's configuration without the layout except the
-    precision, with `flags` added. Raises ValueError if the flags are wrong."""
+    """Return the unresolved configuration for branches of a run: the run's configuration without its parallel layout,
+    but with its precision, and with `flags` added. Raises ValueError if the flags are invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(
@@ -137,8 +136,8 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Train from the checkpoint of a configuration (`config_of`) to the iteration `last`. By default this uses the
-    smallest number of ranks that the layout needs; several ranks are processes on this machine's CPU."""
+    """Train from the checkpoint of a configuration (`config_of`) to the iteration `last`. By default, use the smallest
+    number of ranks that the layout needs. Several ranks run as processes on this machine's CPU."""
     parallel = config.parallel
     own = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp
     ranks = world_size or lcm(parallel.model_parallel_size, own)
@@ -177,7 +176,7 @@ def _on_rank(rank: int, world_size: int, config: RunConfig, last: int, change: C
 
 
 def _make_step(run: TrainingRun, found: Outcome) -> None:
-    """Make the next step, and add it to `found` unless it is skipped."""
+    """Run the next step, and add it to `found` unless it is skipped."""
     step = run.progress.next_step(run.batch_sizes)
     train_step(run)
     run.guard.settle()
@@ -191,7 +190,7 @@ def _make_step(run: TrainingRun, found: Outcome) -> None:
 
 
 def losses_of(run: TrainingRun, samples: range) -> list[Part]:
-    """Mean loss of each document's part in each sample, with the current weights. Collective."""
+    """Return the mean loss of each document's part in each sample, with the current weights. Collective."""
     found = list[Part]()
     dataset = run.data.train.dataset
     with run.pipeline.evaluation_mode(), torch.no_grad():
@@ -207,7 +206,7 @@ def losses_of(run: TrainingRun, samples: range) -> list[Part]:
 
 
 def _masked_loss(run: TrainingRun, sample: int, labels: range) -> float:
-    """Mean loss over some labels of a sample, which fills a micro-batch."""
+    """Return the mean loss over some labels of a sample. Copies of the sample fill a micro-batch."""
     config, runtime = run.config, run.runtime
     micro = config.training.micro_batch_size or 1
     batch = collate([run.data.train.dataset[sample]] * micro, [sample] * micro)

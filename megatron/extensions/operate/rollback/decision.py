@@ -1,8 +1,7 @@
-"""Decision at a spike: the state to which a run returns, and the batches that it skips. This module does not import
-torch.
+"""Decision at a spike: the state to which a run returns, and the batches to skip. This module does not import torch.
 
-Both follow from the number of the spike and the flags, and not from what a process happens to hold, so that a run that
-is resumed or repeated decides the same.
+Both depend only on the iteration of the spike and the flags, and not on the states that a process holds, so that a
+resumed or repeated run makes the same decision.
 """
 
 from __future__ import annotations
@@ -20,18 +19,24 @@ class Decision:
 
     first: int
     last: int
-    """Iterations whose batches are skipped."""
+    """Last iteration whose batch is skipped; `first` is the first one."""
 
     @property
     def passed_over(self) -> range:
-        """Numbers of the skipped iterations."""
+        """Return the skipped iterations."""
         return range(self.first, self.last + 1)
 
 
 def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: int = 0) -> Decision:
-    """Decide at a spike: return to the newest multiple of `interval` that is at least `steps` earlier, but not before
-    `last_to`, to which the run returned last. `batches` batches are skipped, the last of which is the spike's; if there
-    are fewer since the state, batches after the spike are skipped too. None: all batches since the state."""
+    """Decide on the reaction to a spike.
+
+    Args:
+        spike: Iteration of the spike.
+        steps: Smallest number of steps to go back.
+        batches: Number of batches to skip, ending with the spike's batch. If the run goes back fewer steps, batches
+            after the spike are skipped too. None: all batches since the state.
+        interval: The run returns to a multiple of this iteration interval.
+        last_to: Iteration of the previous return; the run does not go back beyond it."""
     to = max(0, last_to, (spike - steps) // interval * interval)
     count = spike - to if batches is None else batches
     first = max(to, spike - count) + 1

@@ -20,21 +20,21 @@ class RollbackFlags:
 
     rollback_on_spike: bool = flag(False, needs=CHECKS)
     """At a spike, return to the state of some steps earlier, and skip the batches since then. States are kept in host
-    memory; if the state is not there, it is recomputed from an older checkpoint."""
+    memory; a missing state is recomputed from an older checkpoint."""
 
     rollback_steps: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: smallest number of steps to go back; if states are kept at intervals, it may be up to twice
-    as many. 1: only the step of the spike."""
+    """--rollback-on-spike: smallest number of steps to go back. The run may go back up to twice as many if states are
+    kept at intervals. 1: only the step of the spike."""
 
     rollback_batches: int | None = flag(None, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike; if this exceeds the steps
-    that the run goes back, batches after the spike are skipped too. Default: all since the state."""
+    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike. If this exceeds the number of
+    steps that the run goes back, batches after the spike are skipped too. Default: all batches since the state."""
 
     max_rollbacks: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: number of rollbacks in the whole run; the next spike ends it."""
+    """--rollback-on-spike: maximum number of rollbacks in the whole run; the next spike ends the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Memory of the states that are kept."""
+        """Return the section of a plan about the memory of kept states."""
         if not rolls_back(config) or uses_peer_copies(config):
             return None
         return "Rollback at a spike", f"{__package__}.plan_lines:lines"
@@ -46,13 +46,13 @@ def rolls_back(config: RunConfig) -> bool:
 
 
 def uses_peer_copies(config: RunConfig) -> bool:
-    """Return True if the last two copies of --peer-copies always include the state to return to."""
+    """Return True if the last two copies of --peer-copies always include the state for a rollback."""
     copies = config.options(PeerCopyConfig)
     return copies.peer_copies > 0 and config.options(RollbackFlags).rollback_steps <= copies.peer_copy_interval + 1
 
 
 def interval_of(config: RunConfig) -> int:
-    """Steps between two kept states: two states suffice."""
+    """Return the number of steps between two kept states. Two states suffice."""
     if uses_peer_copies(config):
         return config.options(PeerCopyConfig).peer_copy_interval
     return max(1, config.options(RollbackFlags).rollback_steps - 1)

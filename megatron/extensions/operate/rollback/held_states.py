@@ -1,4 +1,4 @@
-"""States of a rank in its own memory, for rollbacks while the process is alive."""
+"""States that a rank keeps in its own memory, for rollbacks within the same process."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copies of this rank's boxes at one step, in host memory that later steps reuse."""
+    """Copies of this rank's boxes at one step, in host memory that is reused for later steps."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
     boxes: dict[str, list[LocalBox]] = field(default_factory=dict)
 
     def take(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Copy the state of a step. Tensors on a GPU arrive once its current stream has caught up."""
+        """Copy the state of a step. Copies from a GPU complete in order on its current stream."""
         self.iteration, self.payload = iteration, payload
         if not self.boxes:
             self.boxes = {key: [_room(box) for box in tensors[key].boxes] for key in tensors}
-        assert self.boxes.keys() == tensors.keys(), "the state has other tensors than before"
+        assert self.boxes.keys() == tensors.keys(), "the tensors of the state have changed"
         for key, rooms in self.boxes.items():
             for (_, room), (_, data) in zip(rooms, tensors[key].boxes, strict=True):
                 room.copy_(data, non_blocking=True)
@@ -47,13 +47,13 @@ def _room(box: LocalBox) -> LocalBox:
 
 
 def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
-    """Every tensor of the state, of which other ranks have other boxes. Collective."""
+    """Return every tensor of the state with the boxes of all ranks. Collective."""
     mine = {key: (tuple(tensors[key].shape), tensors[key].dtype, len(tensors[key].boxes)) for key in tensors}
     return {key: TensorInfo(*about) for part in gather_objects(mine, world) for key, about in part.items()}
 
 
 class HeldCheckpoint(Checkpoint):
-    """A held state as a checkpoint, under the layout of the process that holds it."""
+    """Held state as a checkpoint, which loads only under the layout of the process that holds it."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")
@@ -66,8 +66,8 @@ class HeldCheckpoint(Checkpoint):
         }
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Like `Checkpoint.load`. If a rank has only a part of a main parameter, the held parameter is loaded, which is
-        the main parameter in the parameter's precision."""
+        """Load tensors, as `Checkpoint.load`. If a rank holds only a part of a main parameter, load the held parameter
+        instead, which is the main parameter rounded to the parameter's precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -85,24 +85,24 @@ class HeldCheckpoint(Checkpoint):
 
 @dataclass
 class HeldStates:
-    """The last two states of a rank."""
+    """Last two states of a rank."""
 
     held: list[HeldState] = field(default_factory=list)
-    """States, the oldest first."""
+    """States in order of iteration."""
 
     _free: list[HeldState] = field(default_factory=list)
 
     def next(self) -> HeldState:
-        """Slot of the next state."""
+        """Return the slot for the next state."""
         room = self._free.pop() if self._free else self.held.pop(0) if len(self.held) > 1 else HeldState()
         self.held.append(room)
         return room
 
     def at(self, iteration: int) -> HeldState | None:
-        """State of an iteration."""
+        """Return the state of an iteration; None if it is not held."""
         return next((each for each in self.held if each.iteration == iteration), None)
 
     def drop_after(self, iteration: int) -> None:
-        """Discard later states."""
+        """Discard the states after an iteration."""
         self._free += [each for each in self.held if each.iteration > iteration]
         self.held = [each for each in self.held if each.iteration <= iteration]

@@ -1,4 +1,4 @@
-"""Callbacks for --rollback-on-spike: keep states, return to one at a spike, and skip batches."""
+"""Callback for --rollback-on-spike: keep states, return to one of them at a spike, and skip batches."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.training.run import TrainingRun
 from megatron.training.step_guard import ADVICE_SPIKE, BadStepError
 
 NAME = "rollback"
-"""Name of its state in checkpoints."""
+"""Name of the rollback state in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Parts of a step's state that no checkpoint has: the log interval, and the counts of meters."""
+    """Parts of a step's state that checkpoints do not contain: the log interval, and the counts of meters."""
 
     interval: Interval
     elapsed: float
@@ -56,14 +56,14 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Read the verdict on each step before anything else depends on it."""
+    """Callback that rolls back at spikes. It reads the verdict on each step before other callbacks use it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._options, self._interval = config.options(RollbackFlags), interval_of(config)
         self._by_peers = uses_peer_copies(config)
         self.passed_over: list[tuple[int, int]] = []
-        """First and last iteration of each part of the run whose batches it skips."""
+        """First and last iteration of each range of skipped batches."""
 
         self.rollbacks = 0
         self.last_to = 0
@@ -93,7 +93,7 @@ class Rollback(Callback):
             run.passed_over.update(range(first, last + 1))
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Task that keeps states. The state at the start is kept too. Collective."""
+        """Return the task that keeps states, and keep the state at the start. Collective."""
         self._run, self._log = run, log
         if not self._by_peers:
             tensors, _ = run.saver.checkpoint.contents(run.progress)
@@ -118,12 +118,12 @@ class Rollback(Callback):
         run.guard.settle()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Roll back if the step was a spike. In that case this is collective."""
+        """Roll back if the step was a spike. A rollback is collective."""
         run, options = self._run, self._options
         if not verdict.result.spike or run is None:
             return
         if self.rollbacks >= options.max_rollbacks:
-            message = f"{verdict}, after {self.rollbacks} rollbacks, as many as --max-rollbacks allows"
+            message = f"{verdict}, after {self.rollbacks} rollbacks, the limit of --max-rollbacks"
             raise BadStepError(message, ADVICE_SPIKE)
         spike = verdict.step.iteration
         found = decide(spike, options.rollback_steps, options.rollback_batches, self._interval, self.last_to)
@@ -133,8 +133,8 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """States to return to, the best first: the one that the decision names; an older checkpoint, from which that
-        one is recomputed; or else a later state than the decision names. Collective."""
+        """Yield possible states to return to, in order of preference: the state that was decided, an older checkpoint,
+        from which the run recomputes that state, and later states. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
@@ -150,8 +150,7 @@ class Rollback(Callback):
         return None if held is None else HeldCheckpoint(held, self._tensors)
 
     def _on_disk(self, run: TrainingRun, iteration: int) -> list[PurePath]:
-        """Checkpoints of this iteration and earlier ones, the newest first, except those of steps that were rolled
-        back."""
+        """Return the checkpoints up to this iteration, newest first, without those of steps that were rolled back."""
         root = self.config.checkpoint.save_root
 
         def folders() -> list[PurePath]:
@@ -162,7 +161,7 @@ class Rollback(Callback):
         return on_first_rank(folders, run.runtime.state.world)
 
     def _is_of_run(self, folder: PurePath, iteration: int) -> bool:
-        """Return True if a checkpoint has trained on the same batches as this run."""
+        """Return True if a checkpoint was trained on the same batches as this run."""
         try:
             saved = saved_metadata(folder) or {}
             before = Rollback(self.config)
@@ -172,12 +171,12 @@ class Rollback(Callback):
         return before.passed_until(iteration) == self.passed_until(iteration)
 
     def passed_until(self, iteration: int) -> set[int]:
-        """Skipped iterations up to this one."""
+        """Return the skipped iterations up to this one."""
         passed = (number for first, last in self.passed_over for number in range(first, last + 1))
         return {number for number in passed if number <= iteration}
 
     def _go_back(self, verdict: Verdict, found: Decision, source: Checkpoint | PurePath) -> None:
-        """Restore a state, and skip batches from there on. Collective."""
+        """Restore a state, and register the batches to skip. Collective."""
         run, began = self._run, time.perf_counter()
         assert run is not None
         kept = [*self.passed_over, (found.first, found.last)]

@@ -1,4 +1,4 @@
-"""Plan lines about the states that a rollback needs."""
+"""Plan lines about the states kept for rollbacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.extensions.plan.planner.memory import states_of_rank
 from megatron.training.config.batch_size import byte_text
 
 STATES = 2
-"""States that a rank keeps."""
+"""Number of states that a rank keeps."""
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Section of a plan about rollbacks."""
+    """Yield the lines of a plan about rollbacks."""
     dims = ParallelDims.from_config(run.config.parallel, run.world_size)
     most = 0
     for pp_rank in range(dims.pp):

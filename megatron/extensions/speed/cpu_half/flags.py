@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.training.extensions import CALLBACKS
 
 CALLBACKS.register(
-    "products of 16 bits",
+    "16-bit products",
     f"{__package__}.products:ProductsInFp32",
     when=lambda config: config.parallel.fp16 or config.parallel.bf16 or bool(config.optimizer.whole_roles),
 )

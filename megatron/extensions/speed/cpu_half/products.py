@@ -1,7 +1,7 @@
 """16-bit matrix products computed in fp32, for CPUs without instructions for them.
 
 On such CPUs torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
-results are rounded once, as in those kernels. The operators of torch are replaced, so that layers, their backward
+results are rounded once, as in torch's kernels. This module replaces operators of torch, so that layers, their backward
 passes, compiled regions and extensions stay unchanged.
 """
 
@@ -26,17 +26,17 @@ from megatron.training.initialize import Runtime
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
-"""Number of first arguments of an operator that share its dtype."""
+"""Number of leading arguments that must share the operator's dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
-"""Operators that write the same result into existing memory."""
+"""Variants of the operators that write their result into existing memory."""
 
 _FEW_ROWS = 4
-"""Largest number of rows for which torch's own kernel is not slower in a product with a transposed matrix, as in
-generation: it reads the matrix once, in 16 bits."""
+"""Largest number of rows, as in generation, at which torch's own kernel is not slower for a product with a transposed
+matrix. That kernel reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""Dtypes that this process multiplies in fp32: process-wide, as torch's operators are."""
+"""Dtypes that this process multiplies in fp32. They are process-wide because torch's operators are."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
@@ -58,7 +58,7 @@ Kernel = Callable[..., Results]
 
 @cache
 def _replace_operators() -> Library:
-    """Replace the operators as long as the result exists. Each call takes about 1.5 microseconds longer."""
+    """Replace the operators for the lifetime of the result. Each call takes about 1.5 microseconds longer."""
     library = Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -71,7 +71,7 @@ def _replace_operators() -> Library:
 
 
 def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Kernel:
-    """Return the kernel `own`, except that for dtypes in `_replaced` it computes `product` of operands in fp32."""
+    """Return a kernel that computes `product` in fp32 for dtypes in `_replaced`, and calls `own` for others."""
 
     def run(keys: object, *args: Tensor, **kwargs: Tensor | None) -> Results:
         dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
@@ -98,8 +98,8 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
-    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them: on all ranks,
-    because replicas must stay equal. Returns lines for the log. Collective over `world`."""
+    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them. All ranks do the
+    same, because replicas must stay equal. Returns lines for the log. Collective over `world`."""
     lines = []
     for dtype in dtypes:
         if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
@@ -112,14 +112,14 @@ def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: 
 
 
 def multiplied_dtypes(config: RunConfig) -> list[torch.dtype]:
-    """Dtypes of matrix products: those of the layers, and those in which the optimizer multiplies."""
+    """Return the dtypes of matrix products in the layers and in the optimizer."""
     of_updates = OPTIMIZERS.facts(config.optimizer.optimizer).product_dtypes
     names = [config.parallel.params_dtype, *of_updates(config.optimizer, config.parallel.main_dtype)]
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
 class ProductsInFp32(Callback):
-    """Callback that decides for a run, before its model is built."""
+    """Callback that calls `choose_products` before the model is built."""
 
     def on_setup(self, runtime: Runtime) -> None:
         for line in choose_products(multiplied_dtypes(self.config), runtime.device, runtime.state.world):

@@ -18,8 +18,8 @@ HERE = "megatron.extensions.speed.cuda_graphs"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A graph replays the recorded kernels on the same memory. It cannot contain host decisions that change between
-    batches, or waits on the host."""
+    """Check that a step can be recorded. A graph replays the recorded kernels on the same memory, so it can contain
+    neither host decisions that change between batches nor synchronizations with the host."""
     own = config.options(CudaGraphFlags)
     c = config
     p = config.parallel
@@ -38,7 +38,12 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.exclusive(other, size, graph, "communication within a micro-batch is not recorded")
     for other, value, given, why in (
         ("--num-experts", c.model.num_experts, c.model.num_experts, "shapes depend on the routing"),
-        ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
+        (
+            "--reset-attention-mask",
+            None,
+            c.data.reset_attention_mask,
+            "document boundaries differ from sample to sample",
+        ),
         (
             "--cpu-offloading",
             None,
@@ -64,13 +69,13 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if variant in ("gated_delta_net", "kimi_delta_attention"):
             by_flag = c.model.experimental_attention_variant is not None
             other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
-            yield Problem.exclusive(name, impl, other, "its triangular solves have not been recorded")
+            yield Problem.exclusive(name, impl, other, "recording its triangular solves is untested")
     if c.ddp.shards_gradients:
-        why = "memory of whole gradients comes and goes during the passes"
+        why = "memory for whole gradients is allocated and freed during the passes"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
     if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise another rule reports it
-        why = "recorded steps cast the weights that they find in bf16"
+        why = "recorded steps cast weights that are stored in bf16"
         yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 
 

@@ -1,9 +1,9 @@
 """Forward and backward pass of a micro-batch as one CUDA graph, recorded once and replayed.
 
-Launching the kernels of a small model one by one takes longer than running them; a graph is launched at once. A graph
-repeats the same kernels on the same memory. So inputs are copied to the memory of the recorded batch, and the loss is
-copied away. Parameters and gradient sums are in flat buffers that never move, and dropout is a function of the samples'
-numbers, which are inputs. `flags.py` lists what cannot be recorded.
+Launching the kernels of a small model one by one takes longer than running them. A graph needs a single launch, and
+repeats the same kernels on the same memory. Inputs are therefore copied to the memory of the recorded batch, and the
+loss is copied out. Parameters and gradient sums are in flat buffers that never move. Dropout is a function of the
+sample indices, which are inputs. `flags.py` lists features that cannot be recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Recorder of work on a device, for replays."""
+    """Protocol for recording device work, to replay it."""
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
 
@@ -40,16 +40,16 @@ class CudaRecorder:
     """Recorder with torch's CUDA graphs, on the current stream, which must not be the default one.
 
     Recordings share their memory, except tensors that are still referenced, so only one may be replayed at a time.
-    Other threads, which read data and pin memory, may continue meanwhile, because only this thread's calls are
-    captured. Garbage is collected first, because device memory must not be freed during a recording.
+    Other threads may read data and pin memory meanwhile, because only this thread's calls are captured. Garbage is
+    collected first, because device memory must not be freed during a recording.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Call `run`, whose device work is recorded instead of executed. Returns a replay function and the result of
-        `run`, whose values are valid after each call of the function."""
+        """Call `run`, recording its device work instead of executing it. Returns the result of `run` and a replay
+        function. The values of the result are valid after each call of the replay function."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -67,9 +67,9 @@ class GraphedMicrobatches:
     """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
 
     `run(batch, seed)` computes the forward, and the backward of seed * loss sum, and returns the loss sum. All
-    micro-batches have the same shape. The gradients of the recorded batch are added by the first replay, because
-    recording computes nothing. If weights are cast (fp8), the first micro-batch of a step has a separate recording,
-    which makes the casts that the others read."""
+    micro-batches have the same shape. Recording computes nothing, so the first replay adds the gradients of the
+    recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the
+    casts for the others."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Loss and replay function, for recordings with and without weight casts."""
+        """Loss and replay function of the recordings with (True) and without (False) weight casts."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""
@@ -125,7 +125,7 @@ class GraphedMicrobatches:
 def _copy_into(inputs: Batch, batch: Batch) -> None:
     old, new = inputs.tensors(), batch.tensors()
     assert old.keys() == new.keys(), f"recorded with {sorted(old)}, now {sorted(new)}"
-    assert batch.documents == inputs.documents, "documents are not in a recording"
+    assert batch.documents == inputs.documents, "document boundaries cannot be recorded"
     for name, tensor in new.items():
         assert tensor.shape == old[name].shape, f"{name} is {tuple(tensor.shape)}, recorded {tuple(old[name].shape)}"
         old[name].copy_(tensor)
@@ -134,7 +134,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Train micro-batches from recordings."""
 
-    may_overwrite = False  # there is one recording for the first micro-batch, and one for all others
+    may_overwrite = False  # the first micro-batch has its own recording
 
     def __init__(
         self,
@@ -160,13 +160,13 @@ class GraphedPipeline(Pipeline):
 
 
 class SideStream(Callback):
-    """Switch from the default CUDA stream to another one: the default stream cannot be captured, and autograd computes
-    a parameter's gradient on the stream of its first use. Raises ValueError on CPU."""
+    """Switch from the default CUDA stream to another one. The default stream cannot be captured, and autograd computes
+    a parameter's gradient on the stream of its first use. Raises ValueError on CPUs."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if runtime.device.type != "cuda":
             impl = self.config.options(CudaGraphFlags).cuda_graph_impl
-            raise ValueError(f"--cuda-graph-impl {impl} records the work of a GPU, and this is a CPU; leave it out")
+            raise ValueError(f"--cuda-graph-impl {impl} records GPU work, but this run uses CPUs; remove the flag")
         torch.cuda.set_stream(torch.cuda.Stream(runtime.device))
 
 

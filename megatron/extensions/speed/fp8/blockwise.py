@@ -1,9 +1,8 @@
 """Blockwise fp8: weights scaled by blocks of 128 x 128, activations and gradients by tiles of 1 x 128.
 
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a GEMM sums over, so
-that an outlier reduces precision only in its own tile. Multipliers are powers of two: a scaled value keeps its
-mantissa, so that if a tensor is later cast along another dimension, the first cast loses only small values (section
-3.5.2).
+that an outlier reduces precision only in its own tile. Multipliers are powers of two, so that a scaled value keeps its
+mantissa. A later cast of the result along another dimension then loses only small values (section 3.5.2).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ R = TypeVar("R")
 
 
 def in_blocks(x: Tensor, rows: int) -> Tensor:
-    """x [n, k] -> [blocks of rows, rows, blocks of columns, 128], padded with zeros after the last rows and columns."""
+    """Divide x [n, k] into blocks: [blocks of rows, rows, blocks of columns, 128], padded with zeros at the ends."""
     n, k = x.shape
     if n % rows or k % TILE:
         x = F.pad(x, (0, -k % TILE, 0, -n % rows))
@@ -33,19 +32,19 @@ def in_blocks(x: Tensor, rows: int) -> Tensor:
 
 
 def amax_of_blocks(blocks: Tensor) -> Tensor:
-    """Largest absolute value of each block: [n, rows, m, 128] -> [n, m], fp32."""
+    """Return the largest absolute value of each block: [n, rows, m, 128] -> [n, m], fp32."""
     return blocks.abs().amax(dim=(1, 3)).to(torch.float32)
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
-    """Round fp32 multipliers down to powers of two, exactly, by keeping the sign and exponent bits. 0 and NaN, which
-    represent values that are not finite, become NaN."""
+    """Round fp32 multipliers down to powers of two, by keeping only the sign and exponent bits. The multipliers 0 and
+    NaN, which mark blocks with nonfinite values, become NaN."""
     rounded_down = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(multiplier > 0, rounded_down, torch.nan)
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Cast x [n, k] by blocks of `rows` x 128: one row (a tile) or 128 rows. The last blocks may be smaller."""
+    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 (a tile) or 128. The last blocks may be smaller."""
     n, k = x.shape
     blocks = in_blocks(x, rows)
     multiplier = power_of_two(multiplier_of(amax_of_blocks(blocks), torch.finfo(dtype).max))
@@ -64,11 +63,11 @@ def recast_along_columns(values: Tensor, scale: Tensor) -> Scaled:
 
 
 class BlockwiseGemms(Fp8Gemms):
-    """Blocks of 128 x 128 for the weight, which are the same for casts by rows and by columns; tiles of 1 x 128 for
-    everything else.
+    """Blockwise recipe: blocks of 128 x 128 for the weight, with the same scales by rows and by columns, and tiles of 1
+    x 128 for all other operands.
 
-    The GEMM of the weight gradient sums over tokens. For it, the input is cast by columns from its cast by rows, which
-    is the tensor that sequence parallelism gathers.
+    The GEMM for the weight gradient sums over tokens. Its input is recast by columns from the cast by rows, which is
+    the tensor that sequence parallelism gathers.
     """
 
     gathers_weights = True
@@ -92,7 +91,7 @@ class BlockwiseGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)
-        # As bytes, because not every backend sends fp8.
+        # Send bytes, because not every backend supports fp8.
         return values.view(torch.uint8).view(x.shape), scale.view(*x.shape[:-1], -1)
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -108,6 +107,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Cast within a region if all tiles of the matrix are `whole`: some compiler versions mix up the scales of
-        partial tiles."""
+        """Cast within a compiled region only if all tiles of the matrix are `whole`. Some compiler versions mix up the
+        scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

@@ -25,14 +25,22 @@ RECIPES: dict[str, type[Fp8Gemms]] = {
 
 
 class Fp8Format(Fp8Context):
-    """fp8 as a number format of linear layers (`LINEAR_FORMATS`)."""
+    """Number format fp8 for linear layers (`LINEAR_FORMATS`)."""
 
     @classmethod
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:
         return cls(config.options(Fp8Flags), layers, casts)
 
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Fp8Gemms:
-        """Return the GEMMs of the linear layer `name`, for its recipe."""
+        """Return the GEMMs of a linear layer for the recipe.
+
+        Args:
+            name: Name of the layer.
+            tp: Tensor-parallel axis.
+            cuts: Dimensions that are sharded over `tp`.
+            device: Device of the layer.
+            compiled: Whether casts are compiled regions.
+        """
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 
     def grouped(
@@ -45,8 +53,7 @@ class Fp8Format(Fp8Context):
 
     @staticmethod
     def gather(ddp: DistributedDataParallel) -> WeightGather | None:
-        """Prepare the gathering of weights in fp8, for --fp8-param-gather; None if no bucket consists of such weights
-        only."""
+        """Prepare the fp8 gather of weights for --fp8-param-gather; None if no bucket consists only of such weights."""
         return build_gather(ddp)
 
     @staticmethod

@@ -2,11 +2,11 @@
 
 A matrix x is represented as x8 = round(x * m). The multiplier m maps its largest value to the largest number of the
 format. A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, but NaN and Inf are not
-lost: they make the scale NaN or infinite, and therefore the result.
+lost: they make the scale, and therefore the result, NaN or infinite.
 
 A cast by rows has the matrix's shape [n, k]; a cast by columns is its transpose [k, n], because GEMMs in fp8 sum along
-the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives run between the
-computation of its amax and the casts.
+the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives reduce the amax before
+the casts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Others = TypeVarTuple("Others")
 
 
 class CastPair(NamedTuple):
-    """fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo their multipliers: [], or [n, 1]
-    and [k, 1]. None if not requested."""
+    """Casts of a matrix: fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo the
+    multipliers, [] or [n, 1] and [k, 1]. A cast that was not requested is None."""
 
     rows: Tensor | None
     row_scale: Tensor | None
@@ -43,8 +43,8 @@ class CastPair(NamedTuple):
 
 
 class CastOrder(NamedTuple):
-    """How to cast a matrix with a given multiplier []: by rows and by columns, as `wanted`. `noted` [] is raised to the
-    matrix's amax if that is larger."""
+    """Request to cast a matrix with a given multiplier [], by rows and by columns as `wanted`. `noted` [] is updated to
+    the maximum of itself and the matrix's amax."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -53,23 +53,30 @@ class CastOrder(NamedTuple):
 
 
 CastParts = tuple[Tensor, Tensor | None, Sequence[bool], torch.dtype]
-"""The fields of a `CastOrder`, in the form that torch operators take."""
+"""Fields of a `CastOrder`, in the form that torch operators take."""
 
 
 @operation
 def cast_transpose(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
 ) -> CastPair:
-    """Cast x [n, k], scaled by an amax: by rows with `row_amax`, [] or [n, 1], and by columns with `column_amax`, [] or
-    [1, k]. No cast is made for None. An amax [] is that of the whole tensor, so that both casts have the same
-    values."""
+    """Cast x [n, k] by rows and by columns.
+
+    Args:
+        x: Matrix [n, k].
+        row_amax: Amax that scales the cast by rows, [] or [n, 1]. None: no cast by rows.
+        column_amax: Amax that scales the cast by columns, [] or [1, k]. None: no cast by columns. With the same
+            amax [] for both, both casts have the same values.
+        dtype: fp8 format.
+        compiled: Whether to use a compiled region.
+    """
     return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
 
 
 @operation
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Cast x [n, k] and record its amax, which does not affect the multiplier. The scales are NaN if the amax is not
-    finite, because saturation may have hidden that."""
+    finite, because saturation would hide this."""
     return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
@@ -79,8 +86,14 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """Return the result of a twin, computed as a region. The twin's last operand is the `cast`. It also returns an
-    amax, which is recorded."""
+    """Run the torch twin of a kernel as a region, record the amax that it returns, and return its other result.
+
+    Args:
+        twin: Function of `others` and `cast` that returns a result and an amax.
+        compiled: Whether the region is compiled.
+        cast: Last operand of the twin. Its field `noted` receives the amax.
+        others: Other operands of the twin.
+    """
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
     if cast.noted is not None:
         assert amax is not None
@@ -92,18 +105,19 @@ def noting(
 def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Largest absolute value of each row and of each column, as `wanted`: x [n, k] -> [n, 1] and [1, k], fp32."""
+    """Return the largest absolute value of each row and of each column, as `wanted`: x [n, k] -> [n, 1] and [1, k],
+    fp32."""
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 
 @operation
 def transpose(values: Tensor, compiled: bool) -> Tensor:
-    """The transpose [k, n] of fp8 values [n, k], row-major."""
+    """Return the transpose [k, n] of fp8 values [n, k], row-major."""
     return region(transposed, compiled, static=True)(values)
 
 
 def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> CastPair:
-    """`cast_transpose` in plain torch."""
+    """Compute `cast_transpose` in plain torch."""
     largest = torch.finfo(dtype).max
     rows = columns = row_scale = column_scale = None
     if row_amax is not None:
@@ -119,7 +133,7 @@ def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor 
 
 
 def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`cast_transpose_noting_amax` in plain torch, except that it returns the amax instead of recording it."""
+    """Compute `cast_transpose_noting_amax` in plain torch, and return the amax instead of recording it."""
     amax = amax_of(x)
     scale = cast.multiplier.reciprocal() + 0.0 * amax
     values = round_scaled(x, cast.multiplier, cast.dtype)
@@ -129,7 +143,7 @@ def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair,
 
 
 def amax_of_rows_and_columns_twin(x: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    """`amax_of_rows_and_columns` in plain torch."""
+    """Compute `amax_of_rows_and_columns` in plain torch."""
     rows = _amax_along(x, 1) if wanted[0] else None
     return rows, _amax_along(x, 0) if wanted[1] else None
 
@@ -142,35 +156,35 @@ def _amax_along(x: Tensor, dim: int) -> Tensor:
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x * multiplier, computed in fp32, to the nearest number of the format, ties to even.
 
-    The clamp makes overflow saturate, because conversions treat it differently on different devices. NaN stays NaN.
+    A clamp makes values saturate, because conversions handle overflow differently on different devices. NaN stays NaN.
     """
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
 
 
 def transposed(values: Tensor) -> Tensor:
-    """`transpose` in plain torch."""
+    """Compute `transpose` in plain torch."""
     return values.view(torch.uint8).t().contiguous().view(values.dtype)
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Largest absolute value, an fp32 scalar. NaN if any element is NaN."""
+    """Return the largest absolute value, an fp32 scalar; NaN if any element is NaN."""
     return (x.abs() if x.numel() else x.new_zeros(1)).amax().to(torch.float32)
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """Scaling multiplier largest / amax / 2^margin: 1 if amax is 0; 0 or NaN if it is not finite."""
+    """Return the multiplier largest / amax / 2^margin: 1 if the amax is 0; 0 or NaN if the amax is not finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK_CAPABILITY = 9
-"""Major compute capability of the GPUs whose kernels support scales of tiles (Hopper). Older and newer GPUs have no
-such kernels."""
+"""Major compute capability of the GPUs whose kernels support tile scales (Hopper). Older and newer GPUs have no such
+kernels."""
 
 BLOCK_CUDA = (12, 9)
-"""First CUDA version whose kernels support them."""
+"""First CUDA version whose kernels support tile scales."""
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
@@ -192,7 +206,7 @@ class Scaled(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """True if each block has a scale."""
+        """True if each block has its own scale."""
         return self.scale.ndim == 2 and self.scale.shape[0] != self.values.shape[0]
 
     @property
@@ -202,8 +216,8 @@ class Scaled(NamedTuple):
 
 
 def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A scale or multiplier in a form that broadcasts to the matrix [n, k], for scales of blocks, rows or the whole
-    matrix."""
+    """Expand a scale or multiplier of blocks, rows or the whole matrix to a shape that broadcasts to the matrix [n,
+    k]."""
     if scale.ndim == 0 or (scale.shape[1] == 1 and scale.shape[0] == shape[0]):
         return scale
     rows = 1 if scale.shape[0] == shape[0] else TILE
@@ -230,14 +244,20 @@ def scaled_mm(
     fast_accumulation: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`. The
-    result is written to `out` if that is given and each operand has one scale.
+    """Compute an fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32.
 
-    With a scale for each row, CUDA returns bf16 whatever `out_dtype` is, because all of torch's kernels support only
-    that dtype. This is the only function that depends on kernels. Both operands are row-major, so that b's transpose is
-    column-major, the only layout that Hopper supports. CUDA requires that k and m be multiples of 16, and that at most
-    one operand be e5m2. On CPUs `dequantized_mm` computes it. With `fast_accumulation`, Hopper's tensor cores keep
-    partial sums with fewer bits.
+    This is the only function that depends on kernels. Both operands are row-major, so that b's transpose is
+    column-major, the only layout that Hopper supports. CUDA requires that k and m are multiples of 16, and that at most
+    one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
+
+    Args:
+        a: First operand [n, k].
+        b: Second operand [m, k].
+        out_dtype: Dtype of the result. With row scales, CUDA always returns bf16, the only dtype that all of torch's
+            kernels support.
+        bias: Bias [m].
+        fast_accumulation: Whether Hopper's tensor cores may keep partial sums with fewer bits.
+        out: Memory for the result, if each operand has a single scale.
     """
     if b.in_blocks or b.in_tiles:
         return _block_scaled_mm(a, b, out_dtype, bias)
@@ -260,12 +280,12 @@ def scaled_mm(
 
 
 def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """`scaled_mm` for a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128
-    terms."""
+    """Compute `scaled_mm` for `a` in tiles and `b` in tiles or blocks, with cuBLAS' kernel, which applies scales after
+    every 128 terms."""
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]
-    if rows % ALIGNMENT:  # of an expert
+    if rows % ALIGNMENT:  # no rows, as for an expert without tokens
         a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
     values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
     scale = _tiles_as_columns(a.scale)
@@ -290,12 +310,12 @@ def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
 
 
 def _tiles_as_columns(scale: Tensor) -> Tensor:
-    """Scales of tiles [n, tiles], with adjacent rows contiguous in memory, as the kernel reads them."""
+    """Return tile scales [n, tiles] in column-major order, as the kernel reads them."""
     return scale.t().contiguous().t()
 
 
 def _blocks_as_columns(scale: Tensor) -> Tensor:
-    """Scales of blocks [m / 128, k / 128] -> [k / 128 rounded up to a multiple of four, m / 128], column-major."""
+    """Convert block scales [m / 128, k / 128] to [k / 128 rounded up to a multiple of four, m / 128], column-major."""
     return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
 
 
@@ -303,7 +323,7 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 def dequantized_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `scaled_mm` without an fp8 kernel."""
+    """Compute `scaled_mm` without an fp8 kernel, from dequantized operands. The arguments are those of `scaled_mm`."""
     product = a.dequantized() @ b.dequantized().t()
     rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
     return rounded if out is None else out.copy_(rounded)
@@ -312,6 +332,13 @@ def dequantized_mm(
 @operation
 @torch_function
 def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-    """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite`, out = dy x^T."""
+    """Add an fp8 product in place: out [o, i] += dy xᵀ.
+
+    Args:
+        out: Sum [o, i].
+        dy: Output gradient [o, n], cast by columns.
+        x: Input [i, n], cast by columns.
+        overwrite: Compute out = dy xᵀ instead.
+    """
     product = scaled_mm(dy, x, out.dtype)
     out.copy_(product) if overwrite else out.add_(product)

@@ -13,22 +13,23 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.speed.fp8"
 
 ALIGNMENT = 16
-"""Dimensions of matrices in fp8 kernels must be multiples of this."""
+"""Matrix dimensions of fp8 kernels must be multiples of this number."""
 
 TILE = 128
-"""Elements per tile of --fp8-recipe blockwise; a block consists of as many tile rows."""
+"""Number of elements per tile of --fp8-recipe blockwise, and of tiles per block."""
 
 
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
 @dataclass(frozen=True)
 class Fp8Flags:
     fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
-    """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
-    (hybrid; those of experts in e4m3). Attention (without --attention-backend fp8), embedding and head stay in bf16."""
+    """Compute the matrix products of linear layers in 8-bit floating point. e4m3: all operands in e4m3. hybrid: output
+    gradients in e5m2, except in experts. Attention (without --attention-backend fp8), embedding and output layer stay
+    in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
-    """Scaling of fp8 tensors: by the tensor's largest value (tensorwise), by that of earlier steps (delayed), by each
-    row's (rowwise), or by those of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
+    """Scaling of fp8 tensors by the largest value of the tensor (tensorwise), of the tensor in earlier steps (delayed),
+    of each row (rowwise), or of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
     fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="because e4m3 has 18 powers of two")
     """Delayed scaling: margin below the format's largest number, in powers of two."""
@@ -53,7 +54,7 @@ class Fp8Flags:
     results."""
 
     def layers(self, num_layers: int) -> range:
-        """Numbers of the transformer layers whose linear layers use fp8."""
+        """Return the indices of the transformer layers whose linear layers use fp8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:
@@ -62,21 +63,23 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Divisor of a rank's features in fp8 if `ranks` share them, and the flag that requires it.
+    """Return the required divisor of a rank's features in fp8 if `ranks` ranks share them, and the flag that requires
+    it.
 
-    Kernels require multiples of 16. With blockwise scaling, a tile on two ranks would have two scales."""
+    Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
+    scale."""
     cut = parallel.options(Fp8Flags).fp8_recipe == "blockwise" and ranks > 1
     return (TILE, "--fp8-recipe blockwise") if cut else (ALIGNMENT, "--fp8-format")
 
 
 def described(parallel: ModelParallelConfig) -> str:
-    """Text for a plan: format and recipe."""
+    """Return the format and the recipe as text for a plan."""
     own = parallel.options(Fp8Flags)
     return f"fp8 {own.fp8_format} {own.fp8_recipe}"
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Return True if weights are gathered in fp8. A rule refuses this for the rowwise recipe."""
+    """Return True if weights are gathered in fp8. A rule refuses the rowwise recipe."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 

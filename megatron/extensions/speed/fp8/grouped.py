@@ -1,9 +1,9 @@
-"""fp8 GEMMs of mixture-of-experts layers: rows sorted by expert, times the matrices of their experts.
+"""fp8 GEMMs of mixture-of-experts layers: products of rows, sorted by expert, with their experts' matrices.
 
-Activations and their gradients are scaled by rows of the features, one token's each, so that no scale depends on the
-other tokens of a micro-batch. torch's kernel for all experts at once takes scales of rows, and e4m3 alone. For weight
-gradients, which sum over tokens, they are scaled by tiles of 128 rows of an expert (DeepSeek-V3, arXiv 2412.19437,
-section 3.3.2)."""
+Activations and their gradients have a scale for each row, which is one token's features, so that no scale depends on
+the other tokens of a micro-batch. torch's grouped kernel supports only row scales and e4m3. Weight gradients sum over
+tokens, so their operands are scaled by tiles of 128 rows of an expert (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2)."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from megatron.extensions.speed.fp8.casts import (
 from megatron.extensions.speed.fp8.recipes import Fp8Context
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
-"""Compute capabilities of the GPUs whose grouped kernel supports fp8 with row scales."""
+"""Compute capabilities of the GPUs on which torch's grouped kernel supports fp8 with row scales."""
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return whether one kernel multiplies all experts in fp8, and reads the numbers of rows on the device: torch's, or
-    one that this process may use in its place."""
+    """Return True if one kernel multiplies all experts in fp8, and reads the numbers of rows on the device. This is
+    torch's kernel, or a replacement that this process may use."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
 
 
 def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
-    """Return whether torch has a kernel for rows that are cast as in `a`, and is asked for it."""
+    """Return True if a grouped kernel is requested and torch has one for operands that are cast like `a`."""
     fits = in_one_kernel and a.values.is_cuda and a.scale.shape[1] == 1
     return fits and torch.cuda.get_device_capability(a.values.device) in GROUPED_CAPABILITIES
 
@@ -56,9 +56,14 @@ def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
 @operation
 @torch_function
 def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
-    """fp8 GEMM of each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m] in `out_dtype`; spare rows are 0.
+    """Compute an fp8 GEMM for each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m]. Spare rows are 0.
 
-    torch's kernel for all experts returns bf16 whatever `out_dtype`.
+    Args:
+        a: Rows [n, k], sorted by expert.
+        b: Matrices [experts, m, k].
+        segments: Rows of each expert.
+        out_dtype: Dtype of the result. torch's grouped kernel computes it from bf16 results.
+        in_one_kernel: Whether to use torch's grouped kernel if it supports the operands.
     """
     y = a.scale.new_empty((a.values.shape[0], b.values.shape[1]), dtype=out_dtype)
     if not a.values.shape[0]:
@@ -77,7 +82,7 @@ def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch
 
 
 def amax_of_rows(x: Tensor) -> Tensor:
-    """Largest absolute value of each row: x [..., k] -> [..., 1], fp32."""
+    """Return the largest absolute value of each row: x [..., k] -> [..., 1], fp32."""
     return x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
 
 
@@ -93,7 +98,7 @@ def cast_by_rows(x: Tensor) -> Scaled:
 
 
 def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
-    """Casts matrices [experts, m, k] by blocks of 128 x 128: as they are, or transposed."""
+    """Cast matrices [experts, m, k], or their transposes, by blocks of 128 x 128."""
     blocks = [cast_by_blocks(matrix, TILE, E4M3) for matrix in matrices]
     if transpose:
         blocks = [Scaled(transposed(block.values), block.scale.t()) for block in blocks]
@@ -102,32 +107,38 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 
 class ExpertTiles(NamedTuple):
-    """A transposed e4m3 cast of rows x [n, k] that are sorted by expert, scaled by tiles of 128 rows of one expert and
-    one column. The rows of each expert are padded with zeros to whole tiles, and those of no expert are without
-    meaning: `tiles` has room for any division of n rows among the experts."""
+    """Transposed e4m3 cast of rows x [n, k], sorted by expert. A tile of 128 rows of one expert and one column has a
+    scale. The rows of each expert are padded with zeros to whole tiles. The number of tiles suffices for any division
+    of n rows among the experts, and the contents of unused tiles are undefined."""
 
     values: Tensor
     """[k, 128 tiles]"""
     scale: Tensor
     """[tiles, k], fp32: powers of two"""
     rows: int
-    """n, without padding"""
+    """Number of rows n, without padding."""
 
 
 def tiles_for(rows: int, experts: int) -> int:
-    """Largest number of tiles that `rows` take, however they are divided."""
+    """Return the largest number of tiles that `rows` rows need for any division among the experts."""
     return rows // TILE + experts
 
 
 @operation
 def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor, compiled: bool) -> ExpertTiles:
-    """Casts x [n, k] by tiles along tokens. Expert e has the rows from ends[e - 1] to ends[e], and the tiles from
-    tile_ends[e - 1] to tile_ends[e]."""
+    """Cast x [n, k] by tiles along tokens.
+
+    Args:
+        x: Rows [n, k], sorted by expert.
+        ends: End of each expert's rows. Expert e has the rows from ends[e - 1] to ends[e].
+        tile_ends: End of each expert's tiles. Expert e has the tiles from tile_ends[e - 1] to tile_ends[e].
+        compiled: Whether to use a compiled region.
+    """
     return ExpertTiles(*region(cast_along_tokens_twin, compiled)(x, ends, tile_ends), x.shape[0])
 
 
 def cast_along_tokens_twin(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tensor, Tensor]:
-    """`cast_along_tokens` in torch: values and scale."""
+    """Compute the values and the scale of `cast_along_tokens` in plain torch."""
     (rows, k), tiles = x.shape, tiles_for(x.shape[0], ends.shape[0])
     place = torch.arange(TILE * tiles, device=x.device)
     experts = torch.searchsorted(tile_ends, place // TILE, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
@@ -143,38 +154,44 @@ def cast_along_tokens_twin(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[
 @operation
 @torch_function
 def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """out[e] [o, i] += dy_e x_eᵀ for each expert e, for operands cast by `cast_along_tokens`. Without a kernel for fp8
-    these values are multiplied in 16 bits, and on CPUs in fp32."""
+    """Add weight gradients in place: out[e] [o, i] += dy_e x_eᵀ for each expert e. Without an fp8 kernel, the fp8
+    values are multiplied in 16 bits, and on CPUs in fp32.
+
+    Args:
+        out: Gradient sums [experts, o, i].
+        dy: Output gradients, cast by `cast_along_tokens`.
+        x: Inputs, cast by `cast_along_tokens`.
+        tile_ends: End of each expert's tiles.
+    """
     add_products_of_tiles_(out, dy, x, tile_ends, torch.bfloat16 if multiplies_in_fp8(out) else torch.float32)
 
 
 def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor, dtype: torch.dtype) -> None:
-    """`add_fp8_products_grouped_` by products of operands in `dtype`."""
+    """Compute `add_fp8_products_grouped_` with products of the operands in `dtype`."""
     padded = Segments.of_counts(TILE * torch.diff(tile_ends, prepend=tile_ends.new_zeros(1)), spare=True)
     add_products_grouped_(out, rows_of_tiles(dy, dtype), rows_of_tiles(x, dtype), padded)
 
 
 def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
-    """The rows [128 tiles, k] that a cast stands for. They are exact in 16 bits, as e4m3 has fewer."""
+    """Return the rows [128 tiles, k] that a cast represents. They are exact in 16 bits, since e4m3 has fewer bits."""
     scale = tiles.scale.to(dtype).repeat_interleave(TILE, dim=0)
     return tiles.values.t().to(dtype) * scale
 
 
 AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
-"""(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X for each expert."""
+"""Function of (out [experts, out, in], dY [n, out], x [n, in], segments) that computes out += dYᵀ X for each expert."""
 
 
 class Fp8GroupedGemms:
-    """The products of a grouped linear layer with rows, y = x Wᵀ, dX = dY W and dW = dYᵀ X, in fp8. W [experts, ...,
-    in].
+    """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
-    `cuts` says which features are sharded over `expt_tp`: the scale of a row that is cut follows from the whole row.
-    With `in_one_kernel` GPUs multiply all experts at once (`has_grouped_fp8_kernel`), else one by one.
+    `cuts` says which features are sharded over `expt_tp`. The scale of a sharded row is computed from the whole row.
+    With `in_one_kernel`, GPUs multiply all experts at once (`has_grouped_fp8_kernel`), otherwise one by one.
 
-    The weight gradient sums over tokens. Its operands are cast by tiles of 128 rows of an expert. Which tokens share a
-    tile depends on the layout, but their values hardly do: multipliers are powers of two, so that a value has the same
-    mantissa with any of them, and only those below 2^-13 of the largest one in a tile lose bits. `add_bias_grad_`
-    computes the gradient of a bias in 16 bits.
+    The weight gradient sums over tokens. Its operands are cast by tiles of 128 rows of an expert. The layout decides
+    which tokens share a tile, but this hardly changes their values: multipliers are powers of two, so that a value has
+    the same mantissa with any multiplier. Only values below 2^-13 of the largest one in a tile lose bits.
+    `add_bias_grad_` computes the gradient of a bias in 16 bits.
     """
 
     def __init__(
@@ -195,17 +212,17 @@ class Fp8GroupedGemms:
         self.in_one_kernel = in_one_kernel
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """x [n, in] -> [n, out]"""
+        """Compute y: x [n, in] -> [n, out]."""
         matrices = self.casts.get(weight, "rows", lambda: self._weight(weight, False))
         return grouped_scaled_mm(self._rows(x, self.cuts.inputs), matrices, segments, x.dtype, self.in_one_kernel)
 
     def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """dY [n, out] -> [n, in]"""
+        """Compute dX: dY [n, out] -> [n, in]."""
         matrices = self.casts.get(weight, "columns", lambda: self._weight(weight, True))
         return grouped_scaled_mm(self._rows(dy, self.cuts.outputs), matrices, segments, dy.dtype, self.in_one_kernel)
 
     def add_weight_grad_(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-        """out [experts, out, in] += dY [n, out]ᵀ x [n, in] of each expert"""
+        """Add the weight gradient of each expert in place: out [experts, out, in] += dY [n, out]ᵀ x [n, in]."""
         if not x.shape[0]:
             return
         tile_ends = segments.padded(TILE).ends // TILE
@@ -215,7 +232,8 @@ class Fp8GroupedGemms:
         add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
-        """Cast x [n, k] by rows, or by tiles of 128 values. The number of rows changes, so regions are not static."""
+        """Cast x [n, k] by rows, or by tiles of 128 values. Regions have dynamic shapes, because the number of rows
+        changes."""
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)

@@ -53,16 +53,16 @@ from megatron.training.initialize import Runtime
 
 @dataclass
 class GatheredWeight:
-    """Cast by rows of a weight, as produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
+    """Cast of a weight by rows, produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
 
     values: Tensor
-    """e4m3 [out, in], in the memory of the gathers"""
+    """Values e4m3 [out, in], in the memory of the all-gathers."""
 
     amax: Tensor
-    """fp32 [blocks of rows, blocks of columns]: the largest value of each part that has a scale"""
+    """Largest absolute value of each block, fp32 [blocks of rows, blocks of columns]."""
 
     valid: bool = False
-    """True if the cast is up to date. This holds from the first update on; each rank casts the initial weights
+    """True if the cast is up to date, which holds after the first update. Each rank casts the initial weights
     itself."""
 
 
@@ -72,7 +72,7 @@ class Fp8Context:
 
     config: Fp8Flags
     layers: range
-    """Numbers of the transformer layers whose GEMMs run in fp8."""
+    """Indices of the transformer layers whose GEMMs run in fp8."""
 
     casts: WeightCasts
 
@@ -81,7 +81,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 
 class Wanted(NamedTuple):
-    """Casts of a tensor [n, k] that GEMMs will read: by rows [n, k], by columns [k, n]."""
+    """Requested casts of a tensor [n, k]: by rows [n, k], by columns [k, n]."""
 
     rows: bool = True
     columns: bool = False
@@ -93,15 +93,16 @@ BOTH = Wanted(True, True)
 
 
 class Fp8Gemms(nn.Module):
-    """Base class of the recipes, which differ in the scales of a cast.
+    """Base class of the recipes, which differ in their scales.
 
     A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over its columns, by columns for GEMMs
     that sum over its rows. Inputs are saved for the backward as casts by columns, one byte per element. An input that
-    is gathered over the ranks is instead saved in the form that is sent, and cast by columns after the second gather.
+    is gathered over the ranks is instead saved in the form in which it is sent, and cast by columns after the second
+    gather.
     """
 
     adds_residual = False
-    """See `LinearGemms`. cuBLASLt can add to products of operands that have one scale each."""
+    """See `LinearGemms`. cuBLASLt supports an addend if each operand has a single scale."""
 
     splits_tokens = False
     """See `LinearGemms`."""
@@ -123,7 +124,7 @@ class Fp8Gemms(nn.Module):
         return None
 
     def format_of(self, which: int) -> torch.dtype:
-        """Format of INPUT, WEIGHT or GRAD."""
+        """Return the format of INPUT, WEIGHT or GRAD."""
         return self.grad_format if which == GRAD else E4M3
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
@@ -191,28 +192,28 @@ class Fp8Gemms(nn.Module):
         return [rows, columns] if wanted.rows else [columns]
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
-        """Multiplier of each part of a weight, from its `amax`. Only for recipes with `gathers_weights`."""
+        """Return the multiplier of each block of a weight, from its `amax`. Only for recipes with `gathers_weights`."""
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Scale of a gathered weight, equal to the one that `cast` would return."""
+        """Return the scale of a gathered weight, which equals the one that `cast` returns."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
-        """Reduce, in place, the amax of a tensor that is sharded over tensor-parallel ranks. Each rank then scales its
-        part as one process scales the whole tensor, so that layouts agree."""
+        """Reduce, in place, the amax of a tensor that is sharded over tensor-parallel ranks. Each rank then uses the
+        scale that one process would use for the whole tensor, so that layouts agree."""
         if amax is not None and cut:
             all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Cast an activation [s, b, ...] by rows, and by columns if wanted."""
+    """Arrange the casts of an activation [*tokens, n] as operands: by rows, and by columns if there is such a cast."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
+    """Arrange casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -226,14 +227,14 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """Recipe with one scale for each tensor: the cast by columns is the transpose of the cast by rows. Inputs are
-    gathered in fp8."""
+    """Recipe with one scale per tensor: the cast by columns is the transposed cast by rows. Inputs are gathered in
+    fp8."""
 
     adds_residual = gathers_weights = splits_tokens = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
-        return values.view(torch.uint8).view(x.shape), scale  # as bytes, because not every backend sends fp8
+        return values.view(torch.uint8).view(x.shape), scale  # send bytes, because not every backend supports fp8
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         values = rows_of(x[0]).view(E4M3)
@@ -251,7 +252,7 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out] of some of the tokens by rows, with the scale of all tokens."""
+        """Cast dY [n, out] for some of the tokens by rows, with the scale of all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -267,7 +268,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its own amax, which takes a pass over it before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # otherwise one more variant of each region would be compiled
+        x = x.detach()  # otherwise another variant of each region would be compiled
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -289,8 +290,8 @@ class DelayedGemms(PerTensorGemms):
     """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no earlier pass over
     the tensor.
 
-    In training each rank records its amax of the current step. `DelayedScaling` reduces them over the ranks at the end
-    of the step, and sets the multipliers of the next one.
+    In training, each rank records its amax of the current step. `DelayedScaling` reduces these values over the ranks at
+    the end of the step, and sets the multipliers of the next step.
     """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -312,11 +313,12 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Casts of `cast_input`, for a kernel that computes the input."""
+        """Return the casts that `cast_input` would make, as a request to the kernel that computes the input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """`cast_input` by such a kernel, for an input [*tokens, in]."""
+        """Return the result of `cast_input` for an input [*tokens, in] from casts that a kernel made for
+        `input_order`."""
         if not self.cuts.sequence:
             return given_operands(pair, tokens)
         assert pair.rows is not None and pair.row_scale is not None
@@ -324,15 +326,17 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Casts of `cast_grad`, for a kernel that computes the gradient."""
+        """Return the casts that `cast_grad` would make, as a request to the kernel that computes the gradient."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """`cast_grad` by such a kernel, for a gradient [*tokens, out]."""
+        """Return the result of `cast_grad` for a gradient [*tokens, out] from casts that a kernel made for
+        `grad_order`."""
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """A NaN, allocated once, from which the stand-ins for tensors that exist only as casts are expanded."""
+        """Return a NaN that is allocated once. Placeholders for tensors that exist only as casts are expanded from
+        it."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value
@@ -349,7 +353,7 @@ class DelayedGemms(PerTensorGemms):
         if self.training:
             noted = self.amax[WEIGHT]
             torch.maximum(noted, amax, out=noted)
-        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if amax is not finite
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if the amax is not finite
 
 
 AMAX_HISTORY = f".amax{HISTORY}"
@@ -363,7 +367,7 @@ class RowwiseGemms(Fp8Gemms):
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts
         by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
-        # Weight gradients sum over tokens. Every rank has all tokens, except before a weight that is not sharded.
+        # Weight gradients sum over tokens. Every rank has all tokens, except in layers whose weight is not sharded.
         self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
         self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
@@ -379,8 +383,8 @@ class DelayedScaling(Meter):
     """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers computed from them.
 
     All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
-    batch; at the end of a step, their amax values are reduced to one maximum. Histories are part of the model's state
-    and of checkpoints.
+    batch. At the end of a step, the ranks' amax values are reduced to their maximum. Histories are part of the model's
+    state and of checkpoints.
     """
 
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
@@ -435,8 +439,8 @@ class DelayedScaling(Meter):
 
 
 class Fp8Scales(Callback):
-    """Callback with the `DelayedScaling` of a run. Scales are computed from the checkpoint's histories once it is
-    loaded."""
+    """Callback that owns the `DelayedScaling` of a run. After a checkpoint is loaded, multipliers are computed from its
+    histories."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))

@@ -45,19 +45,19 @@ def _formats(c: RunConfig) -> Iterator[Problem]:
         if value != 1 and not own.first_last_layers_bf16:
             yield Problem.no_effect(field_table()[name].name, value, "--first-last-layers-bf16")
     if own.fp8_format and own.first_last_layers_bf16 and min(ends) >= 0 and layers > 0 and sum(ends) >= layers:
-        rule = f"{ends[0]} first and {ends[1]} last of {layers} layers leave none in fp8"
+        rule = f"{ends[0]} first and {ends[1]} last of {layers} layers leave no layer in fp8"
         remedy = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format"
         yield Problem("--first-last-layers-bf16", None, rule, remedy)
 
 
 def _param_gather(c: RunConfig) -> Iterator[Problem]:
-    """Check --fp8-param-gather: each weight must have a single cast, and must be gathered."""
+    """Check --fp8-param-gather. Each weight must have a single cast, and must be gathered."""
     own, flag = c.options(Fp8Flags), "--fp8-param-gather"
     if not own.fp8_param_gather:
         return
     if c.ddp.shards_gradients:
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
-        yield Problem.exclusive(flag, None, strategy, "units are gathered in the parameters' format")
+        yield Problem.exclusive(flag, None, strategy, "units are gathered in the precision of the parameters")
     if own.fp8_format is None:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:
@@ -65,15 +65,13 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
         rule = f"has no effect beside {off}: no parameters are gathered"
         yield Problem(flag, None, rule, f"remove {flag}, or {remedy}", harmless=True)
     elif own.fp8_recipe == "rowwise":
-        rule = (
-            "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
-        )
+        rule = "needs a recipe with a single cast of each weight; --fp8-recipe rowwise makes two"
         yield Problem(flag, None, rule, f"remove {flag}, or use --fp8-recipe tensorwise, delayed or blockwise")
 
 
 def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
-    """Check overlap: parts of a sequence are cast and multiplied one by one, which requires one scale for each
-    operand."""
+    """Check communication overlap. Parts of a sequence are cast and multiplied one by one, which requires a single
+    scale for each operand."""
     own = c.options(Fp8Flags)
     if own.fp8_format is None or not named_value(c, "tp_comm_overlap"):
         return
@@ -100,7 +98,7 @@ def _scaling(c: RunConfig) -> Iterator[Problem]:
 
 
 def _shapes(c: RunConfig) -> Iterator[Problem]:
-    """Each rank's fp8 matrices must have aligned dimensions, both features and tokens."""
+    """Check that the fp8 matrices of each rank have aligned dimensions, both features and tokens."""
     m = c.model
     p = c.parallel
     own = c.options(Fp8Flags)
@@ -146,7 +144,7 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
         if size is not None and size > 0 and size % step:
             yield Problem(flag, size, f"must be a multiple of {of_step}", multiples(size, step))
     if own.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
-        # A context-parallel rank has two pieces of the sequence.
+        # A context-parallel rank has two chunks of the sequence.
         each, tile = m.seq_length // (2 * cp) * b, TILE // gcd(TILE, b)
         if each % TILE:
             rule = f"a rank has pieces of {each} tokens; under --fp8-recipe blockwise they must be multiples of {TILE}"
@@ -162,8 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the rows of the projection to queries, gates, keys and values of several widths, and the columns of the
-    output projection, for each kind of layer. `rank` is the required divisor; `rule` names it."""
+    """Check the attention projections of each kind of layer: the rows of the projection to queries, gates, keys and
+    values of several widths, and the columns of the output projection. `rank` is the required divisor; `rule` describes
+    it."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:
@@ -187,7 +186,7 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
 
 
 def _widths(c: RunConfig) -> tuple[int, ...]:
-    """Widths of MLPs in fp8. None if the pattern cannot be parsed, which another rule reports."""
+    """Return the widths of MLPs in fp8; none if the layer pattern cannot be parsed, which another rule reports."""
     try:
         widths, dense = c.model.ffn_sizes, set(c.model.dense_layers)
     except ValueError:
@@ -196,7 +195,7 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
 
 
 class _Kinds(NamedTuple):
-    """Parts of a layer in fp8: the attention, a dense MLP, experts."""
+    """Parts of layers that use fp8: attention, dense MLP, experts."""
 
     attention: bool
     dense: bool
@@ -204,8 +203,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(c: RunConfig) -> _Kinds:
-    """Return the parts of layers in fp8. Returns no MLPs if a pattern of layers cannot be parsed, which another rule
-    reports."""
+    """Return the parts of layers that use fp8. Returns no MLPs if the layer pattern cannot be parsed, which another
+    rule reports."""
     try:
         every = c.model.layers
     except ValueError:
@@ -219,8 +218,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """Check the projection of multi-token prediction: its output features are a rank's share of the hidden size, and it
-    is in fp8 if the last layer is."""
+    """Check the projection of multi-token prediction. Its output features are a rank's share of the hidden size. It
+    uses fp8 if the last layer does."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

@@ -1,7 +1,7 @@
-"""Weights that are gathered over the data-parallel ranks in fp8: one byte per element instead of two.
+"""All-gather of weights over the data-parallel ranks in fp8: one byte per element instead of two.
 
-With the distributed optimizer, each rank updates a part of every weight. It casts its part as one process would cast
-the whole weight: before the cast, the amax of each weight, or of each of its blocks, is reduced over the ranks.
+With the distributed optimizer, each rank updates a part of every weight. The result equals a cast of the whole weight
+in one process, because the amax of each weight, or of each of its blocks, is reduced over the ranks before the cast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.extensions.speed.fp8.recipes import Fp8Gemms, GatheredWeight, Tens
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
-    """fp8 GEMMs of linear layers whose weights can be gathered in fp8, by the id of the weight."""
+    """Return the fp8 GEMMs of the linear layers whose weights can be gathered in fp8, by id of the weight."""
     layers = (layer for module in modules for layer in module.modules())
     found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
     return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}
@@ -33,18 +33,18 @@ def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + len(values)) of a flattened weight, which this rank has updated."""
+    """Elements [start, start + len(values)) of a flattened weight, which this rank updates."""
 
     weight: GatheredWeight
     gemms: Fp8Gemms
     start: int
     values: Tensor
     sent: Tensor
-    """uint8, as long as `values`"""
+    """Bytes to send, uint8, with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
-        """(first, amax [rows, columns]): the amax of this part, in the rows of the weight's amax that begin with
-        `first`."""
+        """Return (first, amax [rows, columns]): the amax of this part, and the first of its rows within the weight's
+        amax."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -64,15 +64,16 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """(first block row, elements of it before this part, shape of the whole rows from there to the part's end)"""
+        """Return the first block row of this part, the number of its elements before this part, and the shape of the
+        rows from the block row's start to the part's end."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
 
 
 class WeightGather:
-    """Cast this rank's parts of `weights`, which are all that `axis` gathers in fp8, in the same order on all of its
-    ranks."""
+    """Cast of this rank's parts of `weights`, the weights that `axis` gathers in fp8. Their order is the same on all
+    ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights
@@ -104,7 +105,7 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare gathers in fp8 for the buckets that consist of weights of fp8 layers only; None if there are none."""
+    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers; None if there are none."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []
@@ -129,7 +130,7 @@ def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
 
 
 def amax_shape(weight: GatheredWeight, gemms: Fp8Gemms) -> tuple[int, int]:
-    """Shape of the amax of a weight: one number, or one for each block."""
+    """Return the shape of a weight's amax: one number, or one for each block."""
     if not isinstance(gemms, BlockwiseGemms):
         return 1, 1
     rows, columns = weight.values.shape
