@@ -105,9 +105,9 @@ def chosen(run: Callable[..., Tensor], slow: float = 0.5, world: Axis | None = N
 LINES = [
     (right, 0.5, None),
     (right, 1.05, None),
-    (wrong, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
-    (wrong_sum, 0.5, "differs by 1.0e+00, and may by 1.0e-05"),
-    (not_a_number, 0.5, "differs by 1.0e+09, and may by 1.0e-05"),
+    (wrong, 0.5, "differs by 1.0e+00, more than 1.0e-05"),
+    (wrong_sum, 0.5, "differs by 1.0e+00, more than 1.0e-05"),
+    (not_a_number, 0.5, "differs by 1.0e+09, more than 1.0e-05"),
     (raises, 0.5, "raises ValueError: no kernel for this GPU"),
     (missing, 0.5, "raises ModuleNotFoundError: No module named 'no_such_package'"),
     (right, 1.31, "1.31 times the time of torch"),

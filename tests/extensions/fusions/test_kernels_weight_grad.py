@@ -184,7 +184,7 @@ def test_calls_of_cublaslt_compute_the_definition(library: None) -> None:
         cublaslt.add_product_cublaslt_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
         torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
     rows = operand(o, n, E5M2, "rows")
-    with pytest.raises(RuntimeError, match="one scale for each operand"):
+    with pytest.raises(RuntimeError, match="operands must have one scale each"):
         cublaslt.add_product_cublaslt_(out, rows.values, b.values, rows.scale, rows.scale, False)
 
 

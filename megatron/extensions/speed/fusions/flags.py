@@ -1,4 +1,4 @@
-"""Flag of fusions, and the parts that they replace. This module does not import torch."""
+"""Flag for fusions, and the parts that fusions replace. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend in addition to torch's."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Choices with a forward in fp8, and their classes. They change results, so they are used only if requested."""
+"""Choices of --attention-backend with a forward in fp8, and their classes. They change results, so they are used only
+if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256
-"""Head channels in fp8: a multiple of the first number, up to the second."""
+"""Supported head widths in fp8: multiples of the first number, up to the second."""
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Attention kernels of GPUs, which do not support everything in every precision: other kernels compute the rest."""
+    """Report attention kernels that have no effect. GPU kernels do not support every attention in every precision;
+    other kernels compute the rest."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
     if backend in FP8_BACKENDS:
         yield from _fp8_rules(c)
     if not own.fusions and backend in (*OWN_BACKENDS, *FP8_BACKENDS):
-        rule = "has no effect beside --no-fusions: kernels of torch compute attention"
+        rule = "has no effect with --no-fusions: torch's kernels compute attention"
         yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
     if backend not in ("flash", *OWN_BACKENDS):
         return
@@ -51,8 +53,8 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     wide = not (p.bf16 or p.fp16)
     with_dropout = "plain torch" if p.cpu or wide else "the kernel triton"
     for beside, given, why in (
-        # torch has a FlashAttention for CPUs, which supports all precisions.
-        ("--cpu", p.cpu and backend != "flash", "it is a kernel of GPUs"),
+        # torch has a FlashAttention for CPUs that supports all precisions.
+        ("--cpu", p.cpu and backend != "flash", "it is a GPU kernel"),
         ("--fp32 or --fp64", wide and not p.cpu, "it computes in 16 bits"),
         (f"--attention-dropout {m.attention_dropout}", drops and not triton, f"{with_dropout} computes dropout"),
         ("--attention-dropout 0", triton and not drops, "other kernels compute attention without dropout"),
@@ -66,18 +68,18 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ),
     ):
         if given:
-            rule = f"has no effect beside {beside}: {why}"
+            rule = f"has no effect with {beside}: {why}"
             yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
 
 
 def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
-    """Attention that fp8 kernels do not support."""
+    """Report attention that fp8 kernels do not support."""
     m, p = c.model, c.parallel
     in_all = m.window_attn_skip_freq is None
     local = (m.window_size is not None or m.attention_chunk_size is not None) and in_all
     cap, width = m.attn_logit_softcapping, m.head_dim
     for given, beside, remedy in (
-        (not (p.bf16 or p.fp16), "operands of 32 or 64 bits", "add --bf16, or use auto"),
+        (not (p.bf16 or p.fp16), "32-bit or 64-bit operands", "add --bf16, or use auto"),
         (m.attention_dropout > 0, f"--attention-dropout {m.attention_dropout}", "use --attention-dropout 0, or auto"),
         (m.alibi, "--position-embedding-type alibi", "use auto"),
         (cap is not None, f"--attn-logit-softcapping {cap}", "use auto"),
@@ -85,7 +87,7 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
         (p.context_parallel_size > 1, f"--context-parallel-size {p.context_parallel_size}", "use auto"),
         (c.data.reset_attention_mask, "--reset-attention-mask", "use auto"),
         (local, "a window or chunks in all layers", "use auto"),
-        (m.value_head_dim != width, f"values of {m.value_head_dim} channels beside keys of {width}", "use auto"),
+        (m.value_head_dim != width, f"values of {m.value_head_dim} channels with keys of {width}", "use auto"),
         (
             width % FP8_CHANNELS > 0 or width > WIDEST_FP8,
             f"heads of {width} channels",
@@ -93,7 +95,7 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
         ),
         (
             p.attention_backend == "fp8" and c.training.deterministic and not p.cpu,
-            "--deterministic-mode, where nothing may depend on timings",
+            "--deterministic-mode, which allows no choice by timings",
             "use fp8_flash3 or fp8_triton",
         ),
     ):
@@ -105,13 +107,12 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class Fusions:
     fusions: bool = True
-    """Use fused layers and kernels if regions are compiled, as on GPUs (see --compile). Each kernel is compared with
-    plain torch at the start; a kernel that is wrong, fails or is slower is not used. --no-fusions turns all of them
-    off."""
+    """Use fused layers and kernels if regions are compiled (see --compile). Each kernel is compared with plain torch at
+    the start, and is not used if it is wrong, fails or is slower. --no-fusions turns all kernels off."""
 
 
 class Built(Protocol):
-    """Fields of a part's `megatron.core.tensor_parallel.layers.TPContext` that are read."""
+    """Fields of `megatron.core.tensor_parallel.layers.TPContext` that decide on fusions."""
 
     layer: int
 
@@ -120,13 +121,13 @@ class Built(Protocol):
 
 
 def fuses(config: Section, ctx: Built) -> bool:
-    """Return True if a part with this configuration and context is built in its fused form."""
+    """Return True if a part with this configuration and context is fused."""
     return ctx.compiled and config.options(Fusions).fusions
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Return True if self-attention benefits from splitting its projection in one pass: if it applies a rotation or
-    sums the gradient of a bias, and neither a norm nor a clamp comes between."""
+    """Return True if self-attention benefits from splitting its projection in one pass. This is the case if it applies
+    a rotation or sums a bias gradient, without a norm or a clamp in between."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

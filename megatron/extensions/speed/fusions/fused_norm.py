@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm fused with the residual stream: x + update and its norm in one kernel, and in the backward the
-gradient of both, with those of weight and bias, in one pass over the operands.
+"""RMSNorm and LayerNorm fused with the residual addition. One kernel computes x + update and its norm. The backward
+computes the gradients of both, and of weight and bias, in one pass over the operands.
 
-For `--compile`. torch's own norms are separate kernels: with them, a residual addition reads and writes the stream once
-more in the forward and in the backward, and the weight's gradient reads both operands again.
+The fusion needs `--compile`. torch's own norms are separate kernels: a residual addition would read and write the
+stream once more in the forward and in the backward, and the weight gradient would read both operands again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """Casts that a layer wants for its input."""
+    """Casts of its input that a layer requests."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -36,8 +36,8 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of NaN [s, b, h], in the memory of one number, that carries the casts to the layer and the gradient
-        back. Only a layer that reads `given_input` may have it as input."""
+        """Return a placeholder that carries the casts to the layer and the gradient back: a NaN tensor [s, b, h] in the
+        memory of one number. Only a layer that reads `given_input` accepts it as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
@@ -48,22 +48,23 @@ class DropoutMask(NamedTuple):
 
     p: float
     row_bits: Tensor
-    """[s * b] int32"""
+    """Hashes of the rows, [s * b] int32."""
     column_bits: Tensor
-    """[h] int32"""
+    """Hashes of the columns, [h] int32."""
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
-        """Mask with which `dropout` of these arguments drops elements of x."""
+        """Return the mask that `dropout` with these arguments applies to x."""
         return cls(p, *mask_bits(x, key, sample_index, seq_offset))
 
     def applied(self, x: Tensor) -> Tensor:
-        """Within a region: x [s, b, h], with zeros where it is dropped, and otherwise times 1 / (1 - p)."""
+        """Apply dropout to x [s, b, h] within a region: dropped elements are 0, and others are multiplied by 1 / (1 -
+        p)."""
         return drop_at_once(x, *self)
 
 
 def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
-    """x + dropout of `update` by a mask, in one kernel; x + update without a mask."""
+    """Return x + dropout(update) in one kernel; x + update without a mask."""
     return x + update if mask is None else _AddDropped.apply(x, update, mask)
 
 
@@ -72,7 +73,7 @@ class _AddDroppedContext(AutogradContext):
 
 
 class _AddDropped(torch.autograd.Function):
-    """x + update, with dropout applied to the update."""
+    """Autograd function for x + dropout(update)."""
 
     @staticmethod
     def forward(ctx: _AddDroppedContext, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
@@ -91,7 +92,7 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 
 
 class ResidualSum(NamedTuple):
-    """Residual stream with an addition that the next norm computes: x + dropout of the update."""
+    """Residual stream with a pending addition, x + dropout(update), which the next norm computes."""
 
     x: Tensor
     update: Tensor | None = None
@@ -102,7 +103,7 @@ class ResidualSum(NamedTuple):
 
 
 class FusedLayerNorm(LayerNorm):
-    """`LayerNorm` of a stream whose addition it computes in its own kernels, if there will be a backward."""
+    """`LayerNorm` that computes the pending addition of a stream in its own kernels, if gradients are enabled."""
 
     centered = True
 
@@ -119,7 +120,7 @@ class FusedLayerNorm(LayerNorm):
     def forward(
         self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x [..., h], or with `residual` (the sum, its norm): see `add_and_norm`."""
+        """Return the norm of x [..., h], or with `residual` (the sum, its norm), as `add_and_norm`."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
             assert self.weight is not None
@@ -131,7 +132,7 @@ class FusedLayerNorm(LayerNorm):
         return found if residual else found[1]
 
     def fuses(self) -> bool:
-        """The kernels require a weight, and a bias if a mean is subtracted."""
+        """Return True if the kernels support the norm. They require a weight, and a bias if a mean is subtracted."""
         usual = self.weight is not None and (self.bias is not None) == self.centered
         return usual and torch.is_grad_enabled()
 
@@ -140,17 +141,17 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(FusedLayerNorm, RMSNorm):
-    """`RMSNorm`, in the same way."""
+    """`RMSNorm` that computes the pending addition of a stream, like `FusedLayerNorm`."""
 
     centered = False
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """(the sum, its norm), for any norm; in one kernel forward and backward if the norm supports it. With a `cast` for
-    the layer that alone reads the norm, the norm may be a stand-in.
+    """Return (the sum, its norm) for any norm. If the norm supports it, forward and backward are one kernel each. With
+    a `cast` for the only layer that reads the norm, the norm may be a placeholder.
 
-    Use the first result in place of `stream.x`, even without an update: the backward then adds its gradient to the
-    norm's.
+    Use the first result in place of `stream.x`, even without an update, so that the backward adds the stream's gradient
+    to the norm's.
     """
     if isinstance(norm, FusedLayerNorm):
         found: tuple[Tensor, Tensor] = norm(stream, residual=True, cast=None if observed(norm) else cast)
@@ -162,14 +163,18 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
 def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x + update, its norm over the last dim): x, update [..., h] -> [..., h] twice, in fp32 for 16-bit operands.
-    Without an update (x, its norm): use that x in place of the argument, so that its gradient is added in the backward
-    of the norm.
+    """Return (x + update, its norm over the last dim), or (x, its norm) without an update. Use the returned x in place
+    of the argument, so that the norm's backward adds its gradient.
 
-    With a `mask`, this is x + dropout of the update, for x [s, b, h].
+    Args:
+        x: Residual stream [..., h].
+        update: Addend [..., h]; None: no addition.
+        norm: Norm. 16-bit operands are normalized in fp32.
+        mask: Dropout mask of the update, for x [s, b, h].
+        cast: Casts that the next layer requests. Without a mask, the norm is then a placeholder with these casts.
 
-    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x if there is
-    none, is the output of a linear layer, the backward makes the casts and sums that this layer needs of its gradient.
+    Without a mask, if the update (or x without an update) is the output of a linear layer, the backward also computes
+    the casts and sums of its gradient that this layer needs.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
@@ -239,7 +244,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """`_backward_of_both` without a mask, which hands over the casts and the sum of the update's gradient."""
+    """Compute `_backward_of_both` without a mask, and pass on the casts and the sum of the update's gradient."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)
@@ -252,13 +257,13 @@ def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tu
 
 
 def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
-    """(x + update, and the results of `_normalized` for it)"""
+    """Return x + update, followed by the results of `_normalized` for this sum."""
     total = x + (update if mask is None else mask.applied(update))
     return total, *_normalized(total, norm)
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """`_backward`, followed by the gradient of the update if dropout makes it differ from that of x, and otherwise by
-    None."""
+    """Return the results of `_backward`, followed by the update's gradient, or None if it equals the gradient of x
+    because there is no dropout."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -1,14 +1,12 @@
-"""Choice of GEMMs that add to existing values, which torch does not do in one pass, by timing them at the model's
-shapes.
+"""Choice of GEMMs that add to existing values, which torch does not do in one pass, by timings at the model's shapes.
 
-Weight gradients in fp8: the candidates are cuBLASLt's product that adds to its output, Triton's, and torch's, which
-writes a product in fp32 that is then added: the addition reads the product, and reads and writes the gradient. The
-other two read and write the gradient once.
+For fp8 weight gradients, cuBLASLt's and Triton's kernels read and write the gradient once. torch's kernel writes a
+product in fp32, and a separate addition reads the product, and reads and writes the gradient.
 
-The residual stream: the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend. This
-saves the next norm a pass that reads the product and writes the sum. The sum is rounded once, instead of twice if a
-product is added later. torch's `addmm` would copy the addend into the output before it adds to it; cuBLASLt reads the
-addend as the matrix C and writes another one.
+For the residual stream, the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend.
+This saves a pass of the next norm that reads the product and writes the sum. The sum is rounded once, whereas a
+separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend
+as its matrix C and writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
@@ -44,16 +42,16 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels import cublaslt
 
 TORCH = "torch"
-"""Name of the kernel that writes a product, which is then added."""
+"""Name of torch's kernel, which writes a product that is added separately."""
 
 GEMM, NORM = "GEMM", "norm"
-"""GEMMs that add to the residual stream."""
+"""Places that may compute the residual addition."""
 
 SIZES = 16
-"""Numbers of input and output features must be multiples of this, which fp8 products and aligned rows require."""
+"""Required divisor of the numbers of input and output features, for fp8 products and aligned rows."""
 
 CHECKED = 64
-"""Number of rows and columns whose sums are compared."""
+"""Number of rows and columns at each corner whose sums are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed relative error of sums, in norm: twice the rounding error of one sum; for weight gradients, as in bf16."""
@@ -66,16 +64,17 @@ KERNELS = {
     "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
-"""out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite`, = instead of +=.
+"""Kernels by name that compute out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite`, = instead
+of +=.
 
-out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles of
-128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError if a kernel does not support the
-operands."""
+out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row scales [o, 1] and [i, 1], and
+scales of 128-element tiles, [o, n / 128] and [i, n / 128]. All tensors are contiguous. Kernels raise RuntimeError for
+unsupported operands."""
 
 
 @dataclass(frozen=True, order=True)
 class ProductShape:
-    """dW [outputs, inputs], summed over tokens."""
+    """Shape of a weight gradient product: dW [outputs, inputs], summed over tokens."""
 
     outputs: int
     inputs: int
@@ -84,13 +83,13 @@ class ProductShape:
 
 @dataclass
 class WeightGradKernel:
-    """Kernels of weight gradients by shape, as `choose_weight_grads` found them; Triton's for other shapes."""
+    """Weight gradient kernels by shape, as chosen by `choose_weight_grads`; Triton's kernel for other shapes."""
 
     chosen: dict[ProductShape, str] = field(default_factory=dict)
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        if self._kernel(out, dy) == "cublaslt":  # it was timed on aligned sums, but sums in a buffer may not be aligned
+        if self._kernel(out, dy) == "cublaslt":  # timings used aligned sums, but sums in a buffer may be unaligned
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
 
@@ -98,7 +97,7 @@ class WeightGradKernel:
         add_product_(self._kernel(out, dy), out, dy, x, overwrite)
 
     def samples(self, shapes: RunShapes) -> tuple[()]:
-        """None: layers are compared one by one, once the model is built."""
+        """Return no operands: layers are compared one by one after the model is built."""
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
@@ -109,7 +108,15 @@ WEIGHT_GRADS = WeightGradKernel()
 
 
 def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
-    """out [o, i] += dy x^T by a kernel: "torch" or one of `KERNELS`."""
+    """Compute out [o, i] += dy xᵀ with one kernel.
+
+    Args:
+        kernel: "torch" or a name in `KERNELS`.
+        out: Gradient sum [o, i].
+        dy: Output gradient [o, n], cast by columns.
+        x: Input [i, n], cast by columns.
+        overwrite: Compute out = dy xᵀ instead.
+    """
     if kernel == TORCH:
         casts.add_fp8_product_.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
     else:
@@ -124,9 +131,19 @@ def choose_weight_grads(
     device: torch.device,
     clock: Clock = device_clock,
 ) -> Mapping[ProductShape, Choice]:
-    """Time the kernels at each shape of the fp8 linear layers in `modules`, for micro-batches with `tokens` on each
-    rank, and let the layers use the fastest ones. Collective over the ranks of a pipeline stage, which have the same
-    shapes: the slowest rank decides, and all use the same kernels, so that replicas stay equal."""
+    """Time the weight gradient kernels at each shape of the fp8 linear layers, and select the fastest ones.
+
+    Collective over the ranks of a pipeline stage, which have the same shapes. The slowest rank decides, and all ranks
+    use the same kernels, so that replicas stay equal.
+
+    Args:
+        modules: Modules with the layers.
+        tokens: Tokens of a micro-batch on each rank.
+        recipe: fp8 recipe.
+        stage: Axis of the pipeline stage's ranks.
+        device: Device of the layers.
+        clock: Function that times a run.
+    """
     linears = [part for module in modules for part in module.modules() if isinstance(part, ParallelLinear)]
     layers = [(linear.weight, linear.gemms) for linear in linears if isinstance(linear.gemms, Fp8Gemms)]
     formats = {}
@@ -145,7 +162,14 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """A run of each kernel, on random operands that are cast as in a recipe."""
+    """Return a run of each kernel on random operands.
+
+    Args:
+        shape: Shape of the product.
+        grad_format: fp8 format of the output gradient.
+        recipe: fp8 recipe of the casts.
+        device: Device of the operands.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, dtype: torch.dtype) -> Scaled:
@@ -172,8 +196,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """A run whose first call compares the `sums`. Raises RuntimeError if the first or last rows and columns differ from
-    `expected`."""
+    """Wrap `run` so that its first call compares the `sums`. It raises RuntimeError if the first or last rows and
+    columns differ from `expected`."""
     known = False
 
     def checked() -> None:
@@ -214,7 +238,15 @@ def _computed(
 def residual_sum(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """torch's product, rounded, and then the sum."""
+    """Compute addend + x Wᵀ + bias as torch's rounded product and a separate addition.
+
+    Args:
+        x: Input [n, k].
+        weight: Weight [m, k].
+        addend: Addend [n, m].
+        bias: Bias [m].
+        scales: Scales of x and the weight in fp8.
+    """
     return _product(x, weight, addend.dtype, bias, scales).add_(addend)
 
 
@@ -229,7 +261,16 @@ def _product(
 def residual_product(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
 ) -> Tensor:
-    """Product by cuBLASLt; if that does not support the operands, torch's product and an addition."""
+    """Compute addend + x Wᵀ + bias with cuBLASLt, or with `residual_sum` if cuBLASLt does not support the operands.
+
+    Args:
+        x: Input [n, k].
+        weight: Weight [m, k].
+        addend: Addend [n, m].
+        bias: Bias [m].
+        x_scale: Scale of x in fp8.
+        weight_scale: Scale of the weight in fp8.
+    """
     scales = None if x_scale is None or weight_scale is None else (x_scale, weight_scale)
     try:
         return cublaslt.residual_product(x, weight, addend, bias, scales)
@@ -251,12 +292,12 @@ _residual_product = gpu_operator(
 
 
 RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
-"""Compared for each layer, in `choose_additions`."""
+"""Residual GEMM. `choose_additions` compares it with torch for each layer."""
 
 
 @dataclass(frozen=True, order=True)
 class ResidualShape:
-    """Product of a row-parallel layer."""
+    """Shape of a row-parallel layer's product."""
 
     tokens: int
     outputs: int
@@ -271,9 +312,17 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """Time both ways at each shape of the layers in `modules` that take an addend, for micro-batches of `tokens` on a
-    rank, and set the layers' `adds_residual`. Collective over the ranks of a pipeline stage; the slowest rank
-    decides."""
+    """Time both places of the residual addition at each shape, and set the layers' `adds_residual`.
+
+    Collective over the ranks of a pipeline stage. The slowest rank decides.
+
+    Args:
+        modules: Modules with the layers, of which those that accept an addend are timed.
+        tokens: Tokens of a micro-batch on each rank.
+        stage: Axis of the pipeline stage's ranks.
+        device: Device of the layers.
+        clock: Function that times a run.
+    """
     linears: dict[ResidualShape, list[RowParallelLinear]] = {}
     for linear in _row_parallel(modules):
         if linear.takes_addend():
@@ -290,13 +339,13 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Return where the additions are computed, according to the timings."""
+    """Return the faster place of the residual addition."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 
 
 def keep_additions_in_norms(modules: Iterable[nn.Module]) -> None:
-    """Turn off the addition to the residual stream within GEMMs for all layers."""
+    """Turn off the residual addition within GEMMs for all layers."""
     for linear in _row_parallel(modules):
         linear.adds_residual = False
 
@@ -306,8 +355,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """A run of each way on random operands: the GEMM with its addend, and a GEMM without one, followed by the pass that
-    this adds to the norm."""
+    """Return a run of each variant on random operands: the GEMM with an addend, and a GEMM without addend followed by
+    the additional pass of the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

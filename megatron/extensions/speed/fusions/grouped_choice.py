@@ -1,11 +1,11 @@
-"""Choice of the kernels of experts, by timing them at the model's shapes when a run starts.
+"""Choice of expert kernels by timings at the model's shapes when a run starts.
 
-Only the device knows the numbers of rows of experts. torch's grouped GEMM covers the forward pass and the gradients of
-inputs. It cannot add weight gradients in fp32 to their sums, and it leaves rows that belong to no expert uninitialized.
+Only the device knows the experts' numbers of rows. torch's grouped GEMM computes the forward pass and the input
+gradients. It cannot add weight gradients to their fp32 sums, and it leaves rows that belong to no expert uninitialized.
 
-Weight gradients have several kernels: one list of tiles for all experts, in several tilings (`grouped_triton.py`), and
-one program for each tile, which suits few rows and sums in other precisions. Without timings, as in deterministic runs,
-the first correct kernel is used.
+There are several kernels for weight gradients. One uses a list of tiles for all experts, in several tilings
+(`grouped_triton.py`). The other has one program for each tile, which suits few rows and sums in other precisions.
+Without timings, as in deterministic runs, the first correct kernel is used.
 """
 
 from __future__ import annotations
@@ -32,40 +32,48 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 )
 
 TILES = "tiles"
-"""The kernel with a program for each tile."""
+"""Name of the kernel with a program for each tile."""
 
 LISTS = ("wide", "tall", "small")
-"""Tilings of the kernel with one list of tiles, see `grouped_triton.TILINGS`."""
+"""Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
 
 TOLERANCE = 2.0**-12
 """Allowed relative error of sums, in norm: 16-bit products are exact in fp32, and all kernels sum them in fp32. A lost
 step or tile causes an error of more than 2^-6."""
 
 CHECKED = 64
-"""Rows and columns of each expert whose sums are compared."""
+"""Number of rows and columns of each expert whose sums are compared."""
 
 _add_in_list = gpu_operator(
     "kernels.grouped_triton:add_grouped_in_list_",
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""`_add_products` for fp32 `out`, with one list of tiles."""
+"""Operator like `_add_products` for fp32 `out`, with one list of tiles."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends) -> ()",
     no_result,
 )
-"""out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 whatever the operands are.
+"""Operator that computes out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 for all dtypes.
 
 out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Set the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Other rows are not touched."""
+"""Operator that zeroes the rows of a contiguous x [n, width] from ends[-1] (int32) on, and no other rows."""
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out[e] += dy_eᵀ x_e by a kernel: `TILES` or one of `LISTS`."""
+    """Compute out[e] += dy_eᵀ x_e for each expert e with one kernel.
+
+    Args:
+        kernel: `TILES` or one of `LISTS`.
+        out: Gradient sums [experts, o, i].
+        dy: Output gradients [n, o], sorted by expert.
+        x: Inputs [n, i], sorted by expert.
+        segments: Rows of each expert.
+    """
     if kernel == TILES:
         _add_products(out, dy, x, segments.ends)
     else:
@@ -74,11 +82,11 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
 
 @dataclass
 class GroupedWeightGrad:
-    """Kernels of expert weight gradients by (outputs, inputs), as found by a run; `TILES` for other shapes."""
+    """Chosen kernels for expert weight gradients by (outputs, inputs); `TILES` for other shapes."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings, for a log."""
+    """Timings by (outputs, inputs), for the log."""
 
     def suits(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> bool:
         return runs_triton(x)
@@ -90,13 +98,13 @@ class GroupedWeightGrad:
     plain = staticmethod(add_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, Segments]]:
-        """Operands of a run's experts in bf16, with equal numbers of rows."""
+        """Yield bf16 operands of a run's experts, with equal numbers of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.dtype == torch.bfloat16 else ():
             yield operands_of(shapes, outputs, inputs, even(shapes))
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Reason why a run uses none of the kernels: at one of its shapes none is correct, or torch is faster than each
-        of them; None if it uses them. Collective over the world."""
+        """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world. The
+        reason is a shape at which no kernel is correct, or torch is faster than every kernel."""
         self.chosen.clear()
         self.found.clear()
         for operands in self.samples(shapes):
@@ -115,7 +123,7 @@ class GroupedWeightGrad:
 
 
 def _untimed(run: Callable[[], object]) -> float:
-    """Clock that runs each candidate once, and reports equal times."""
+    """Run a candidate once without timing it, and return 0."""
     run()
     return 0.0
 
@@ -123,8 +131,16 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """A run of each kernel and of torch on the operands. The first run of a kernel raises RuntimeError if its sums are
-    wrong, for even or uneven numbers of rows."""
+    """Return a run of each kernel and of torch on the operands.
+
+    The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
+
+    Args:
+        shapes: Shapes of the run.
+        outputs: Output features of an expert's layer.
+        inputs: Input features of an expert's layer.
+        operands: Operands of the kernels.
+    """
     runs: dict[str, Callable[[], object]] = {}
     for kernel in (*LISTS, TILES):
         check = partial(_check, kernel, shapes, outputs, inputs)
@@ -165,13 +181,13 @@ def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
 
 
 def even(shapes: RunShapes) -> list[int]:
-    """Equal numbers of rows for all experts."""
+    """Return equal numbers of rows for all experts."""
     return [max(0, shapes.expert_rows // shapes.experts - 1)] * shapes.experts
 
 
 def uneven(shapes: RunShapes) -> list[int]:
-    """Uneven numbers of rows: half of all for the last expert, one for the first, none for the second, the rest for the
-    others."""
+    """Return uneven numbers of rows: half of all rows for the last expert, one for the first, none for the second, and
+    the rest for the others."""
     rows, experts = shapes.expert_rows, shapes.experts
     if experts < 4:
         return [1, *[0] * (experts - 2), rows // 2][-experts:]
@@ -181,7 +197,14 @@ def uneven(shapes: RunShapes) -> list[int]:
 def operands_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Segments]:
-    """Zeros, random rows, and the segments of experts with these counts, followed by spare rows."""
+    """Return zero sums, random output gradients and inputs, and the segments of the experts, followed by spare rows.
+
+    Args:
+        shapes: Shapes of the run.
+        outputs: Output features of an expert's layer.
+        inputs: Input features of an expert's layer.
+        counts: Number of rows of each expert.
+    """
     segments = Segments.of_counts(torch.tensor(counts, device=shapes.device), spare=True)
     out = torch.zeros(shapes.experts, outputs, inputs, device=shapes.device)
     return out, shapes.random(shapes.expert_rows, outputs), shapes.random(shapes.expert_rows, inputs), segments

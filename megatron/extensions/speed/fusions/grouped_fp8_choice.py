@@ -1,8 +1,8 @@
-"""Kernels of experts in fp8, and the choice between them by timing them at a run's shapes (see `grouped_choice.py`).
+"""fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`).
 
-Products of rows, y = x Wᵀ and dX = dY W, are computed by torch's grouped kernel, if a GPU has it for the recipe, else
-by one product for each expert; or by Triton's list of tiles. Weight gradients are sums of products of rows that are
-cast by tiles along tokens: in fp8 by Triton's list of tiles, or of the same values in 16 bits.
+Products of rows, y = x Wᵀ and dX = dY W, are computed by torch or by Triton's kernel with one list of tiles. torch uses
+its grouped kernel if the GPU supports it for the recipe, otherwise one product for each expert. Operands of weight
+gradients are cast by tiles along tokens. Triton's kernel multiplies them in fp8, torch the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels.casts import TOLERANCE
 
 LISTS = ("square", "shallow", "small")
-"""Tilings of weight gradients, see `grouped_fp8_triton.TILINGS`."""
+"""Tilings of weight gradients (`grouped_fp8_triton.TILINGS`)."""
 
 ROW_LISTS = ("square", "shallow", "flat")
-"""Tilings of products of rows, see `grouped_fp8_triton.ROW_TILINGS`."""
+"""Tilings of products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""The tiling that fits every GPU with fp8, for shapes that have not been timed."""
+"""Tiling for shapes that have not been timed; it fits every GPU with fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -81,16 +81,16 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Kernels of an operation of experts by (outputs, inputs) of a product, as a run found them; `ANY` elsewhere."""
+    """Kernels of an expert operation by (outputs, inputs), as chosen by a run; `ANY` for other shapes."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings, for a log."""
+    """Timings by (outputs, inputs), for the log."""
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
-        """(outputs, inputs) of each product of a run -> a run of each kernel, `TORCH` last. A kernel's first run raises
-        RuntimeError if its results are wrong."""
+        """Yield (outputs, inputs) of each product of a run, with a run of each kernel, `TORCH` last. A kernel's first
+        run raises RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
@@ -111,7 +111,15 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Chooses for one shape. The first kernel that is right is chosen if nothing is timed."""
+        """Choose the kernel for one shape. Returns the reason why torch is used, or None.
+
+        Args:
+            shape: (outputs, inputs) of the product.
+            runs: Run of each kernel.
+            shapes: Shapes of the training run.
+            world: Axis of all ranks.
+            clock: Function that times a run. None: choose the first correct kernel.
+        """
         choice = compare(runs, clock or _untimed, shapes.device, world)
         own = Choice({name: seconds for name, seconds in choice.seconds.items() if name != TORCH}, choice.errors)
         if own.winner is None or (clock and own.seconds[own.winner] > SLOWER * choice.seconds[TORCH]):
@@ -125,13 +133,13 @@ def _on_gpu(shapes: RunShapes) -> bool:
 
 
 def _untimed(run: Run) -> float:
-    """Return a clock that runs the function once and reports equal times for all."""
+    """Run a candidate once without timing it, and return 0."""
     run()
     return 0.0
 
 
 class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
-    """Sums of fp8 products over the rows of each expert."""
+    """Kernels for fp8 weight gradients: sums of products over the rows of each expert."""
 
     def suits(self, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> bool:
         return runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
@@ -142,7 +150,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
     plain = staticmethod(grouped.add_fp8_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]]:
-        """Operands of a run's experts, with equal numbers of rows."""
+        """Yield operands of a run's experts, with equal numbers of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
             yield tiles_of(shapes, outputs, inputs, even(shapes))
 
@@ -157,11 +165,11 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
     @staticmethod
     def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-        """By one tiling."""
+        """Add products with one tiling. The other arguments are those of `add_fp8_products_grouped_`."""
         _add(out, *dy[:2], *x[:2], tile_ends, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Adds twice, and raises RuntimeError unless the corners of each expert's sums are right."""
+        """Add twice, and raise RuntimeError unless the corners of each expert's sums are correct."""
         for counts in (even(shapes), uneven(shapes)):
             out, dy, x, tile_ends = tiles_of(shapes, outputs, inputs, counts)
             for _ in range(2):
@@ -175,7 +183,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
 
 class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
-    """Products of the rows of each expert with its matrix."""
+    """Kernels for fp8 products of each expert's rows with its matrix."""
 
     def suits(self, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> bool:
         timed = (b.values.shape[1], b.values.shape[2]) in self.chosen
@@ -188,7 +196,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
     plain = staticmethod(grouped.grouped_scaled_mm.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Scaled, Scaled, Segments, torch.dtype, bool]]:
-        """Operands of a run's experts, with equal numbers of rows."""
+        """Yield operands of a run's experts, with equal numbers of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
             yield (*rows_of(shapes, outputs, inputs, even(shapes)), shapes.dtype, True)
 
@@ -206,11 +214,11 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
     @staticmethod
     def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
-        """By one tiling."""
+        """Compute products with one tiling. The other arguments are those of `grouped_scaled_mm`."""
         return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Raises RuntimeError unless the first and the last results of each expert are right."""
+        """Raise RuntimeError unless the first and the last results of each expert are correct."""
         for counts in (even(shapes), uneven(shapes)):
             a, b, segments = rows_of(shapes, outputs, inputs, counts)
             y = self.multiply(tiling, a, b, segments)
@@ -229,7 +237,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
 
 def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
-    """Some columns of the tiles from `start` to `stop`."""
+    """Return some columns of the tiles from `start` to `stop`."""
     values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
     return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
 
@@ -257,7 +265,15 @@ def _checked(check: Run, run: Run) -> Run:
 def tiles_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]:
-    """Zeros, random rows cast by tiles along tokens, and the tiles of experts with these counts."""
+    """Return zero sums, random output gradients and inputs cast by tiles along tokens, and the ends of the experts'
+    tiles.
+
+    Args:
+        shapes: Shapes of the run.
+        outputs: Output features of an expert's layer.
+        inputs: Input features of an expert's layer.
+        counts: Number of rows of each expert.
+    """
     out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
     tile_ends = segments.padded(TILE).ends // TILE
     cast = grouped.cast_along_tokens.__wrapped__  # type: ignore[attr-defined]
@@ -266,7 +282,14 @@ def tiles_of(
 
 
 def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]) -> tuple[Scaled, Scaled, Segments]:
-    """Random rows, matrices, and the segments of experts with these counts, cast as by the recipe of a run."""
+    """Return random rows and matrices, cast by the recipe of a run, and the segments of the experts.
+
+    Args:
+        shapes: Shapes of the run.
+        outputs: Output features of an expert's layer.
+        inputs: Input features of an expert's layer.
+        counts: Number of rows of each expert.
+    """
     segments = Segments.of_counts(torch.tensor(counts, device=shapes.device), spare=True)
     x, matrices = shapes.random(shapes.expert_rows, inputs), shapes.random(shapes.experts, outputs, inputs)
     if shapes.fp8 != "blockwise":
@@ -275,7 +298,7 @@ def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int])
 
 
 def said(kernels: Mapping[str, ExpertKernel[*tuple[object, ...]]]) -> Iterator[str]:
-    """Lines of a log, for kernels by what they compute."""
+    """Yield log lines with the timings. `kernels` maps the description of an operation to its kernels."""
     for subject, kernel in kernels.items():
         for (outputs, inputs), choice in kernel.found.items():
             yield f"kernel of {subject} {outputs} x {inputs}: {choice.winner} ({choice.times})"

@@ -26,8 +26,8 @@ from megatron.training.initialize import Runtime
 
 
 class KernelChoice(Callback):
-    """Turn off kernels that are slower than torch, and choose the fastest if there are several. --no-fusions turns all
-    off."""
+    """Callback that turns off kernels that are slower than torch, and chooses the fastest of several. --no-fusions
+    turns all kernels off."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         LEFT_OUT.clear()
@@ -53,12 +53,12 @@ class KernelChoice(Callback):
 
 
 TORCH = "auto", "flash", "unfused"
-"""Attention kernels of torch."""
+"""Names of torch's attention kernels."""
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Choose the kernels of fp8 weight gradients, and where the residual stream is added, on GPUs. If nothing may
-    depend on timings, the next norm adds it. Collective over the ranks of a pipeline stage."""
+    """Choose the kernels of fp8 weight gradients and the place of the residual addition, on GPUs. If nothing may depend
+    on timings, the next norm computes the addition. Collective over the ranks of a pipeline stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

@@ -1,6 +1,6 @@
-"""Comparison of kernels with plain torch at the start of a run, at its shapes; slower kernels are turned off.
+"""Comparison of kernels with plain torch at the shapes of a run. Slower kernels are turned off.
 
-Ranks compare the largest error and the slowest time, so that all use the same kernels.
+The largest error and the slowest time of all ranks decide, so that all ranks use the same kernels.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from megatron.training.config.run_config import RunConfig
 WARM_UP, REPEATS = 3, 10
 
 SLOWER = 1.1
-"""Allowed time of a kernel relative to torch: noise must not make runs differ in their last bits."""
+"""Allowed time of a kernel relative to torch. The margin prevents noise from changing the choice, and so the last bits
+of a run."""
 
 OF_FP8 = 4
 """Factor of the allowed error for fp8 results: torch's compiler omits the rounding to 16 bits before the rounding to
 fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
-"""Error of a kernel whose result is NaN where torch's is not."""
+"""Error of a kernel whose result is NaN but torch's is not."""
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds that a call takes."""
+"""Function that returns the seconds that a call takes."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape, or is not
-    installed. `errors` has the reasons, as far as this rank knows them."""
+    """Seconds of a forward and backward by kernel; infinite if a kernel does not support the shape or is not installed.
+    `errors` holds the reasons that this rank knows."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def winner(self) -> str | None:
-        """The fastest kernel; None if no kernel supports the shape."""
+        """Return the fastest kernel; None if no kernel supports the shape."""
         name = min(self.seconds, key=self.seconds.__getitem__)
         return name if math.isfinite(self.seconds[name]) else None
 
     @property
     def times(self) -> str:
-        """All times, for a log."""
+        """Return all times as text for the log."""
         return ", ".join(
             f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable{self._why(name)}"
             for name, seconds in self.seconds.items()
@@ -87,11 +88,11 @@ class RunShapes:
     dtype: torch.dtype
     device: torch.device
     fp8: str | None = None
-    """The recipe; None without fp8."""
+    """fp8 recipe; None without fp8."""
     expert_rows: int = 0
     """Rows of all local experts in a micro-batch, if tokens are evenly distributed over the experts."""
     expert_matrices: tuple[tuple[int, int], ...] = ()
-    """(outputs, inputs) of an expert's layers."""
+    """(outputs, inputs) of each layer of an expert."""
     config: RunConfig | None = None
     """Configuration, for kernels that need to know more about the run."""
 
@@ -134,15 +135,16 @@ Operands = TypeVarTuple("Operands")
 
 @runtime_checkable
 class ComparedKernel(Protocol):
-    """A kernel that may turn out slower than torch at the start of a run."""
+    """Kernel that is compared with torch at the start of a run."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Reason why a run of these shapes does not use the kernel; None if it does. Collective over the world."""
+        """Return the reason why a run with these shapes does not use the kernel; None if it does. Collective over the
+        world."""
 
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """A kernel that replaces an operation, and the way to compare the two."""
+    """Kernel that replaces an operation, with everything needed to compare the two."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
@@ -150,12 +152,13 @@ class FusedKernel(Generic[*Operands, R]):
     suits: Callable[[*Operands], bool]
     """True if the kernel supports these operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
-    """Operands of a run; none if the run does not perform the operation."""
+    """Function that returns operands of a run; none if the run does not perform the operation."""
     tolerance: float
     """Allowed relative error, in norm, of results and of operands that are written."""
     planned: Callable[..., R] | None = None
-    """Describes a launch for a plan: called with the plan's `Launches` (`plan/planner/as_on_gpus.py`) and the operands,
-    it returns results of the right shapes. None if a plan should count the operations of `plain`."""
+    """Function that describes a launch for a plan. It is called with the plan's `Launches`
+    (`plan/planner/as_on_gpus.py`) and the operands, and returns results of the right shapes. None if a plan should
+    count the operations of `plain`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
@@ -164,8 +167,8 @@ class FusedKernel(Generic[*Operands, R]):
         return self.run(*operands)
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Reason why the kernel is not used: with the operands of a run it is wrong, raises, or takes longer than
-        torch; None if it is used. Collective over the world."""
+        """Return the reason why the kernel is not used; None if it is used. With the operands of a run, the kernel may
+        be wrong, raise an error, or take longer than torch. Collective over the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
@@ -174,19 +177,19 @@ class FusedKernel(Generic[*Operands, R]):
 
 @cache
 def fused_kernels() -> dict[str, FusedKernel[*tuple[object, ...], object]]:
-    """Kernels that replace torch functions, by name."""
+    """Return the kernels that replace torch functions, by name."""
     return {name: kernel for name in KERNELS if isinstance(kernel := KERNELS[name], FusedKernel)}
 
 
 @cache
 def operations() -> dict[Callable[..., object], str]:
-    """Torch functions that kernels may replace -> the name of the kernel."""
+    """Map torch functions to the names of the kernels that may replace them."""
     return {unwrap(kernel.plain): name for name, kernel in fused_kernels().items()}
 
 
 @cache
 def planned_kernels() -> dict[str, Callable[..., object]]:
-    """Kernel names -> `FusedKernel.planned`, except for kernels for which a plan counts torch's operations."""
+    """Map kernel names to `FusedKernel.planned`, without kernels for which a plan counts torch's operations."""
     return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 
@@ -197,8 +200,17 @@ def choose_kernels(
     say: Callable[[str], None],
     kernels: Mapping[str, object] | None = None,
 ) -> None:
-    """Compare every registered kernel with torch on the operands of a run. A kernel is turned off if it is wrong,
-    raises, or takes longer than torch by the `clock`; None times nothing. Collective over the world."""
+    """Compare every registered kernel with torch on the operands of a run. Collective over the world.
+
+    A kernel is turned off if it is wrong, raises an error, or takes longer than torch.
+
+    Args:
+        shapes: Shapes of the run.
+        world: Axis of all ranks.
+        clock: Function that times a run. None: do not compare times.
+        say: Function that prints a log line.
+        kernels: Kernels to compare; default: all registered kernels.
+    """
     LEFT_OUT.clear()
     found: Mapping[str, object] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
     for name, kernel in found.items():
@@ -214,7 +226,7 @@ def _lost(
     world: Axis,
     clock: Clock | None,
 ) -> str | None:
-    """Reason why a kernel is not used; None if it is."""
+    """Return the reason why a kernel is not used; None if it is used."""
     failed = "raises an error on another rank"
     try:
         error = _error(kernel, operands) if kernel.suits(*operands) else 0.0
@@ -223,7 +235,7 @@ def _lost(
     largest = torch.tensor(error, dtype=torch.float64, device=device)
     all_reduce_(largest, world, dist.ReduceOp.MAX)
     if (worst := largest.item()) > kernel.tolerance:
-        return failed if math.isinf(worst) else f"differs by {worst:.1e}, and may by {kernel.tolerance:.1e}"
+        return failed if math.isinf(worst) else f"differs by {worst:.1e}, more than {kernel.tolerance:.1e}"
     if clock is None or not kernel.suits(*operands):
         return None
     runs: dict[str, Callable[[], object]] = {
@@ -236,7 +248,7 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """Largest difference of a result, or of an operand that is written, relative to the norm of torch's."""
+    """Return the largest difference of a result or a written operand from torch's, relative to the norm of torch's."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -254,7 +266,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def copied(value: R) -> R:
-    """Copy of a structure that copies the tensors in it, in tuples and lists at any depth."""
+    """Copy a structure of tuples and lists, with the tensors in it."""
     leaves, structure = tree_flatten(value)
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     found: R = tree_unflatten(copies, structure)
@@ -262,8 +274,14 @@ def copied(value: R) -> R:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Time each run on every rank; the slowest rank decides. Timed kernels are removed from `runs`, so that their
-    operands are freed. Collective over the world."""
+    """Time each run on every rank. The slowest rank's times are returned. Collective over the world.
+
+    Args:
+        runs: Runs by name. Timed runs are removed, so that their operands are freed.
+        clock: Function that times a run.
+        device: Device of the reduction.
+        world: Axis of all ranks.
+    """
     names, errors = list(runs), dict[str, str]()
     found = [_time(name, runs.pop(name), clock, errors) for name in names]
     seconds = torch.tensor(found, dtype=torch.float64, device=device)
@@ -272,12 +290,12 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
 
 
 LONGEST_ERROR = 120
-"""Largest number of characters of a message in a log line."""
+"""Largest number of characters of an error message in a log line."""
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Time a run in seconds. Returns infinity if it raises, and puts the reason in `errors`: torch and Triton raise for
-    unsupported shapes, and a package may be missing or have another signature."""
+    """Time a run in seconds. Returns infinity if it raises an error, and stores the reason in `errors`. torch and
+    Triton raise errors for unsupported shapes, and a package may be missing or have another signature."""
     try:
         return clock(run)
     except Exception as raised:
@@ -286,7 +304,7 @@ def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, 
 
 
 def device_clock(run: Callable[[], object]) -> float:
-    """Median of `REPEATS` runs, in seconds on the GPU."""
+    """Return the median time of `REPEATS` runs, in seconds on the GPU."""
     for _ in range(WARM_UP):
         run()
     found = []
@@ -302,12 +320,12 @@ def device_clock(run: Callable[[], object]) -> float:
 
 @cache
 def has_triton() -> bool:
-    """Return True if Triton is installed. Does not import it."""
+    """Return True if Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; a small number for other devices."""
+    """Return the number of multiprocessors of a GPU; a small number for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -323,10 +341,15 @@ def no_result(*operands: object) -> None:
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """Register the operator `megatron::NAME` for GPUs, computed by a function NAME whose `place` is "module:NAME" in a
-    package. The module may import Triton, and is imported when the operator first runs. Fake tensors, plans and
-    profilers see one operator. `fake` has the same signature, and returns tensors like its results without computing
-    them."""
+    """Register the operator `megatron::NAME` for GPUs. Fake tensors, plans and profilers see one operator.
+
+    Args:
+        place: Function that computes the operator, as "module:NAME". The module may import Triton, and is imported when
+            the operator first runs.
+        schema: Schema of the operator.
+        fake: Function with the same signature that returns tensors like the results without computing them.
+        package: Package of the module.
+    """
     module, name = place.split(":")
 
     def run(*operands: P.args, **options: P.kwargs) -> R:

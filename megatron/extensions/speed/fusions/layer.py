@@ -1,8 +1,8 @@
-"""Transformer layer whose additions to the residual stream are computed by adjacent norms or GEMMs, and SwiGLU MLP
-whose activation, and its gradient, are cast to fp8 where they are computed.
+"""Transformer layer whose residual additions are computed by adjacent norms or GEMMs, and SwiGLU MLP whose activation
+and its gradient are cast to fp8 by the kernel that computes them.
 
-The MLP is for `--compile` with scales that are known in advance (--fp8-recipe delayed): neither the activation nor the
-gradient of its input is stored in 16 bits. Stand-ins carry the casts to the linear layers before and after it.
+The MLP needs `--compile` and scales that are known in advance (--fp8-recipe delayed). Neither the activation nor the
+gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,15 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
 
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
-    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. Supports gradients. The
-    result is added to an `addend` [s, b, h] if fc2 supports one.
+    """Compute fc2(SwiGLU(fc1(x))), with gradients: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
+    Do not call this function if hooks observe the layers, because they would see placeholders.
 
-    If the layers are `observed`, their hooks would see stand-ins, so this is not used."""
+    Args:
+        x: Input.
+        fc1: First layer.
+        fc2: Second layer.
+        addend: Tensor [s, b, h] to which the result is added, if fc2 supports an addend.
+    """
     assert isinstance(fc2.gemms, DelayedGemms)
     of_hidden = OutputGradient(fc1.gemms, fc1.weight.requires_grad, False)
     settings = fc1.boundary, fc1.axis, fc1.queue, fc1.gemms, True, of_hidden, None
@@ -66,7 +71,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """Kernel entry of `cast_mlp`. Its parts are compared separately, see `kernels/casts.py`."""
+    """Kernel entry of `cast_mlp`, whose parts are compared separately (`kernels/casts.py`)."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -84,7 +89,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of the output [s, b, 2f] of a layer, cast [s, b, f] as the next layer wants its input."""
+    """SwiGLU of a layer's output [s, b, 2f], cast to [s, b, f] as the next layer requests its input."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
@@ -103,23 +108,23 @@ class _CastSwiGLU(torch.autograd.Function):
 
 
 class FusedTransformerLayer(TransformerLayer):
-    """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, whose addition the next norm
-    computes.
+    """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, so that the next norm computes
+    the addition.
 
-    A norm casts its output to fp8 if the sublayer reads the cast. If a sublayer supports it, its last GEMM adds to the
-    stream.
+    A norm casts its output to fp8 if the sublayer can read the cast. If a sublayer supports an addend, its last GEMM
+    computes the addition.
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending`, the last addition is left
-        to the reader of the stream."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending`, the reader of the stream
+        computes the last addition."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Return True if a norm adds the update in its kernels. Hooks see the sum, except those that declare that they
+        """Return True if a norm adds the update in its kernels. Hooks receive the sum, unless they declare that they
         accept a stream."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
@@ -145,7 +150,7 @@ class FusedTransformerLayer(TransformerLayer):
         return self._add_mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
-        """The casts that a sublayer wants instead of its input. Recomputed norms make none."""
+        """Return the casts that a sublayer can read in place of its input. Recomputed norms make no casts."""
         return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
@@ -161,8 +166,8 @@ class FusedTransformerLayer(TransformerLayer):
         return self._sum(x, self.post_mlp_layernorm(y), self.mlp_dropout, context)
 
     def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
-        """Return True if the last GEMM of a sublayer adds to the residual stream: nothing may come between the two, and
-        no norm before it may be recomputed."""
+        """Return True if the last GEMM of a sublayer adds to the residual stream. There must be no operation between
+        the two, and the norm before the sublayer must not be recomputed."""
         direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
         return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
 
@@ -174,14 +179,15 @@ class FusedTransformerLayer(TransformerLayer):
     def _of_normed(
         self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: Callable[..., Tensor], context: BatchContext
     ) -> Tensor:
-        """Output of the sublayer for normed = norm(x)."""
+        """Return the output of the sublayer for normed = norm(x)."""
         if self.recompute_norms and self.training:
             return with_recomputed((normed,), norm, x, sublayer, context)
         return sublayer(normed, context)
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Casts that can replace the input of a sublayer's first layer, which alone reads it. Hooks see the input."""
+    """Return the casts that can replace the input of a sublayer's first layer. This layer must be the input's only
+    reader; hooks read it too."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None

@@ -1,5 +1,5 @@
-"""Split of the attention projection into queries, gates, keys and values, with rotation. In the backward, one pass
-writes the gradient of the projection, rotates back, and sums the gradient of the bias.
+"""Split of the attention projection into queries, gates, keys and values, with rotary embedding. In the backward, one
+pass writes the gradient of the projection, reverses the rotation, and sums the bias gradient.
 """
 
 from __future__ import annotations
@@ -48,20 +48,28 @@ def split_heads(
     compiled: bool = False,
     of_qkv: OutputGradient | None = None,
 ) -> Heads:
-    """Split qkv [s, b, groups, sum(counts), d] into heads. `counts` are the `head_counts` of a group.
+    """Split a projection into heads.
 
-    With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have their own
-    memory, because views would keep the rest of qkv alive. Without tables, the parts are views where possible, and qkv
-    must already include the bias: only its gradient is summed here. If the preceding linear layer reads casts of the
-    gradient `of_qkv`, the backward makes these instead of the gradient."""
-    static = torch.is_grad_enabled()  # generation prompts have any length, and must not each compile a kernel
+    Args:
+        qkv: Projection [s, b, groups, sum(counts), d].
+        counts: `head_counts` of a group.
+        tables: Cosines and sines of a rotation of queries and keys. All parts then have their own memory, because views
+            would keep the rest of qkv alive. Without tables, the parts are views if possible.
+        bias: Bias, added before the rotation. Without tables, qkv must already include the bias, and only its gradient
+            is summed here.
+        interleaved: Whether pairs of adjacent channels are rotated.
+        compiled: Whether to use compiled regions.
+        of_qkv: Casts of the gradient of qkv that the preceding linear layer reads. The backward makes these instead of
+            the gradient.
+    """
+    static = torch.is_grad_enabled()  # generation prompts vary in length, and must not compile a kernel each
     split = HeadSplit(tuple(counts), interleaved, compiled, static)
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
 
 
 class HeadSplit(NamedTuple):
-    """How a projection is split into heads."""
+    """Settings for splitting a projection into heads."""
 
     counts: tuple[int, ...]
     """Heads per group: queries, gates, keys and values."""
@@ -76,7 +84,7 @@ class HeadSplit(NamedTuple):
 
 class _SplitHeadsContext(AutogradContext):
     settings: tuple[int, bool]
-    """Number of groups, and whether adjacent channels are rotated."""
+    """Return the number of groups, and whether adjacent channels are rotated."""
     compiled: bool
     bias: Tensor | None
     shape: torch.Size
@@ -121,7 +129,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Parts without heads, such as absent gates, are left out."""
+    """Split a projection. Parts without heads, such as absent gates, are omitted."""
     return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
 
 
@@ -135,7 +143,14 @@ def _split_and_rotated(
 
 
 def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> Tensor:
-    """Gradients of the heads -> gradient of qkv. The transpose of a rotation is the rotation by the opposite angle."""
+    """Return the gradient of qkv from the gradients of the heads. Rotated heads are rotated by the opposite angle.
+
+    Args:
+        grads: Gradients of queries, gates if any, keys and values.
+        tables: Cosines and sines of the rotation, if any.
+        groups: Number of groups.
+        interleaved: Whether pairs of adjacent channels were rotated.
+    """
     dq, *of_gate, dk, dv = grads
     if tables:
         cos, sin = tables
@@ -145,6 +160,7 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """Sum of `joined_heads` over tokens, in a separate kernel: one pass for both takes 2.4 times as long on a GPU."""
+    """Sum the result of `joined_heads` over tokens, in a separate kernel. One pass for both takes 2.4 times as long on
+    a GPU."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

@@ -1,12 +1,12 @@
-"""Two passes of different micro-batches that alternate: while a collective of one is in flight, the other computes.
+"""Interleaved passes of two micro-batches: while a collective of one pass is in flight, the other pass computes.
 
-Each pass runs in its own thread, and only one of them at a time. A pass yields where it has started a collective, and
-completes the collective when its turn comes again. A backward pass is run by autograd and cannot return in the middle,
-so it needs its own stack. With threads, layers stay unchanged, and the graph of a micro-batch stays whole, including
-recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward; Megatron-LM cuts the
-graph at the same places instead.)
+Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it has started a
+collective, and completes the collective when its turn comes again. Autograd runs a backward pass, which cannot return
+in the middle, so it needs its own stack. With threads, layers stay unchanged, and the autograd graph of a micro-batch
+is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward;
+Megatron-LM cuts the graph at the same places instead.)
 
-The turn depends on the collectives that have been started, never on time: ranks that run the same passes start their
+Turns depend only on the started collectives, never on time. Ranks that run the same passes therefore start their
 collectives in the same order.
 """
 
@@ -24,7 +24,7 @@ from megatron.training.step_parts import StepParts
 
 
 class _Abandoned(BaseException):
-    """Raised in a pass to end it because the other one failed."""
+    """Raised in a pass to end it after a failure of the other pass."""
 
 
 class BatchOverlap(PassPair):
@@ -37,9 +37,9 @@ class BatchOverlap(PassPair):
         self._active = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both passes; `first`, in the calling thread, begins. An exception in one pass ends the other, and is
-        raised."""
-        assert not self._active, "two passes run in turns already"
+        """Run both passes, beginning with `first` in the calling thread. An exception in one pass ends the other pass,
+        and is raised."""
+        assert not self._active, "two passes are already interleaved"
         self._active, self._turn = True, 0
         self._finished = [False, False]
         self._error: BaseException | None = None
@@ -55,7 +55,7 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Called by a pass that has started a collective: returns when the other pass has yielded or ended. Returns
+        """Yield to the other pass, after a collective was started. Returns when the other pass has yielded or ended;
         immediately if there is no other pass."""
         if not self._active or self._finished[1 - self._turn]:
             return
@@ -82,7 +82,7 @@ class BatchOverlap(PassPair):
         self._switch(1 - number)
 
     def _start(self, body: Callable[[], None]) -> None:
-        """Make the second thread run a pass when its turn comes, on the caller's stream and under its dispatch
+        """Start the second thread, which runs a pass when its turn comes, on the caller's stream and with its dispatch
         modes."""
         if self._jobs is None:
             self._jobs = SimpleQueue()

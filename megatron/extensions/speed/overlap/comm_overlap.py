@@ -1,16 +1,16 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
 A GEMM with an all-gathered input runs in parts, each as soon as its rows arrive. The operand of a reduce-scatter is
-computed in the order in which the ranks need it, each part while the previous sum is in flight. So no collective of a
-layer's forward is waited for as a whole, and the number of bytes sent stays the same. (Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
+computed in the order in which the ranks need it, each part while the previous sum is in flight. The forward of a layer
+therefore never waits for a whole collective, and sends the same number of bytes. (Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition", ASPLOS 2023.)
 
-In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts
-there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. If the
-schedule queues dW, dX is computed and reduced in parts.
+In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts in
+its backward: its gather overlaps with the GEMM for dX, and its reduction with the GEMM for dW, as in `LinearFunction`.
+If the schedule defers dW, dX is computed and reduced in parts.
 
-Parts are sent in the form that the GEMMs read: with one scale per tensor in fp8, as bytes, equal to the cast values in
-one process.
+Parts are sent in the form that the GEMMs read. With one fp8 scale per tensor, these are bytes that equal the cast
+values of one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -51,7 +51,7 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Products of the tokens of a cast activation with a weight: x Wᵀ + bias, or dY W."""
+    """Products of a cast activation's rows with a weight: x Wᵀ + bias, or dY W."""
 
     gemms: LinearGemms
     weight: Tensor
@@ -61,7 +61,7 @@ class Products:
 
     @property
     def matrix(self) -> Tensor:
-        """[in, out], or [out, in] for dY W."""
+        """Return the right operand: [in, out], or [out, in] for dY W."""
         matrix = matrix_of(self.weight)
         return matrix if self.of_grad else matrix.t()
 
@@ -70,7 +70,7 @@ class Products:
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
-        """Multiply `part` [s/t, b, k], cast with `scales`, into `out`, which is contiguous."""
+        """Multiply `part` [s/t, b, k], cast with `scales`, and write the product to `out`, which is contiguous."""
         rows, flat = (part.flatten(0, -2), *scales), out.view(-1, out.shape[-1])
         if self.of_grad:
             self.gemms.input_grad_rows_(flat, rows, self.weight)
@@ -85,9 +85,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Yield the context of each step of a loop. On GPUs every other step runs on a second stream, so that the first
+    """Yield the context of each step of a loop. On GPUs, every other step runs on a second stream, so that the first
     tiles of a product use the multiprocessors that the last tiles of the previous product leave idle. Tensors that a
-    step makes must be kept until the end."""
+    step creates must be kept until the end."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()
@@ -99,11 +99,11 @@ def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callabl
 
 
 class RingOverlap:
-    """GEMMs fused with collectives, by a ring of sends and receives between neighbours, for any backend and device. All
-    ranks of the axis call these methods with the same shapes.
+    """GEMMs that overlap with collectives, by a ring of sends and receives between neighbours, on any backend and
+    device. All ranks of the axis call these methods with the same shapes.
 
-    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or the sum so far
-    arrives from the previous rank. So a step takes as long as the slower of the two.
+    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or the partial sum
+    arrives from the previous rank. A step takes as long as the slower of the two.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -147,10 +147,10 @@ class RingOverlap:
 
 
 class SymmetricOverlap:
-    """The same with torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL,
-    in the precision of the parameters.
+    """GEMMs that overlap with collectives by torch's symmetric-memory operations, for GPUs that access each other's
+    memory (NVLink) under NCCL, in the precision of the parameters.
 
-    Their copies between GPUs use no multiprocessors; NCCL's sends and receives do.
+    Unlike NCCL's sends and receives, copies between GPUs use no multiprocessors.
     """
 
     @staticmethod
@@ -258,7 +258,7 @@ class _RowFunction(torch.autograd.Function):
 
 
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
-    """Compute dW = dYᵀ X, now or from the queue, for the input that x() returns."""
+    """Compute dW = dYᵀ X for the input that x() returns, immediately or from the queue."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
         layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)
@@ -273,7 +273,7 @@ class Overlapped(ParallelLinear):
 
     def __init__(self, linear: ColumnLinear | RowLinear, ctx: TPContext) -> None:
         super().__init__(linear, ctx)  # type: ignore[call-arg, arg-type]
-        assert self.gemms.splits_tokens, "a part of the tokens must be cast as all of them are"
+        assert self.gemms.splits_tokens, "a part of the tokens must be cast with the scale of all tokens"
         self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"](ctx.hardware)
 
     def forward(
@@ -296,7 +296,7 @@ class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
 
 
 class SymmetricMemory(Callback):
-    """Refuse a run whose tensor-parallel ranks have no symmetric memory."""
+    """Callback that refuses a run whose tensor-parallel ranks have no symmetric memory."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if not has_symmetric_memory(runtime.state.tp, runtime.device):

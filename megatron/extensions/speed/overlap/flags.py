@@ -32,7 +32,7 @@ class OverlapFlags:
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
-        needs="--num-experts: all-to-alls are those of experts; add --num-experts, or remove "
+        needs="--num-experts: the all-to-alls belong to experts; add --num-experts, or remove "
         "--overlap-moe-expert-parallel-comm",
     )
     """Interleave the forward pass of one micro-batch with the backward pass of another, so that one computes while

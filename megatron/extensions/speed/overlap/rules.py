@@ -28,7 +28,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def _in_turns(c: RunConfig) -> Iterator[Problem]:
-    """Check that passes of two micro-batches can alternate while all-to-alls are in flight."""
+    """Check that passes of two micro-batches can be interleaved."""
     m, p = c.model, c.parallel
     if m.num_experts is None or not c.options(OverlapFlags).overlap_moe_expert_parallel_comm:
         return
@@ -39,20 +39,20 @@ def _in_turns(c: RunConfig) -> Iterator[Problem]:
         yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
     try:
         layout = pipeline_layout(m, p)
-    except ValueError:  # another rule reports it
+    except ValueError:  # another rule reports this
         return
     if runs_in_turns(p.schedule, layout.pp, layout.chunks):
         if c.training.num_microbatches == 1 and named_value(c, "step_batch_size_schedule") is None:
-            rule = "has no effect with one micro-batch on each rank: passes of two micro-batches run in turns"
+            rule = "has no effect with one micro-batch per rank, since it interleaves passes of two micro-batches"
             yield Problem(OVERLAP, None, rule, f"raise --global-batch-size, or remove {OVERLAP}", harmless=True)
         return
     if p.schedule == "interleaved":
-        rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
+        rule = "needs several pipeline stages per rank with --pipeline-schedule interleaved"
         yield Problem(OVERLAP, None, rule, "use --num-virtual-stages-per-pipeline-rank 2")
         return
     usual = {name: PIPELINE_SCHEDULES.facts(name).chunks for name in PIPELINE_SCHEDULES}
     others = [name for name, chunks in usual.items() if runs_in_turns(name, layout.pp, chunks)]
-    rule = f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
+    rule = f"needs independent forward and backward passes: not --pipeline-schedule {p.schedule}"
     yield Problem(
         OVERLAP,
         None,

@@ -1,14 +1,14 @@
-"""Choices of --attention-backend in addition to torch's own. On devices other than GPUs, torch's own kernels replace
+"""Choices of --attention-backend in addition to torch's own. On other devices than GPUs, torch's own kernels replace
 them.
 
 flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), if its module `flash_attn_interface` is installed. Its
-public functions have their own autograd. This module calls the two functions below them, because tiles need a backward
-that starts from a merged output and log-sum-exp. The arguments for windows and causality have different names in
-different versions.
+public functions are autograd functions. This module calls the two functions that they wrap, because tiles need a
+backward that starts from a merged output and log-sum-exp. The arguments for windows and causality have different names
+in different versions.
 
-cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It makes a plan for each shape, which takes
-longer than a step. So it computes only the tiles of context parallelism, which have few shapes. Documents and windows,
-whose lengths differ from batch to batch, are left to FlashAttention.
+cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It builds a plan for each shape, which takes
+longer than a step. Therefore cuDNN computes only the tiles of context parallelism, which have few shapes.
+FlashAttention computes documents and windows, whose lengths differ from batch to batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ MODULE = "flash_attn_interface"
 CAUSAL: Window = (-1, 0)
 
 SCALES = "q_descale", "k_descale", "v_descale"
-"""Parameters of FlashAttention-3 for scales [b, groups]."""
+"""Names of FlashAttention-3's parameters for scales [b, groups]."""
 
 
 class Flash3:
-    """Forward and backward of the package. Raises ImportError if it is not installed, or has other functions.
+    """Forward and backward of FlashAttention-3. Raises ImportError if the package is not installed, or lacks the
+    functions.
 
     Operands are either packed, q [rows, heads, d] with `lengths`, or dense, q [b, n, heads, d]. The log-sum-exp is
     fp32, [heads, rows] or [b, heads, n].
@@ -48,7 +49,7 @@ class Flash3:
         try:
             self._forward, self._backward = package._flash_attn_forward, package._flash_attn_backward
         except AttributeError as error:
-            raise ImportError(f"{MODULE} is of a version that is not known here: {error}") from None
+            raise ImportError(f"{MODULE} has an unsupported version: {error}") from None
         self.scale = scale
         self._forward_names, self._backward_names = _parameters(self._forward), _parameters(self._backward)
 
@@ -61,12 +62,21 @@ class Flash3:
         window: Window,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`scales` [3, b, groups]: the scales of q, k and v in e4m3; the output is then bf16. Raises ImportError if the
-        package does not support scales."""
+        """Compute the output and the log-sum-exp.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            lengths: Lengths of packed sequences; None for dense operands.
+            window: Window of the keys.
+            scales: Scales [3, b, groups] of q, k and v in e4m3. The output is then bf16. Raises ImportError if the
+                package does not support scales.
+        """
         settings = _mask(window, self._forward_names) | _lengths(lengths)
         if scales is not None:
             if SCALES[0] not in self._forward_names:
-                raise ImportError(f"{MODULE} is of a version whose operands in fp8 have no scales for each head")
+                raise ImportError(f"{MODULE} has a version that does not support fp8 scales for each head")
             settings |= dict(zip(SCALES, scales, strict=True))
         out, lse, *_ = self._forward(q, k, v, softmax_scale=self.scale, **settings)
         return out, lse
@@ -94,7 +104,7 @@ class Flash3:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """Names of a function's parameters; a custom operator of torch stores its function."""
+    """Return the names of a function's parameters. A custom operator of torch stores its function."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
@@ -112,7 +122,7 @@ def _lengths(lengths: Lengths | None) -> dict[str, object]:
 
 
 class CudnnKernel(TorchKernel):
-    """Tiles without a window, with one launch each."""
+    """cuDNN kernel for tiles without a window, with one launch per tile."""
 
     needs_places, most_queries = False, None
 
@@ -121,7 +131,7 @@ class CudnnKernel(TorchKernel):
         self.packed = CudnnPackedKernel(scale)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
-        assert tile.window is None, "windows are left to FlashAttention"
+        assert tile.window is None, "FlashAttention computes windows"
         out, lse = cudnn_forward((by_head(q), by_head(k), by_head(v)), tile.diagonal, self.scale)
         return out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1)
 
@@ -133,7 +143,7 @@ class CudnnKernel(TorchKernel):
 
 
 class CudnnPackedKernel:
-    """Whole samples of equal length, packed one after another."""
+    """cuDNN kernel for packed samples of equal length."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -152,24 +162,32 @@ class CudnnPackedKernel:
 
 
 def _of_samples(x: Tensor, lengths: Lengths, window: Window) -> Tensor:
-    """[b * s, heads, d] -> [b, heads, s, d]"""
+    """Unpack samples: [b * s, heads, d] -> [b, heads, s, d]."""
     samples, longest = len(lengths[0]) - 1, lengths[2]
-    assert window == CAUSAL and samples * longest == len(x), "documents are left to FlashAttention"
+    assert window == CAUSAL and samples * longest == len(x), "FlashAttention computes documents"
     return x.unflatten(0, (samples, -1)).transpose(1, 2)
 
 
 def cudnn_forward(qkv: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """q [b, heads, n, d], k [b, groups, m, d] and v [b, groups, m, dv] -> output [b, heads, n, dv] and log-sum-exp
-    [b, heads, n, 1] in fp32"""
+    """Compute attention: q [b, heads, n, d], k [b, groups, m, d] and v [b, groups, m, dv] -> output [b, heads, n, dv]
+    and log-sum-exp [b, heads, n, 1] in fp32."""
     return cudnn_attention(*qkv, None, True, 0.0, causal, False, scale=scale)[:2]
 
 
 def cudnn_backward(
     grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, Tensor], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from grad [b, heads, n, dv] and the results of the forward."""
+    """Compute the gradients of q, k and v.
+
+    Args:
+        grad: Output gradient [b, heads, n, dv].
+        qkv: Queries, keys and values.
+        kept: Results of the forward.
+        causal: Whether attention is causal.
+        scale: Factor of the scores.
+    """
     n, m = qkv[0].shape[2], qkv[1].shape[2]
-    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # the random state of dropout, which is off
+    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # random state of dropout, which is disabled
     return cudnn_attention_backward(grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
 
 
@@ -181,13 +199,13 @@ class Flash3Attention(FusedAttention):
         self.flash3 = Flash3(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        """Compute attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]."""
         dense = (x.transpose(0, 1) for x in (q, k, v))
         return PackedAttention.apply(*dense, None, self.flash3, None, CAUSAL).transpose(0, 1)
 
 
 class FlashBackend(TorchBackend):
-    """torch's kernels, with its FlashAttention for tiles."""
+    """Backend with torch's kernels, and torch's FlashAttention for tiles."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         kernel = flash_kernel(self.operands)
@@ -210,7 +228,7 @@ class CudnnBackend(TorchBackend):
 
 
 class TritonBackend(FlashBackend):
-    """Fused attention kernel with dropout, if it has been found to run."""
+    """Backend with the fused attention kernel with dropout, if this kernel runs."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
         return FlashDropoutKernel(self.scale, dropout)

@@ -1,10 +1,10 @@
-"""Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
+"""Choice of the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timings at the model's own shape.
 
-With dropout, the fused kernel with dropout (triton) is used wherever it runs: tiles in plain torch, which keep scores
+With dropout, the fused kernel with dropout (triton) is used wherever it runs. Tiles in plain torch, which keep scores
 in memory, take many times as long.
 
-Which kernel is faster depends on the GPU, the head size and the version, so that a fixed rule would be wrong in some
-cases. Ranks compare the slowest time of each kernel, and all use the same one.
+The fastest kernel depends on the GPU, the head size and the version, so that a fixed rule would be wrong in some cases.
+The slowest time of all ranks decides, and all ranks use the same kernel.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatron.training.initialize import Runtime
 BACKENDS = ("flash", "flash3", "cudnn")
 
 WITH_DROPOUT = "triton"
-"""The only kernel that supports dropout."""
+"""Name of the only fused kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Choices of --attention-backend with a forward in fp8 -> their kernels."""
+"""Kernels by choice of --attention-backend, for choices with a forward in fp8."""
 
 COMPARED_LENGTH = 512
 """Number of tokens with which fp8 kernels are compared with their definition, which keeps scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Kernels of scaled_dot_product_attention."""
+"""Kernels of `scaled_dot_product_attention`."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of one rank's causal attention in training."""
+    """Shape of one rank's causal attention during training."""
 
     length: int
     """Keys."""
@@ -63,17 +63,17 @@ class AttentionShape:
     """Number of keys that a query attends to in every layer; None for all up to its own position."""
 
     tiles: bool = False
-    """True if tile kernels compute it: with context parallelism, documents or windows."""
+    """True if tile kernels compute the attention: with context parallelism, documents or windows."""
 
     documents: bool = False
     """True if samples contain documents."""
 
     dropout: float = 0.0
-    """Fraction of the attention weights that is dropped."""
+    """Dropout probability of attention weights."""
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Kernels to be timed: cuDNN is not used for documents and windows."""
+        """Return the kernels to time. cuDNN is not used for documents and windows."""
         if self.dropout:
             return (WITH_DROPOUT,)
         varlen = self.tiles and (self.window is not None or self.documents)
@@ -81,10 +81,15 @@ class AttentionShape:
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
-    """Time the kernels, or only the `fixed` one, and make torch use the fastest. Collective over the world.
+    """Time the kernels, and make torch use the fastest. Collective over the world.
 
-    With "fp8", the 16-bit kernels are timed too: one that is faster than all fp8 kernels is used. Raises ValueError if
-    the fixed kernel does not run on some rank.
+    Raises ValueError if the `fixed` kernel does not run on some rank.
+
+    Args:
+        shape: Shape of a rank's attention.
+        device: Device of the kernels.
+        world: Axis of all ranks.
+        fixed: The only kernel to time. "fp8": time all fp8 and 16-bit kernels. None: time all 16-bit kernels.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -106,14 +111,14 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """A run whose operands are allocated in its first call, so that with `compare` only one kernel's operands are in
+    """Return a run that allocates its operands at the first call, so that `compare` holds only one kernel's operands in
     memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
-    """Forward and backward of attention with one kernel, as a layer computes it."""
+    """Return a run of forward and backward of attention with one kernel, as in a layer."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, heads: int, width: int) -> Tensor:
@@ -137,7 +142,7 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
     if isinstance(fused, Fp8Attention):
         parts = q[:COMPARED_LENGTH, :1], k[:COMPARED_LENGTH, :1], v[:COMPARED_LENGTH, :1]
         if not (error := error_beside_twin(fused.kernels, parts, scale)) <= KERNEL_ERROR:
-            raise RuntimeError(f"differs by {error:.1e}, and may by {KERNEL_ERROR:.1e}")
+            raise RuntimeError(f"differs by {error:.1e}, more than {KERNEL_ERROR:.1e}")
 
     def run() -> object:
         if shape.tiles or shape.dropout:
@@ -160,8 +165,9 @@ def use(winner: str) -> None:
 
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
-    """Shape of this rank's attention, if kernels may be compared at it. None if no layer has attention, if plain torch
-    or 32 bits are used, or if nothing may depend on timings because the run is deterministic and has no dropout."""
+    """Return the shape of this rank's attention; None if no kernels are to be compared. This is the case if no layer
+    has attention, if plain torch or 32 bits are used, or if the run is deterministic and has no dropout, so that
+    nothing may depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -195,10 +201,10 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 
 
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
-    """The attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
+    """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    A kernel that does not compute this attention is not used; a notice has reported this. Raises ValueError if the
-    kernel could be used but does not run here.
+    A requested kernel that does not support this attention is not used, as a notice has reported. Raises ValueError if
+    the kernel supports the attention but does not run here.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):
@@ -211,5 +217,5 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # Evaluation has no dropout, so torch's default computes it.
+    # Evaluation has no dropout, and uses torch's default kernel.
     return choice.winner or "auto"

@@ -1,8 +1,8 @@
-"""Attention with dropout in one fused GPU kernel, whose masks are those of `megatron.core.dropout`: the tile kernel,
-its operators, and attention for all local queries.
+"""Attention with dropout in one fused GPU kernel, with the masks of `megatron.core.dropout`: the tile kernel, its
+operators, and attention for all local queries.
 
-Its twin in torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks and sums in
-another order.
+The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks and
+sums in another order.
 
 The forward works as in FlashAttention-2 (arXiv 2307.08691). The backward consists of two passes without atomic
 additions, one for queries and one for keys and values, so that it is bit-equal in every run. Dropout masks are hashed
@@ -10,8 +10,9 @@ where the scores are computed, and never stored.
 
 Tiles are converted to bands: for each query the range of keys that it attends to, and for each key the range of
 queries. Rows are in ascending order of positions, and a query attends to an interval of positions, from the beginning
-of its document or window to its own position. So its keys are adjacent rows for all tiles: documents, windows, and the
-two chunks of a rank under context parallelism. Both ends of the range never decrease from one query to the next.
+of its document or window to its own position. Its keys are therefore adjacent rows for all kinds of tiles: documents,
+windows, and the two chunks of a rank under context parallelism. Neither end of the range decreases from one query to
+the next.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Ranges of rows that attend to each other, counted from the first row of `queries` and of `keys`. There is one
-    sample if all are alike."""
+    """Ranges of rows that attend to each other, relative to the first row of `queries` and of `keys`. A single entry
+    represents all samples if they are alike."""
 
     queries: range
-    """Rows of queries that have a key, and the rows between them."""
+    """Smallest range of rows that contains all queries with a key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """For each query [samples, n] its first key, and the end after its last key; these are equal if it has no keys."""
+    """First key of each query [samples, n], and the end of its keys. The two are equal if the query has no keys."""
     of_keys: tuple[Integers, Integers]
-    """For each key [samples, m] its first query, and the end after its last query."""
+    """First query of each key [samples, m], and the end of its queries."""
     query_places: Integers
     """Positions [n] of the queries in the whole sequence."""
     key_places: Integers
@@ -57,14 +58,14 @@ class Band:
 
     @property
     def tile(self) -> Tile:
-        """The rows of the band."""
+        """Return the rows of the band as a tile."""
         places = int(self.query_places[0]), int(self.key_places[0])
         return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
 
 
 @lru_cache(maxsize=64)
 def band_of(tiles: tuple[Tile, ...]) -> Band:
-    """The query-key pairs of the tiles that `causal_tiles` makes, as one band."""
+    """Return the query-key pairs of tiles from `causal_tiles` as one band."""
     queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
     samples = 1 + max(tile.sample or 0 for tile in tiles)
     first = np.full((samples, len(queries)), len(keys))
@@ -88,7 +89,7 @@ def band_of(tiles: tuple[Tile, ...]) -> Band:
     assert (np.where(some, stop - first, 0) == seen).all(), "the keys of a query are not adjacent"
     stop = np.maximum.accumulate(stop, axis=1)
     first = np.where(some, first, stop)
-    assert (np.diff(first) >= 0).all(), "the keys of a query begin before those of the query before it"
+    assert (np.diff(first) >= 0).all(), "the keys of a query begin before the keys of the previous query"
     key = np.arange(len(keys))
     first_query = np.stack([np.searchsorted(row, key, side="right") for row in stop])
     stop_query = np.stack([np.searchsorted(row, key, side="right") for row in first])
@@ -101,7 +102,7 @@ def _covered(ranges: Sequence[range]) -> range:
 
 
 WIDEST = 256
-"""Channels of the widest heads that the kernel supports."""
+"""Largest head width that the kernel supports."""
 
 
 def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
@@ -111,8 +112,8 @@ def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashDropoutKernel:
-    """All tiles in one launch. Raises RuntimeError if the kernel does not support the GPU, the precision or the
-    widths."""
+    """Tile kernel that computes all tiles in one launch. Raises RuntimeError if the kernel does not support the GPU,
+    the precision or the head widths."""
 
     needs_places = True
     most_queries = None
@@ -135,16 +136,31 @@ class FlashDropoutKernel:
             yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
-        """Attention for all queries of a rank, which the tiles contain: q [n, b, heads, d], k [m, b, groups, d], v [m,
-        b, groups, dv], sinks [heads] -> [n, b, heads, dv], in one launch."""
+        """Compute attention for all queries of a rank in one launch, with gradients: -> [n, b, heads, dv].
+
+        Args:
+            q: Queries [n, b, heads, d].
+            k: Keys [m, b, groups, d].
+            v: Values [m, b, groups, dv].
+            tiles: Tiles that contain all queries.
+            sinks: Attention sinks [heads].
+        """
         return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
-        """Outputs of the rows that the tiles cover: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv]."""
+        """Return the outputs of the rows that the tiles cover.
+
+        Args:
+            q: Queries [n, b, heads, d].
+            k: Keys [m, b, groups, d].
+            v: Values [m, b, groups, dv].
+            tiles: Tiles to compute.
+        """
         return _forward(_dense(q), _dense(k), _dense(v), *self._band(tiles, q.device))
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
-        """Gradients of the same rows."""
+        """Return the gradients of the rows that the tiles cover. `rows` holds their output gradients, outputs and
+        log-sum-exps; the other arguments are those of `attend`."""
         band = self._band(tiles, q.device)
         return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
@@ -154,7 +170,7 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """Kernel for all queries of a rank, in the form that `PackedAttention` uses."""
+    """Kernel for all queries of a rank, with the interface that `PackedAttention` uses."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel
@@ -173,7 +189,7 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Gradient of the rows of x that the tile has, with zeros for the other rows."""
+    """Expand the gradient of a tile's rows to all rows of x, with zeros for the other rows."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)
@@ -186,7 +202,7 @@ def _keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor with adjacent channels."""
+    """Return the tensor with channels adjacent in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -200,12 +216,12 @@ class _BandOnDevice(NamedTuple):
     places: Tensor
     """[n]"""
     column_bits: Tensor
-    """[m]: hashes of the keys' positions."""
+    """Hashes [m] of the keys' positions."""
 
 
 @lru_cache(maxsize=64)
 def _on_device(tiles: tuple[Tile, ...], device: torch.device) -> _BandOnDevice:
-    """All layers and passes of a micro-batch share one copy."""
+    """Copy the band of the tiles to the device. All layers and passes of a micro-batch share one copy."""
     band = band_of(tiles)
     bits = bits_of_columns(torch.from_numpy(band.key_places)).numpy()
     arrays = np.stack(band.of_queries), np.stack(band.of_keys), band.query_places, bits
@@ -218,10 +234,10 @@ _BAND = (
     "Tensor of_queries, Tensor of_keys, Tensor places, Tensor column_bits, "
     "float scale, float p, int key, int head_offset, Tensor sample_index"
 )
-"""A `_BandOnDevice`, and the settings of a kernel."""
+"""Schema of the operators' common arguments: the fields of `_BandOnDevice`, and the settings of a kernel."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
-"""Types of `_BAND`."""
+"""Types of the arguments in `_BAND`."""
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: *BandParts) -> tuple[Tensor, Tensor]:
@@ -240,11 +256,11 @@ _forward = gpu_operator(
     f"(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor)",
     _fake_forward,
 )
-"""Output [n, b, heads, dv] and log-sum-exp [n, b, heads] in fp32."""
+"""Operator that returns the output [n, b, heads, dv] and the log-sum-exp [n, b, heads] in fp32."""
 
 _backward = gpu_operator(
     "attention.flash_dropout_triton:flash_dropout_backward",
     f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
-"""Gradients of q, k and v."""
+"""Operator that returns the gradients of q, k and v."""

@@ -1,8 +1,8 @@
 """Triton kernels of `flash_dropout.py`.
 
-In the forward, a program computes a block of queries for one sample and head. In the backward, gradients of queries are
-computed by blocks of queries, and gradients of keys and values by blocks of keys. Each program recomputes the scores
-and masks, and sums in a fixed order.
+In the forward, a program computes a block of queries for one sample and head. In the backward, one kernel computes the
+query gradients by blocks of queries, and another the key and value gradients by blocks of keys. Each program recomputes
+the scores and masks, and sums in a fixed order.
 
 The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ors, two products and
 one comparison.
@@ -39,22 +39,22 @@ from megatron.extensions.speed.fusions.attention.row_blocks_triton import (
 LOG2_E = 1.4426950408889634
 
 FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
-"""Block of queries, block of keys, warps and stages by head width."""
+"""Block size of queries, block size of keys, warps and stages of the forward, by head width."""
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
-"""The same for the gradients of queries."""
+"""Block size of queries, block size of keys, warps and stages for query gradients, by head width."""
 
 OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
-"""The same for the gradients of keys and values."""
+"""Block size of queries, block size of keys, warps and stages for key and value gradients, by head width."""
 
 ROWS = 64
-"""Rows per program that prepares the backward."""
+"""Number of rows per program of the kernel that prepares the backward."""
 
 
 @triton.jit
 def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Add one block of keys to the sums of rows: acc of dropped weights times values, total of weights, and their
-    largest score."""
+    """Add one block of keys to the sums of query rows: weights after dropout times values, total of weights, largest
+    score."""
     acc, total, top = sums
     q, row_bits = own
     k, k_row, v, v_row, column_bits, m = other
@@ -81,7 +81,7 @@ def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOC
 def _add_keys_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add one block of keys to the gradients of queries."""
+    """Add the contribution of one block of keys to the query gradients."""
     (dq,) = sums
     q, grad, lse, delta, row_bits = own
     k, k_row, v, v_row, column_bits, m = other
@@ -103,7 +103,8 @@ def _add_keys_to_gradients(
 def _add_queries_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add one block of queries to the gradients of keys and values. Scores are transposed: [keys, queries]."""
+    """Add the contribution of one block of queries to the key and value gradients. Scores are transposed: [keys,
+    queries]."""
     dk, dv = sums
     keys, values, column_bits = own
     q, q_row, grad, grad_row, lse, delta, bits, n = other
@@ -131,8 +132,8 @@ def _add_queries_to_gradients(
 def attention_forward(
     q, k, v, out, lse, bounds, mask, sizes, factors, limit, key, head_offset, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """q [n, samples, heads, d], k [m, samples, groups, d], v [m, samples, groups, dv] -> out [n, samples, heads, dv],
-    lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
+    """Compute attention: q [n, samples, heads, d], k [m, samples, groups, d], v [m, samples, groups, dv] -> out [n,
+    samples, heads, dv], lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
     samples, n, m, heads, of_group = sizes
     sample_index, places, column_bits = mask
     start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]  # rows with the most keys come first
@@ -162,8 +163,8 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Values of each row that both backward passes read, [samples, heads, n]: base-2 log-sum-exp, infinite for rows
-    without keys; the sum of grad * out; the hash."""
+    """Compute the values of each row that both backward kernels read, [samples, heads, n]: the base-2 log-sum-exp,
+    which is infinite for rows without keys, the sum of grad * out, and the hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N
@@ -186,7 +187,7 @@ def attention_prepare(
 def attention_dq(
     q, k, v, grad, dq, prepared, bounds, column_bits, sizes, factors, limit, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """dq [n, samples, heads, d]"""
+    """Compute the query gradients dq [n, samples, heads, d]."""
     samples, n, m, heads, of_group = sizes
     scale_log2, delta, bits = prepared
     start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]
@@ -228,8 +229,8 @@ def attention_dkdv(
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in a fixed order;
-    `bounds` belong to keys."""
+    """Compute dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in a fixed
+    order. `bounds` are the query ranges of keys."""
     samples, n, m, groups, of_group = sizes
     scale_log2, delta, bits = prepared
     start_m = tl.program_id(0) * BLOCKS[1]
@@ -258,22 +259,22 @@ def attention_dkdv(
 
 
 class Settings(NamedTuple):
-    """Arguments of the operators apart from their operands."""
+    """Arguments of the operators other than their operands."""
 
     of_queries: Tensor
-    """[2, 1 or b, n] int32: bounds; `of_keys` is [2, 1 or b, m]."""
+    """Bounds of the queries, [2, 1 or b, n] int32. `of_keys` is [2, 1 or b, m]."""
     of_keys: Tensor
     places: Tensor
-    """[n] int32: positions of the queries."""
+    """Positions of the queries, [n] int32."""
     column_bits: Tensor
-    """[m] int32: hashes of the positions of the keys."""
+    """Hashes of the keys' positions, [m] int32."""
     scale: float
     p: float
-    """Fraction of the weights that is dropped."""
+    """Dropout probability of attention weights."""
     key: int
     head_offset: int
     sample_index: Tensor
-    """[b] int64"""
+    """Indices of the samples, [b] int64."""
 
     @property
     def mask(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,23 +282,30 @@ class Settings(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """Factors of base-2 scores, of kept weights, and of scores."""
+        """Return the factors of base-2 scores, of kept weights, and of scores."""
         return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
 
     @property
     def limit(self) -> int:
-        """Hashes below it are dropped."""
+        """Return the limit below which hashes are dropped."""
         return threshold(self.p)
 
 
 def check(q: Tensor, v: Tensor) -> None:
     """Raise RuntimeError for operands that the kernels do not support."""
     if torch.cuda.get_device_capability(q.device) < (8, 0) or not fits(q.dtype, q.shape[-1], v.shape[-1]):
-        raise RuntimeError(f"no kernel for heads of {q.shape[-1]} and {v.shape[-1]} channels in {q.dtype} on this GPU")
+        raise RuntimeError(f"no kernel for head widths {q.shape[-1]} and {v.shape[-1]} in {q.dtype} on this GPU")
 
 
 def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tuple[Tensor, Tensor]:
-    """Output [n, b, heads, dv] and log-sum-exp [n, b, heads]."""
+    """Compute the output [n, b, heads, dv] and the log-sum-exp [n, b, heads].
+
+    Args:
+        q: Queries [n, b, heads, d].
+        k: Keys [m, b, groups, d].
+        v: Values [m, b, groups, dv].
+        settings: The fields of `Settings`.
+    """
     check(q, v)
     own = Settings(*settings)
     (n, b, heads, _), (m, _, groups, width) = q.shape, v.shape
@@ -314,7 +322,17 @@ def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tup
 def flash_dropout_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from the output gradient, the output and the log-sum-exp."""
+    """Compute the gradients of q, k and v.
+
+    Args:
+        grad: Output gradient.
+        out: Output.
+        lse: Log-sum-exp.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        settings: The fields of `Settings`.
+    """
     check(q, v)
     own, widths = Settings(*settings), widths_of(q, v)
     (n, b, heads, _), (m, _, groups, _) = q.shape, v.shape
@@ -341,7 +359,7 @@ def _launch(
 
 
 def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Channels of queries and of values, and the powers of two that hold them."""
+    """Return the widths of queries and of values, and the next powers of two."""
     width, value_width = q.shape[-1], v.shape[-1]
     return width, value_width, max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(value_width))
 

@@ -44,7 +44,7 @@ class Flash2:
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, *state = kept
-        if not state:  # the random state of dropout, which is off
+        if not state:  # random state of dropout, which is disabled
             state = [torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)]
         sizes = {"window_size_left": window[0], "window_size_right": window[1]}
         return flash_attention_backward(
@@ -53,8 +53,8 @@ class Flash2:
 
 
 def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
-    """Return the flash kernel that supports the device, dtype and head sizes, with `on_gpus(scale)` on GPUs. All
-    kernels agree up to rounding."""
+    """Return the FlashAttention kernel that supports the device, dtype and head sizes; on GPUs, this is
+    `on_gpus(scale)`. All kernels agree up to rounding."""
     fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
     if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
         return FlashCUDAKernel(on_gpus(of.scale))
@@ -72,9 +72,9 @@ class FlashCPUKernel(TorchKernel):
 
     needs_places, most_queries = False, None
     longest_diagonal = 128
-    """Smallest number of queries for which tiles on the diagonal are halved: torch's kernel computes masked pairs of up
-    to 512 keys. With 16 heads of 192 and 128 channels and 512 tokens, forward and backward take a quarter less time
-    than in one tile."""
+    """Largest number of queries of a diagonal tile; larger tiles are halved, because torch's kernel computes masked
+    pairs of up to 512 keys. With 16 heads of 192 and 128 channels and 512 tokens, forward and backward take a quarter
+    less time than in one tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         return super().forward(q, k, v, halved(tuple(tiles), self.longest_diagonal))
@@ -99,7 +99,8 @@ class FlashCPUKernel(TorchKernel):
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
-        """(True if the kernel applies the causal mask itself, the mask [n, m] to add to the scores, if any)"""
+        """Return whether the kernel applies the causal mask itself, and the mask [n, m] to add to the scores, if
+        any."""
         if tile.window is None:
             return tile.diagonal, None
         hidden = hidden_pairs(tile, q.device)
@@ -108,12 +109,12 @@ class FlashCPUKernel(TorchKernel):
 
 
 def by_head(x: Tensor) -> Tensor:
-    """[n, b, heads, d] -> [b, heads, n, d]"""
+    """Transpose [n, b, heads, d] -> [b, heads, n, d]."""
     return x.permute(1, 2, 0, 3)
 
 
 class FlashCUDAKernel:
-    """FlashAttention for GPUs in 16 bits: one launch for all tiles with the same window."""
+    """FlashAttention tile kernel for GPUs, in 16 bits. All tiles with the same window are one launch."""
 
     needs_places, most_queries = False, None
 
@@ -151,8 +152,8 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """Adapter for a packed-sequence kernel that requires keys and values of equal width: zero channels pad the narrower
-    ones. They change neither scores nor outputs, and exist only while the kernel runs."""
+    """Adapter for a packed-sequence kernel that requires keys and values of equal width. It pads the narrower ones with
+    zero channels, which change neither scores nor outputs, and exist only while the kernel runs."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel
@@ -172,13 +173,13 @@ class EqualWidthsKernel:
 
 
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """[..., d] of any widths -> [..., the largest width], padded with zeros"""
+    """Pad tensors [..., d] of any widths with zeros to the largest width."""
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
 def window_of(tile: Tile) -> Window:
-    """The kernel's window argument for a tile."""
+    """Return the kernel's window argument for a tile."""
     if tile.diagonal:
         return (-1 if tile.window is None else tile.window - 1, 0)
     if tile.window is None:
@@ -197,12 +198,12 @@ TileRows = Callable[[Tensor, Tile], Tensor]
 
 
 def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
-    """x [s, b, ...] -> [total, ...]: the rows of every tile, sample by sample"""
+    """Pack the rows of every tile, sample by sample: x [s, b, ...] -> [total, ...]."""
     return torch.cat([rows(x, tile).transpose(0, 1).flatten(0, 1) for tile in tiles])
 
 
 def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) -> Iterator[Tensor]:
-    """packed [total, ...] -> [n, b, ...] of each tile; x [s, b, ...] is the tensor that was packed"""
+    """Unpack the rows of each tile: packed [total, ...] -> [n, b, ...]. x [s, b, ...] is the tensor that was packed."""
     shapes = [rows(x, tile).shape[:2] for tile in tiles]
     for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
         yield part.unflatten(0, (b, n)).transpose(0, 1)

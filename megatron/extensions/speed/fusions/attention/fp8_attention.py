@@ -1,4 +1,4 @@
-"""Causal attention whose forward multiplies in 8-bit floating point, and whose backward is in 16 bits.
+"""Causal attention with a forward in 8-bit floating point and a backward in 16 bits.
 
 Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
 
@@ -6,17 +6,16 @@ Queries, keys and values are cast to e4m3. All heads of a group in a sample shar
 
 The softmax is in fp32, and its sums use the unrounded P. Factors of 256 bring P, which is at most 1, into the range of
 e4m3 (FlashAttention-3, arXiv 2407.08608, does the same). Rounded operands are exact in 16 bits, because their scales
-are powers of two. The backward restores them, so that its scores and its log-sum-exp equal those of the forward, and
-only the rounding of P is passed straight through. The casts are saved instead of 16-bit operands, which halves the
+are powers of two. The backward restores these operands, so that its scores and its log-sum-exp equal those of the
+forward. Only the rounding of P has a straight-through gradient. Saving the casts instead of 16-bit operands halves the
 bytes.
 
-Compared with attention in fp64, outputs and gradients for normally distributed operands are off by 3 to 6 % of their
-norm: each rounding to e4m3 contributes 2.6 %. Compared with fp64 of the rounded operands, outputs are off by 2 %, and
-gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
+For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm; each
+rounding to e4m3 contributes 2.6 %. From fp64 attention on the rounded operands, outputs differ by 2 %, and gradients by
+1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
-There are several kernels: `Twin` is plain torch, the definition, on every device. FlashAttention-3 and
-`fp8_attention_triton` are for GPUs. torch has no other kernel with scales, because its cuDNN function does not take
-any.
+There are several kernels. `Twin` is the definition in plain torch, for every device. FlashAttention-3 and
+`fp8_attention_triton` are for GPUs. torch's cuDNN function accepts no scales.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ LARGEST = torch.finfo(E4M3).max
 
 
 class CastHeads(NamedTuple):
-    """Operands in e4m3, and the fp32 scales that undo their multipliers."""
+    """Operands in e4m3, with the fp32 scales that undo their multipliers."""
 
     q: Tensor
     """[n, b, heads, d]"""
     k: Tensor
     """[n, b, groups, d]"""
     v: Tensor
-    """[b, groups, dv, n]: tensor cores require 8-bit operands with the summed dimension last."""
+    """Values [b, groups, dv, n]. Tensor cores require 8-bit operands with the summed dimension last."""
     scales: Tensor
-    """[3, b, groups]: scales of q, k and v."""
+    """Scales [3, b, groups] of q, k and v."""
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
@@ -77,7 +76,7 @@ def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
 
 
 def restored_heads(cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Restore, exactly, the values that casts represent: q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups,
+    """Restore the exact values that casts represent: q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups,
     dv]."""
     groups = cast.k.shape[2]
     of_q, of_k, of_v = cast.scales[..., None]
@@ -87,19 +86,21 @@ def restored_heads(cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 class Kernels(Protocol):
-    """A forward in fp8 and a backward in 16 bits."""
+    """Kernels for a forward in fp8 and a backward in 16 bits."""
 
     def forward(self, cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Output [n, b, heads, dv] in `dtype`, and log-sum-exp [b, heads, n] in fp32."""
+        """Compute the output [n, b, heads, dv] in `dtype`, and the log-sum-exp [b, heads, n] in fp32."""
 
     def backward(
         self, grad: Tensor, kept: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the restored q, k and v, from grad [n, b, heads, dv] and the results of the forward."""
+        """Compute the gradients of the restored q, k and v from grad [n, b, heads, dv] and the results of the
+        forward."""
 
 
 class Twin:
-    """The definition in plain torch, for any device: one group of heads at a time, with its scores in memory."""
+    """Definition in plain torch, for any device. It computes one group of heads at a time, with the scores in
+    memory."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -134,8 +135,8 @@ class Twin:
 
 
 class Flash3Kernels:
-    """Both passes with FlashAttention-3. Raises ImportError if the package is not installed, or does not support
-    scales."""
+    """Forward and backward with FlashAttention-3. Raises ImportError if the package is not installed, or does not
+    support scales."""
 
     def __init__(self, scale: float) -> None:
         self.flash3 = Flash3(scale)
@@ -154,7 +155,7 @@ class Flash3Kernels:
 
 
 class TritonKernels:
-    """A Triton forward and the backward of cuDNN."""
+    """Forward with Triton, and backward with cuDNN."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -183,11 +184,11 @@ _forward = gpu_operator(
     "(Tensor q, Tensor k, Tensor v, Tensor scales, float scale, ScalarType dtype) -> (Tensor, Tensor)",
     _fake_forward,
 )
-"""`Kernels.forward` for a `CastHeads`."""
+"""Operator that computes `Kernels.forward` from the fields of `CastHeads`."""
 
 
 class Launches(Protocol):
-    """Operators that a plan records (`plan/planner/as_on_gpus.py`)."""
+    """Recorder of attention launches in a plan (`plan/planner/as_on_gpus.py`)."""
 
     def attention(
         self, pairs: float, width: int, value_width: int, length: int, backward: bool, *, backend: str
@@ -195,7 +196,7 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Record in a plan what the kernels `name` compute, and make tensors of the shapes that they make."""
+    """Kernels that record the launches of the kernels `name` in a plan, and return tensors of the right shapes."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches
@@ -241,10 +242,10 @@ class _Fp8Attention(torch.autograd.Function):
 
 
 class Fp8Attention(nn.Module):
-    """Causal attention within a rank, called like `FusedAttention`."""
+    """Causal attention within a rank, with the interface of `FusedAttention`."""
 
     def __init__(self, name: str, kernels: Kernels, compiled: bool) -> None:
-        """`name`: name of the backend. `compiled`: True if casts are regions."""
+        """Create the attention of the backend `name`. With `compiled`, casts are compiled regions."""
         super().__init__()
         self.name, self.compiled = name, compiled
         self.kernels = kernels
@@ -255,12 +256,12 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """The same for a plan for GPUs."""
+        """Return this attention with kernels that record their launches in a plan for GPUs."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 
 class Fp8Backend(FlashBackend):
-    """Plain causal attention in fp8; tiles use torch's FlashAttention in 16 bits."""
+    """Backend for plain causal attention in fp8. Tiles use torch's FlashAttention in 16 bits."""
 
     name = "fp8"
 
@@ -269,7 +270,7 @@ class Fp8Backend(FlashBackend):
         return Fp8Attention(self.name, self.on_gpus() if on_gpu else Twin(self.scale), compiled=on_gpu)
 
     def on_gpus(self) -> Kernels:
-        """Kernels to use if none was chosen (`choice.py`)."""
+        """Return the kernels to use on GPUs if `choice.py` has chosen none."""
         return Flash3Kernels(self.scale) if find_spec(MODULE) is not None else TritonKernels(self.scale)
 
 
@@ -288,12 +289,12 @@ class Fp8TritonBackend(Fp8Backend):
 
 
 KERNEL_ERROR = 0.06
-"""Allowed relative difference, in norm, between outputs and gradients of a kernel and those of `Twin`. Both round
-weights with an error of 2.6 %, each relative to another maximum of the row: over the keys so far, or over all keys."""
+"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and of `Twin`. Both round weights
+with an error of 2.6 %, but relative to different row maxima: over the keys so far, and over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:
-    """Largest relative error of an output or a gradient of kernels, for q [n, b, heads, d], k and v."""
+    """Return the largest relative error of an output or gradient of `kernels`, for q [n, b, heads, d], k and v."""
     twin, grad = Twin(scale), torch.ones_like(qkv[0][..., :1]) * qkv[2][:, :, :1]
     found, expected = (_with_gradients(Fp8Attention("", each, compiled=False), qkv, grad) for each in (kernels, twin))
     errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected, strict=True))

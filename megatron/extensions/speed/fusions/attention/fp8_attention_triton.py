@@ -1,8 +1,8 @@
 """Triton kernel of `fp8_attention.py`: causal attention forward, as in FlashAttention-2 (arXiv 2307.08691).
 
-A program computes a block of queries of one head in one sample. Blocks of keys to which every query attends are
-computed without a mask, and blocks on the diagonal with one. Hopper's tensor cores sum fp8 products with fewer bits:
-they compute the sums over a block of keys, and sums over blocks are fp32.
+A program computes a block of queries of one head in one sample. Only blocks of keys on the diagonal need a mask.
+Hopper's tensor cores sum fp8 products with fewer bits, so they compute only the sums within a block of keys; sums over
+blocks are fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,14 +21,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 OF_WEIGHTS = tl.constexpr(WEIGHTS)
 
 BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
-"""Block of queries, block of keys, warps and stages by head width."""
+"""Block size of queries, block size of keys, warps and stages, by head width."""
 
 
 @triton.jit
 def _add_keys(
     sums, q, k, k_row, v, start, i, n, to_log2, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add a block of keys to the sums of rows: rounded weights times values, total of weights, largest score."""
+    """Add a block of keys to the sums of query rows: rounded weights times values, total of weights, largest score."""
     acc, total, top = sums
     j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, q.shape[1])
@@ -75,8 +75,8 @@ def fp8_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out [n, samples, heads, DV] and lse [samples, heads, n], from q and k, `Rows`, v [samples, groups, DV, n] and
-    scales [3, samples, groups]. `ratio` heads share a group. Rows with the most keys come first."""
+    """Compute out [n, samples, heads, DV] and lse [samples, heads, n] from q and k (`Rows`), v [samples, groups, DV, n]
+    and scales [3, samples, groups]. `ratio` heads share a group. Rows with the most keys come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     heads = groups * ratio
     head, sample = tl.program_id(1) % heads, tl.program_id(1) // heads
@@ -110,12 +110,13 @@ def fp8_attention_kernel(
 def fp8_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `fp8_attention`. Raises RuntimeError for heads wider than the kernel supports."""
+    """Compute `Kernels.forward` of `fp8_attention`. Raises RuntimeError if the heads are wider than the kernel
+    supports."""
     n, samples, heads, d = q.shape
     groups, dv = v.shape[1:3]
     width = max(64, triton.next_power_of_2(max(d, dv)))
     if width not in BLOCKS:
-        raise RuntimeError(f"heads of {d} and {dv} channels are wider than {max(BLOCKS)}")
+        raise RuntimeError(f"head widths {d} and {dv} exceed {max(BLOCKS)}")
     assert q.stride(3) == k.stride(3) == 1 and v.is_contiguous() and scales.is_contiguous()
     out = torch.empty(n, samples, heads, dv, dtype=dtype, device=q.device)
     lse = torch.empty(samples, heads, n, dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
-"""Row blocks in Triton kernels of attention: loads and stores, the ranges that rows attend to, and dropout.
+"""Blocks of rows in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
 
-A band bounds the loop over the other side: blocks to which every row of the program attends are computed without a
-mask, and blocks at both ends of the range with one.
+A band bounds the loop over the blocks of the other side. Only blocks at both ends of the range need a mask; every row
+of the program attends to all blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """A tensor [n, samples, heads, channels] with adjacent channels, and its strides."""
+    """Tensor [n, samples, heads, channels] with adjacent channels, and its strides."""
 
     data: Tensor
     row: int
@@ -33,9 +33,9 @@ class Bounds(NamedTuple):
 
     data: Tensor
     sample: int
-    """Stride from one sample's bounds to the next sample's; 0 if all samples are alike."""
+    """Stride between the bounds of two samples; 0 if all samples are alike."""
     stop: int
-    """Stride from the first rows to the ends."""
+    """Stride between the first rows and the ends of ranges."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _absorb(state, value):
-    """`megatron.core.dropout._absorb` on uint64."""
+    """Compute `megatron.core.dropout._absorb` on uint64."""
     x = value.to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64) + state
     x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
@@ -53,7 +53,7 @@ def _absorb(state, value):
 
 @triton.jit
 def hash_rows(key, sample_index, sample, head, places, i, in_i):
-    """uint32 hashes of the rows i of a head."""
+    """Compute the uint32 hashes of the rows i of a head."""
     state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
     rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
     return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
@@ -61,7 +61,7 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return a mask of dropped pairs, from the sums of the uint32 hashes of their rows and columns."""
+    """Return a mask of dropped pairs, given the sums of the uint32 hashes of their rows and columns."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit
@@ -74,13 +74,13 @@ def load_bits(bits, i, in_i):
 
 @triton.jit
 def of_head(x, sample, head):
-    """Beginning of a head in x, `Rows`."""
+    """Return the pointer to a head of x (`Rows`)."""
     return x.data + sample.to(tl.int64) * x.sample + head * x.head
 
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start + i of x [., WIDTH]: zeros if in_i is false, and in channels beyond WIDTH."""
+    """Load rows start + i of x [., WIDTH], with zeros where in_i is false and in channels beyond WIDTH."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -97,15 +97,15 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """Ranges that rows i attend to: first and stop."""
+    """Load the ranges [first, stop) that rows i attend to."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """For rows that attend to the ranges [first, stop): the beginning of the first block, the range of blocks to which
-    every row attends, and the numbers of the other blocks before and after it."""
+    """Divide the ranges [first, stop) of rows into blocks. Returns the beginning of the first block, the range of
+    blocks to which every row attends, and the numbers of other blocks before and after this range."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
@@ -117,8 +117,8 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add blocks of the `other` side to the `sums` of the program's `own` rows, whose ranges are `seen` (first, stop):
-    first the blocks to which every row attends."""
+    """Add blocks of the `other` side to the `sums` of the program's `own` rows, whose ranges are `seen` (first, stop).
+    Blocks to which every row attends are added first."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

@@ -1,9 +1,10 @@
-"""Triton kernels, each with a torch twin that gives the same bits in Triton's interpreter, except for the order of
-sums. A GPU uses fused multiply-add and its own exponential function, so its last bits may differ.
+"""Triton kernels, each with a twin in plain torch. In Triton's interpreter, kernel and twin give the same bits except
+for the order of sums. On a GPU, the last bits may differ, because it uses fused multiply-add and its own exponential
+function.
 
-A kernel is worthwhile if torch.compile does not make one good kernel of a region (`compiled_regions.py`). For a subject
-S, `S.py` holds the twin, the operator `megatron::...` with a fake implementation, and the function that callers use: it
-runs the operator on GPUs with Triton, and the twin elsewhere. The modules `..._triton` contain the kernels. Only they
-import Triton, and they are imported when an operator first runs. An optional operand of a kernel is None if it is
-absent, for which Triton compiles a variant; operands that belong together form a tuple.
+A kernel is worthwhile if torch.compile does not turn a region into one good kernel (`compiled_regions.py`). For a
+subject S, `S.py` contains the twin, the operator `megatron::...` with a fake implementation, and the function that
+callers use, which runs the operator on GPUs with Triton, and the twin elsewhere. The modules `..._triton` contain the
+kernels. Only these modules import Triton, and they are imported when an operator first runs. An absent optional operand
+of a kernel is None; Triton compiles a variant for this case. Operands that belong together form a tuple.
 """

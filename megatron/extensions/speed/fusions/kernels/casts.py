@@ -1,8 +1,8 @@
-"""Casts to fp8 by rows and by columns, of a matrix that Triton kernels read once, or in the kernel that computes the
-matrix: SwiGLU, its gradient, and the gradients of attention heads.
+"""Casts to fp8 by rows and by columns, in one pass over a matrix, or in the kernel that computes the matrix: SwiGLU,
+its gradient, and the gradients of attention heads.
 
 Without these fused kernels, a GPU would write the result in 16 bits, and a cast would read it again. Values are still
-rounded to 16 bits before the cast, so the results equal those of two kernels."""
+rounded to 16 bits before the cast, so the results equal those of separate kernels."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.split_heads import joined_heads
 
 TOLERANCE = 2.0**-7
-"""Values halfway between two fp8 numbers may be rounded to either; this allows for the few of them."""
+"""Allowed relative error, in norm. Values halfway between two fp8 numbers may be rounded to either."""
 
 MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
-"""The fields of a `CastOrder`, which operators that cast take as their last arguments. These operators return the
-requested casts, by rows first, and the scale: each tensor once, as an operator must."""
+"""Schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the requested
+casts, by rows first, and the scale. They return no tensor twice, as torch requires."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
-    """Casts that an operator has made."""
+    """Arrange the results of a casting operator as a `CastPair`."""
     *values, scale = made
     return paired(values, [scale], cast.wanted)
 
 
 def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
-    """Values and scales as `wanted`, by rows first, or one scale for both."""
+    """Arrange `values` and `scales`, by rows first, as a `CastPair` with the `wanted` casts. There may be a single
+    scale for both."""
     rows, columns = wanted
     by_rows = (values[0], scales[0]) if rows else (None, None)
     return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
 
 
 def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tensor]:
-    """Fake results of an operator that casts a matrix [n, k] computed from x: by rows [n, k] and by columns [k, n], as
-    wanted, and the scale."""
+    """Return fake results of an operator that casts a matrix [n, k] computed from x: the requested casts, by rows [n,
+    k] and by columns [k, n], and the scale."""
     _, _, wanted, dtype = cast
     sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
     return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]
 
 
 def wide(x: Tensor) -> Tensor:
-    """16-bit tensors in fp32."""
+    """Convert 16-bit tensors to fp32."""
     return x.float() if x.itemsize == 2 else x
 
 
@@ -107,18 +108,18 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
 
 
 def on_triton(x: Tensor, *_: object) -> bool:
-    """Return True if Triton kernels cast the matrix; they do not support empty ones."""
+    """Return True if Triton kernels cast the matrix. They do not support empty matrices."""
     return runs_triton(x) and x.numel() > 0
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Matrices that a run casts."""
+    """Yield matrices of the shapes that a run casts."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 
 
 def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
-    """Arguments for a cast by rows and by columns with a suitable scale, and an amax to record."""
+    """Return a request to cast x by rows and by columns with a suitable scale, and to record its amax."""
     return CastOrder(torch.finfo(dtype).max / amax_of(x), torch.zeros((), device=x.device), (True, True), dtype)
 
 
@@ -156,35 +157,42 @@ TRANSPOSE = FusedKernel(
 SWIGLU = FUNCTIONS["swiglu"]
 
 WIDTHS = 64, 128, 256
-"""Head sizes that Triton's kernel rotates as a whole."""
+"""Head sizes whose rotation the Triton kernel supports."""
 
 
 @operation
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Cast SiLU(gate) * up [n, f] of x [n, 2f], gate before up (arXiv:2002.05202), as `cast_transpose_noting_amax`
-    casts a matrix."""
+    """Compute SiLU(gate) * up [n, f] from x [n, 2f], which holds gate and then up (arXiv:2002.05202), and cast it as
+    `cast_transpose_noting_amax` does."""
     return noting(swiglu_cast_twin, compiled, cast, x)
 
 
 @operation
 def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Cast the gradient [n, 2f] of x, from the `grad` [n, f] of SwiGLU's output, in the same way."""
+    """Compute the gradient [n, 2f] of SwiGLU's input, and cast it as `cast_transpose_noting_amax` does.
+
+    Args:
+        x: Input [n, 2f].
+        grad: Gradient [n, f] of the output.
+        cast: Requested casts.
+        compiled: Whether to use a compiled region.
+    """
     return noting(swiglu_gradient_cast_twin, compiled, cast, x, grad)
 
 
 def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`swiglu_cast` in plain torch, except that it returns the amax instead of recording it."""
+    """Compute `swiglu_cast` in plain torch, and return the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[0](wide(x)).to(x.dtype), cast)
 
 
 def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """`swiglu_gradient_cast` in plain torch, except that it returns the amax instead of recording it."""
+    """Compute `swiglu_gradient_cast` in plain torch, and return the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
 
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
-    """Return True if `heads_gradient_cast` supports these head gradients and rotation tables, for rotations of distant
-    channels. On a GPU, gradients must have 16 bits: Triton 3.6 casts fp32 to e5m2 by columns incorrectly there."""
+    """Return True if `heads_gradient_cast` supports these head gradients and tables of a non-interleaved rotation. On a
+    GPU, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns incorrectly there."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
         return False
     width = grads[0].shape[-1]
@@ -195,9 +203,8 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
     """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
-    value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups, d]. With `tables`,
-    cosines and sines [s, 1 or b, 1, d / 2], queries and keys were rotated (arXiv:2104.09864), and their gradients are
-    rotated back."""
+    value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups, d]. `tables` are the
+    cosines and sines [s, 1 or b, 1, d / 2] of a rotation of queries and keys (arXiv:2104.09864), which is reversed."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)
@@ -213,7 +220,7 @@ def _heads_in_torch(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: Cas
 def heads_gradient_cast_twin(
     grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder
 ) -> tuple[CastPair, Tensor]:
-    """`heads_gradient_cast` in plain torch, except that it returns the amax instead of recording it."""
+    """Compute `heads_gradient_cast` in plain torch, and return the amax instead of recording it."""
     joined = joined_heads([wide(grad) for grad in grads], tables, grads[-1].shape[2], False).to(grads[0].dtype)
     return cast_transpose_with_amax_twin(joined.flatten(0, 1).flatten(1), cast)
 

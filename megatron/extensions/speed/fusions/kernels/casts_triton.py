@@ -1,7 +1,8 @@
-"""Triton kernels of `casts.py`: each reads its operands once.
+"""Triton kernels of `casts.py`. Each kernel reads its operands once.
 
-A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as the integers of their
-bits, which have the same order, with NaN above infinity: a maximum is the same in any order, and keeps NaN.
+A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as integers with the same
+bits. Their order is the same, with NaN above infinity, so that a maximum does not depend on the order of operands and
+keeps NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,41 +23,41 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Tokens and features per tile: a backward holds three operands and two results of a tile in registers."""
+"""Tokens and features per tile. A backward holds three operands and two results of a tile in registers."""
 
 
 class Casts(NamedTuple):
-    """Where a kernel writes the casts of a matrix [n, k] by a multiplier, and what it records."""
+    """Outputs of a kernel that casts a matrix [n, k] with a multiplier: the casts, the scale and the amax."""
 
     rows: Tensor | None
-    """[n, k]; None if it is not wanted."""
+    """Cast by rows [n, k]; None if it is not requested."""
     columns: Tensor | None
-    """[k, n]; None if it is not wanted."""
+    """Cast by columns [k, n]; None if it is not requested."""
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """[2]: bits of the largest magnitude so far, and the number of programs that have ended; zeros before and after."""
+    """Bits of the largest magnitude so far, and the number of finished programs, [2]. Both are zero before and after a
+    call."""
     noted: Tensor | None
-    """An amax, which is raised to the matrix's if that is larger."""
+    """Recorded amax, which becomes the maximum of itself and the matrix's amax."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
-        """Memory for the casts of a matrix [n, k]; the other arguments are the fields of a `CastOrder`, which operators
-        that cast take last."""
+        """Allocate memory for the casts of a matrix [n, k]. The other arguments are the fields of a `CastOrder`."""
         multiplier, noted, wanted, dtype = cast
         device = multiplier.device
         outputs = outputs_of(n, k, wanted, dtype, device)
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
 
     def made(self) -> list[Tensor]:
-        """The requested casts, and their scale."""
+        """Return the requested casts and their scale."""
         return [*(values for values in self[:2] if values is not None), self.scale]
 
 
 def outputs_of(
     n: int, k: int, wanted: Sequence[bool], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for casts of a matrix [n, k], by rows [n, k] and by columns [k, n], as wanted."""
+    """Allocate memory for the requested casts of a matrix [n, k], by rows [n, k] and by columns [k, n]."""
     rows, columns = (
         torch.empty(size, dtype=dtype, device=device) if wants else None
         for size, wants in zip(((n, k), (k, n)), wanted, strict=True)
@@ -68,7 +69,8 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """The `state` of `Casts`, one for each stream, because the kernels of a stream run one after another."""
+    """Return the `state` of `Casts`. There is one for each stream, since the kernels of a stream run one after
+    another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -114,15 +116,15 @@ def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n,
 
 @triton.jit
 def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
-    """`store_casts` with the multiplier of `casts`."""
+    """Call `store_casts` with the multiplier of `casts`."""
     by = tl.load(casts.multiplier)
     store_casts(values, by, by, casts.rows, casts.columns, i, j, in_i, in_j, n, k)
 
 
 @triton.jit
 def note_amax(bits, casts):
-    """End of every program of a cast, which has found the `bits` of a largest magnitude. The last program to end stores
-    the scale of the tensor, NaN if its amax is not finite, and the larger of the amax and `noted`."""
+    """Combine the largest magnitude of a program, given as `bits`, with those of the other programs. The last program
+    to finish stores the scale of the tensor, which is NaN if its amax is not finite, and updates `noted`."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)
@@ -135,7 +137,7 @@ def note_amax(bits, casts):
 
 @triton.jit
 def tile_places(n, k, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """Rows and columns of the program's tile of a matrix [n, k], and masks of those that exist."""
+    """Return the rows and columns of the program's tile of a matrix [n, k], and masks of those within the matrix."""
     across = tl.cdiv(k, TILE_K)
     i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = ((tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
@@ -199,7 +201,7 @@ def amax_tiles(x, strides, row_bits, column_bits, n, k, TILE: tl.constexpr):
 
 @triton.jit
 def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
-    """x [n, k] -> out [k, n]"""
+    """Transpose x [n, k] -> out [k, n]."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j)
     tl.store(out + j[:, None] * n + i[None, :], tl.trans(values), mask=in_j[:, None] & in_i[None, :])
@@ -207,8 +209,8 @@ def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
 
 @triton.jit
 def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
-    """x [n, 2f] -> SiLU(gate) * up [n, f], or given the gradient of that, the gradient of x, cast. Its amax is
-    recorded."""
+    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f], or with `grad`, the gradient of x. The amax of the result
+    is recorded."""
     i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
     gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
     up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
@@ -230,8 +232,8 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
-    """dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] -> casts of them joined by groups: a
-    program rotates one head of a tile of tokens. The amax is recorded."""
+    """Cast dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF], joined by groups. A program rotates
+    one head of a tile of tokens. The amax is recorded."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -271,8 +273,8 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return values by rows and by columns, without those whose amax is None, then their scales: one for both if the
-    amax is []. x must not be empty."""
+    """Return the values by rows and by columns, without those whose amax is None, and then their scales, or a single
+    scale for both if the amax is []. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]
     vector = any(one is not None and one.ndim > 0 for one in amax)
@@ -285,7 +287,7 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
 
 
 def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
-    """Return the values by rows and by columns, as wanted, and the scale; update `noted`."""
+    """Return the requested values by rows and by columns, and the scale. Updates `noted`."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
@@ -293,7 +295,7 @@ def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
 
 
 def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """Return the largest magnitudes of rows [n, 1] and of columns [1, k], as wanted."""
+    """Return the requested largest magnitudes of rows [n, 1] and of columns [1, k]."""
     n, k = x.shape
     bits = [
         torch.zeros(size, dtype=torch.int32, device=x.device) if wants else None
@@ -304,7 +306,7 @@ def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
 
 
 def transposed_bytes(x: Tensor) -> Tensor:
-    """Transpose of bytes."""
+    """Transpose a matrix of bytes."""
     n, k = x.shape
     out = torch.empty(k, n, dtype=x.dtype, device=x.device)
     transpose_tiles[_tiles(n, k)](x, x.stride(), out, n, k, TILE, num_warps=WARPS)
@@ -312,8 +314,7 @@ def transposed_bytes(x: Tensor) -> Tensor:
 
 
 def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
-    """Return the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and the
-    scale; update `noted`."""
+    """Return the requested casts of SwiGLU or, with `grad`, of the gradient of x, and the scale. Updates `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)
@@ -324,7 +325,7 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tenso
 def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
-    """Casts of the joined gradients, as wanted, and the scale; updates `noted`."""
+    """Return the requested casts of the joined gradients, and the scale. Updates `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))

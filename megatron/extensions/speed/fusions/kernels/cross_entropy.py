@@ -1,7 +1,7 @@
-"""Cross entropy that overwrites the logits with their gradient: memory is read once and written once.
+"""Cross entropy that overwrites the logits with their gradient, so that memory is read once and written once.
 
-The gradient of a token's loss needs the sum over the vocabulary first. A program that computes both reads its row
-twice, the second time from the L2 cache; a separate forward and backward would each read all logits from memory. The
+The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both reads its row twice,
+the second time from the L2 cache, whereas a separate forward and backward would each read all logits from memory. The
 backward then only multiplies rows by the gradients of their losses, and skips rows whose gradient is 1."""
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Largest number of tokens whose losses are compared: their logits suffice to fill a GPU."""
+"""Largest number of tokens in a comparison. Their logits suffice to fill a GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
-    """Return True if the kernel runs on `logits`. It would not pay off in fp16, because gradients of losses are the
-    loss scale there, and not 1."""
+    """Return True if the kernel is used for `logits`. It does not pay off in fp16, where the gradients of losses are
+    the loss scale and not 1."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 
 def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Compute losses [n] in fp32 from logits [n, width], whose columns from `vocab_size` on are padding, and labels
-    [n]. The gradients of the losses replace the logits; they are zero in the padding.
+    """Compute the losses [n] in fp32, and replace the logits with the gradients of the losses.
 
-    A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both are computed in fp32.
+    A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both terms are computed in fp32.
+
+    Args:
+        logits: Logits [n, width].
+        labels: Labels [n].
+        vocab_size: Number of columns that are not padding. Gradients of padding are zero.
+        z_loss_coeff: Coefficient of the z-loss.
     """
     z, rows = logits[:, :vocab_size].float(), torch.arange(len(labels), device=labels.device)
     top = z.amax(1)
@@ -60,7 +65,7 @@ _scale_rows_ = gpu_operator(
 
 
 def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits of a chunk of tokens, and their labels."""
+    """Yield the logits of a chunk of tokens, and their labels."""
     if shapes.vocab:
         rows = min(shapes.tokens, ROWS)
         labels = torch.arange(rows, device=shapes.device) % shapes.vocab

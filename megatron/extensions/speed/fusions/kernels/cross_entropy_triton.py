@@ -1,8 +1,8 @@
-"""Triton kernels of `cross_entropy.py`: a program processes one row after another, and reads a block of the row at a
+"""Triton kernels of `cross_entropy.py`. A program processes one row after another, and reads one block of the row at a
 time.
 
 There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache, from which each row is
-read the second time. Each thread keeps its own largest logit and sum, over the same columns of every block: a block
+read the second time. Each thread keeps its own largest logit and sum, over the same columns of every block. A block
 then needs no exchange between threads, at the cost of one more exponential per thread.
 """
 
@@ -20,16 +20,16 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 THREADS = 1024
 EACH = 16
 WARPS = 32
-"""Threads per program, and adjacent columns of a block per thread: 32 bytes of bf16."""
+"""Warps, threads, and adjacent columns of a block per thread, which are 32 bytes of bf16."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""A number below all logits. Differences from it are finite, unlike differences from minus infinity."""
+"""Number below all logits. Unlike minus infinity, it has finite differences from all numbers."""
 
 
 @triton.jit
 def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]; only the first `columns` are not
-    padding. `z_loss` is None if it is 0."""
+    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]. Columns after the first `columns`
+    are padding. `z_loss` is None if it is 0."""
     block = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for step in range(0, tl.cdiv(n, tl.num_programs(0))):
         row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
@@ -83,7 +83,7 @@ def scale_row(x, factors, width, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Kernel call; see `cross_entropy`."""
+    """Call the kernel for `cross_entropy.loss_and_gradient_twin_`."""
     assert logits.is_contiguous() and labels.is_contiguous()
     n, width = logits.shape
     losses = torch.empty(n, device=logits.device)
@@ -95,7 +95,7 @@ def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_c
 
 
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """Kernel call; see `cross_entropy`."""
+    """Call the kernel that multiplies rows by factors in place."""
     assert x.is_contiguous() and factors.is_contiguous()
     if x.numel():
         scale_row[(x.shape[0],)](x, factors, x.shape[1], THREADS * EACH, num_warps=WARPS)

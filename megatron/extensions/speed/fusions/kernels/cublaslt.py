@@ -1,4 +1,4 @@
-"""cuBLASLt GEMMs with an addend (beta = 1), called through ctypes: torch does not pass on beta for fp8 operands, and
+"""cuBLASLt GEMMs with an addend (beta = 1), called through ctypes. torch does not expose beta for fp8 operands, and
 first copies a 16-bit addend into the output.
 
 Constants and signatures come from cublasLt.h, and are the same in CUDA 12 and 13. Every call's status is checked;
@@ -34,17 +34,17 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Attributes of a matrix product. Operand B is not transposed by default."""
+"""Numbers of matrix product attributes. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
-"""Attributes of a preference: bytes, and alignments of A, B, C and D."""
+"""Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""
 
 WORKSPACE = 32 * 2**20
 ALIGNMENT = 16
 
 
 class _Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t, which begins with the algorithm."""
+    """Structure `cublasLtMatmulHeuristicResult_t`, which begins with the algorithm."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -57,7 +57,7 @@ class _Algorithm(ctypes.Structure):
 
 @dataclass
 class _Product:
-    """A prepared product of one shape."""
+    """Prepared product of one shape."""
 
     description: ctypes.c_void_p
     a: ctypes.c_void_p
@@ -68,7 +68,7 @@ class _Product:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that torch has loaded."""
+    """Return the cuBLASLt library that torch has loaded."""
     version = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{version}")
@@ -106,7 +106,7 @@ def _set(function: str, target: ctypes.c_void_p, attribute: int, value: Value) -
 
 
 def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
-    """Layout of a column-major matrix without gaps."""
+    """Create the layout of a contiguous column-major matrix."""
     layout = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
     _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), ctypes.c_int(kind), *sizes)
@@ -119,11 +119,11 @@ class Kind(NamedTuple):
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
-    """Dtype of the output, and of the addend."""
+    """Dtype of the output and the addend."""
 
     bias: bool = False
     fast: bool = False
-    """True if partial sums of fp8 products have fewer bits."""
+    """True if partial sums of fp8 products may have fewer bits."""
 
     @property
     def scaled(self) -> bool:
@@ -132,7 +132,7 @@ class Kind(NamedTuple):
 
 
 def _description(kind: Kind) -> ctypes.c_void_p:
-    """D = C + Aᵀ B, summed in fp32."""
+    """Describe the product D = C + Aᵀ B, summed in fp32."""
     description = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(description), ctypes.c_int(COMPUTE_32F), ctypes.c_int(R_32F))
     _set_of_product(description, TRANS_A, ctypes.c_int32(OP_T))
@@ -155,11 +155,11 @@ def _set_pointers(description: ctypes.c_void_p, pointers: Mapping[int, int]) -> 
 
 @cache
 def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
-    """Our row-major out [o, i] is cuBLAS' column-major [i, o]: its A is our b, whose rows are its columns, and its B is
-    our a."""
+    """Select the algorithm for a product. The row-major out [o, i] is a column-major [i, o] for cuBLAS, so that its A
+    is `b` and its B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
-    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # only that they exist; each call sets its own
+    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # placeholders; each call sets its own pointers
     a = _layout(TYPES[kind.b], n, i)
     b = _layout(TYPES[kind.a], n, o)
     out = _layout(TYPES[kind.out], i, o)
@@ -181,19 +181,22 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     )
     _call("cublasLtMatmulPreferenceDestroy", preference)
     if found.value == 0 or algorithm.state != 0:
-        raise RuntimeError(f"cuBLASLt has no product [{o}, {n}] x [{n}, {i}] of {kind.a} that adds to {kind.out}")
+        raise RuntimeError(
+            f"cuBLASLt does not support a product [{o}, {n}] x [{n}, {i}] of {kind.a} that adds to {kind.out}"
+        )
     return _Product(description, a, b, out, algorithm)
 
 
 def add_product_cublaslt_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """Kernel call; see `gemm_choice.KERNELS`. Scales apply to whole matrices. Sums are computed with all bits."""
+    """Compute out += a bᵀ, as described at `gemm_choice.KERNELS`. Scales apply to whole matrices. Partial sums have all
+    fp32 bits."""
     _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
 
 
 def residual_product(
     a: Tensor, b: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Kernel call; see `residual_gemm`. Scales apply to whole matrices."""
+    """Compute addend + a bᵀ + bias in one kernel. Scales apply to whole matrices."""
     out, kind = torch.empty_like(addend), Kind(a.dtype, b.dtype, addend.dtype, bias is not None, a.itemsize == 1)
     _multiply(out, addend, a, b, kind, scales, bias, 1.0)
     return out
@@ -209,15 +212,15 @@ def _multiply(
     bias: Tensor | None,
     beta: float,
 ) -> None:
-    """out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n], all contiguous."""
+    """Compute out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n], all contiguous."""
     (o, i) = out.shape
     n = a.shape[1]
     device = out.device.index
     operands = [out, addend, a, b, *(() if bias is None else (bias,))]
     if any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in operands):
-        raise RuntimeError("this product takes contiguous operands aligned to 16 bytes")
+        raise RuntimeError("operands must be contiguous and aligned to 16 bytes")
     if (scales is not None) != kind.scaled or any(scale.ndim for scale in scales or ()):
-        raise RuntimeError("this product takes one scale for each operand in fp8, and none for others")
+        raise RuntimeError("fp8 operands must have one scale each, and other operands none")
     product = _prepared(device, o, i, n, kind)
     pointers = {} if scales is None else {A_SCALE_POINTER: scales[1].data_ptr(), B_SCALE_POINTER: scales[0].data_ptr()}
     _set_pointers(product.description, pointers | ({} if bias is None else {BIAS_POINTER: bias.data_ptr()}))

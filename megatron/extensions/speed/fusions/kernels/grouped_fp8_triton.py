@@ -1,10 +1,10 @@
-"""Triton kernels of experts in fp8: casts of rows by tiles along tokens, weight gradients by one list of tiles
+"""fp8 Triton kernels for experts: casts of rows by tiles along tokens, weight gradients with one list of tiles
 (`grouped_triton.py`), and products of rows.
 
-Tensor cores of GPUs read fp8 operands along the dimension that a product sums over. So a cast for weight gradients
+Tensor cores read fp8 operands along the dimension that a product sums over. Therefore a cast for weight gradients
 writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. A
-step of the loop is one tile, whose scales it applies in fp32: Hopper's tensor cores sum no more terms than these to
-fewer bits.
+step of the loop is one tile, whose scales are applied in fp32. Hopper's tensor cores thus sum only the terms of one
+tile with fewer bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,21 +37,21 @@ from megatron.extensions.speed.fusions.kernels.grouped_triton import (
 )
 
 COLUMNS = 64
-"""Columns of a token tile that one program casts."""
+"""Number of columns of a token tile that one program casts."""
 
 TILINGS = {
     "square": Tiling(128, 128, 1, warps=8, stages=4),
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings for weight gradients by name. Rows are counted in tiles of 128.
+"""Tilings for weight gradients by name. The unit of rows is a tile of 128 rows.
 
-Larger tiles leave no registers for a second sum of each output. The second tiling fits the shared memory of Ada.
+Larger tiles leave no registers for the second sum of each output. The second tiling fits the shared memory of Ada.
 """
 
 
 class RowTiling(NamedTuple):
-    """How the kernel of products of rows is compiled: rows, outputs and terms of a step, warps and stages."""
+    """Compilation settings of the kernel for products of rows: rows, outputs and terms of a step, warps and stages."""
 
     rows: int
     outputs: int
@@ -87,8 +87,8 @@ def cast_along_tokens_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """x [n, width] -> values [width, tokens], scale [tokens / TILE, width]. A program casts one tile of COLUMNS.
-    Tiles of no expert are 0. EXPERTS is a power of two."""
+    """Cast x [n, width] -> values [width, tokens], scale [tokens / TILE, width]. A program casts COLUMNS columns of one
+    tile. Tiles of no expert are 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)
@@ -131,9 +131,9 @@ def add_grouped_fp8_kernel(
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens]. Their scales are
-    [tokens / TILE, outputs] and [tokens / TILE, inputs]. As `add_grouped_kernel`, in steps of one tile of tokens:
-    BLOCK_N is 1, and the schedule counts tiles."""
+    """Add out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens] with scales [tokens /
+    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, in steps of one tile of
+    tokens: BLOCK_N is 1, and the schedule counts tiles."""
     item = tl.program_id(0) - programs
     step, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -154,7 +154,7 @@ def add_grouped_fp8_kernel(
         by_x = tl.load(x_scale + step.to(tl.int64) * inputs + i, mask=in_i, other=0.0)
         total += tl.dot(of_dy, of_x) * by_dy[:, None] * by_x[None, :]
         if step + BLOCK_N >= end:
-            # As in `add_grouped_kernel`: nothing of this may go from step to step.
+            # As in `add_grouped_kernel`, no value computed here may be carried from step to step.
             rank, _tile, part, _step, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -181,9 +181,9 @@ def row_products_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Scales are of rows, [n] and
-    [experts, outputs], or with TILED of tiles [n, terms / BLOCK_K] and blocks [experts, outputs / BLOCK_K, terms /
-    BLOCK_K]. Programs that run together take all outputs of the same rows."""
+    """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Scales are row scales
+    [n] and [experts, outputs], or with TILED, tile scales [n, terms / BLOCK_K] and block scales [experts, outputs /
+    BLOCK_K, terms / BLOCK_K]. Programs that run at the same time compute all outputs of the same rows."""
     e = tl.arange(0, EXPERTS)
     stops = tl.load(ends + e, mask=e < experts, other=0)
     starts = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
@@ -198,7 +198,7 @@ def row_products_kernel(
         n = start + (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N)
         o = (item % across) * BLOCK_O + tl.arange(0, BLOCK_O)
         k = tl.arange(0, BLOCK_K)
-        # Rows outside are read from inside, and not stored.
+        # Indices outside the matrix are mapped into it; their results are not stored.
         row, column = tl.minimum(n, stop - 1).to(tl.int64), (o % outputs).to(tl.int64)
         of_w = w + expert.to(tl.int64) * outputs * terms
         x_at, w_at = x + row[:, None] * terms + k[None, :], of_w + column[None, :] * terms + k[:, None]
@@ -224,12 +224,12 @@ def row_products_kernel(
 
 
 def padded_experts(experts: int) -> int:
-    """A power of two that kernels take as the number of experts."""
+    """Return the power of two that kernels use as the number of experts."""
     return max(16, triton.next_power_of_2(experts))
 
 
 def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tensor, Tensor]:
-    """See `fp8.grouped`: values and scale."""
+    """Return the values and the scale of `fp8.grouped.cast_along_tokens`."""
     assert x.is_contiguous() and ends.dtype == tile_ends.dtype == torch.int32
     (rows, width), experts = x.shape, ends.shape[0]
     tiles = tiles_for(rows, experts)
@@ -244,7 +244,7 @@ def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tenso
 def add_grouped_fp8_(
     out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tile_ends: Tensor, tiling: str
 ) -> None:
-    """See `grouped_fp8_choice`."""
+    """Call the kernel for fp8 weight gradients (`grouped_fp8_choice`)."""
     (experts, outputs, inputs), tokens = out.shape, x.shape[1]
     assert all(each.is_contiguous() for each in (out, dy, x, dy_scale, x_scale)) and tile_ends.dtype == torch.int32
     assert dy.shape == (outputs, tokens) and x.shape == (inputs, tokens) and out.dtype == torch.float32
@@ -266,7 +266,7 @@ def add_grouped_fp8_(
 def multiply_rows(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, tiling: str
 ) -> Tensor:
-    """See `grouped_fp8_choice`."""
+    """Call the kernel for fp8 products of rows (`grouped_fp8_choice`)."""
     (rows, terms), (experts, outputs, _) = x.shape, w.shape
     assert all(each.is_contiguous() for each in (x, x_scale, w, w_scale)) and ends.dtype == torch.int32
     assert w.shape[2] == terms and x_scale.shape[0] == rows

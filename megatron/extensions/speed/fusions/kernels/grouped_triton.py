@@ -1,15 +1,15 @@
-"""Triton kernels for weight gradients of experts: a persistent kernel whose programs share one list of tiles.
+"""Triton kernels for expert weight gradients: a persistent kernel whose programs share one list of tiles.
 
 A weight gradient with few tokens per expert is bound by the memory traffic of its sums: for a matrix of 3,584 x 4,096
-and 1,024 tokens, reading and writing the fp32 sums takes as long as the multiplication. So a program does not wait for
-sums: it sends its tile to the L2 cache, which adds it there, while the loads of its next tile are in flight. One
-program runs on each multiprocessor, with tiles of 128 x 256, because tiles of 128 x 128 read their operands more often
-than the cache can deliver them.
+and 1,024 tokens, reading and writing the fp32 sums takes as long as the multiplication. A program therefore does not
+wait for sums. It sends its tile to the L2 cache, which performs the addition while the loads of the next tile are in
+flight. One program runs on each multiprocessor, with tiles of 128 x 256, because tiles of 128 x 128 read their operands
+more often than the cache can deliver them.
 
-The list begins with the tiles of the expert with the fewest rows, so that adjacent tiles take equally long. Its last
-tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first part is added
-like a whole tile; the others are written to separate memory, and a second kernel adds them in order. So every sum has a
-fixed order, whichever programs run when.
+The list is ordered by the experts' numbers of rows, beginning with the fewest, so that adjacent tiles take equally
+long. The last tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first
+part is added like a whole tile. The other parts are written to separate memory, and a second kernel adds them in order.
+Every sum therefore has a fixed order that does not depend on the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,20 +26,19 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Positions in a schedule: numbers of experts without rows, of tiles that are not split, of tiles that are split, and
-of their parts. They are followed by the experts in ascending order of rows, and the first row and the end of each."""
+"""Positions in a schedule of the numbers of experts without rows, of whole tiles, of split tiles, and of parts per
+split tile. At HEAD begin the experts in ascending order of rows, with the first row and the end of each."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Number of rounds of all programs, relative to the steps of the longest tile, above which no tile is split.
-
-Less than one round is then lost.
+"""Total number of steps, in units of one step per program, relative to the steps of the longest tile, above which no
+tile is split.
 """
 
 LEAST_STEPS = tl.constexpr(8)
-"""Rows of a part of a tile."""
+"""Minimum number of steps of a part of a tile."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +65,25 @@ TILINGS = {
     "tall": Tiling(256, 128, 64, warps=8, stages=4),
     "small": Tiling(128, 128, 64, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings by name. The last one suits Hopper, whose multiprocessors hold two of its programs."""
+"""Tilings by name. The last one suits Hopper, whose multiprocessors run two of its programs."""
 
 
 @triton.jit
 def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the schedule of a call, with one program. EXPERTS is a power of two."""
+    """Write the schedule of a call, in one program. EXPERTS is a power of two."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # One number orders experts by steps, and experts with equal steps by their number; those beyond `experts` come
-    # last.
+    # Sort experts by a single number, which combines their steps and, for equal steps, their index. Padding experts
+    # come last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)
     used = e < experts
     first = tl.sum((used & (steps == 0)).to(tl.int32))
     total = (experts - first) * tiles
-    # Only tiles of the expert with the most rows are split.
+    # Only tiles of the expert with the most rows may be split.
     tail = tl.minimum(total % programs, tiles)
     parts = 1
     best = tl.cdiv(tail, programs) * 12
@@ -110,7 +109,8 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 @triton.jit
 def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
-    """(position of the expert, tile, part, first row, end) of an item of the list: a whole tile, or a part of one."""
+    """Return (position of the expert, tile, part, first row, end) of a list item, which is a whole tile or a part of
+    one."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
     split = item >= whole
@@ -128,7 +128,7 @@ def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Steps of all items of a program, which are every `programs`-th item of the list."""
+    """Return the number of steps of all items of a program, which processes every `programs`-th item of the list."""
     first, whole = tl.load(schedule + FIRST), tl.load(schedule + WHOLE)
     items = whole + tl.load(schedule + TAIL) * tl.load(schedule + PARTS)
     r = tl.arange(0, EXPERTS)
@@ -147,7 +147,7 @@ def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexp
 
 @triton.jit
 def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """First output and input of a tile. Eight rows of tiles share their operands in the cache."""
+    """Return the first output and input of a tile. Eight rows of tiles share their operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
     height = tl.minimum(down - group * 8, 8)
@@ -171,9 +171,9 @@ def add_grouped_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives all parts of split tiles except
-    the first. All steps of a program form one loop, so that the loads of a tile are in flight while the previous tile
-    is added."""
+    """Add out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives all parts of split tiles
+    except the first. All steps of a program form one loop, so that the loads of a tile are in flight while the previous
+    tile is added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -192,8 +192,8 @@ def add_grouped_kernel(
         of_x = tl.load(x + at * inputs + i[None, :], mask=used & (i[None, :] < inputs), other=0.0)
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
-            # The target of the tile is read again, because Triton does not prefetch if such a value is carried from
-            # step to step.
+            # Read the position of the tile again, because Triton does not prefetch if such a value is carried from step
+            # to step.
             rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -206,10 +206,10 @@ def add_grouped_kernel(
 def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """Add the first part's sum to the tile of the matrix, or write the sum of another part separately.
+    """Add a whole tile or its first part to the matrix, or write another part to separate memory.
 
-    Only one program of this kernel adds to a tile. It works in four pieces, because giving threads adjacent numbers
-    then needs little shared memory.
+    Only one program of this kernel adds to a tile. It works in four pieces, which reduces the shared memory for
+    rearranging the values so that each thread holds adjacent ones.
     """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):
@@ -226,7 +226,7 @@ def send_tile(
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns."""
+    """Return the left and the right half of the columns."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -244,7 +244,7 @@ def add_parts_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add, in order, the parts of split tiles that `add_grouped_kernel` wrote separately. A program adds ROWS of a
+    """Add, in order, the parts of split tiles that `add_grouped_kernel` wrote separately. A program adds ROWS rows of a
     tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
@@ -264,11 +264,11 @@ def add_parts_kernel(
 
 
 ROWS = 16
-"""Rows of a tile that one program of `add_parts_kernel` adds."""
+"""Number of rows of a tile that one program of `add_parts_kernel` adds."""
 
 
 def add_grouped_in_list_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiling: str) -> None:
-    """Kernel call; see `grouped_choice`."""
+    """Call the kernels for expert weight gradients (`grouped_choice`)."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)

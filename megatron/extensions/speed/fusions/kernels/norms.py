@@ -1,10 +1,10 @@
-"""RMSNorm and LayerNorm fused with the preceding residual addition, and further results that their passes over the
-operands can produce.
+"""RMSNorm and LayerNorm fused with the preceding residual addition, and with other results of the same pass over the
+operands.
 
-Forward: the norm cast to fp8 by rows and by columns, instead of the norm. Backward: the casts of the sum's gradient,
-which is the output gradient of the previous linear layer, and its sum over tokens, which is the bias gradient of that
-layer. Values are still rounded to 16 bits before they are cast or summed: the results equal those of separate kernels,
-except for the order of sums."""
+The forward returns the norm cast to fp8 by rows and by columns, instead of the norm. The backward also returns the
+casts of the sum's gradient, which is the output gradient of the previous linear layer, and its sum over tokens, which
+is the bias gradient of that layer. Values are still rounded to 16 bits before they are cast or summed, so the results
+equal those of separate kernels, except for the order of sums."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
-"""Elements of the longest rows for which Triton kernels are used: a program of the forward holds whole rows in
-registers."""
+"""Largest row length for which Triton kernels are used. A program of the forward holds whole rows in registers."""
 
 
 class Norm(NamedTuple):
-    """A norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). With
+    """Norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). With
     `one_plus`, 1 is added to the weight."""
 
     weight: Tensor
@@ -37,8 +36,8 @@ class Norm(NamedTuple):
 
 
 class NormedCast(NamedTuple):
-    """The sum [n, h], its statistics [n, 1] in fp32 (1 / deviation, and for LayerNorm the mean), and the casts of its
-    norm."""
+    """Result of `norm_cast`: the sum [n, h], its statistics [n, 1] in fp32 (1 / deviation, and for LayerNorm the mean),
+    and the casts of its norm."""
 
     total: Tensor
     statistics: tuple[Tensor, ...]
@@ -50,8 +49,8 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Gradients of the sum [n, h] and of the parameters [h]; if requested, the sum of the former over rows [h] and its
-    casts."""
+    """Result of `norm_gradients`: gradients of the sum [n, h] and of the parameters [h]. If requested, also the casts
+    of the sum's gradient and its sum over rows [h]."""
 
     of_total: Tensor
     of_parameters: list[Tensor]
@@ -61,7 +60,14 @@ class NormGradients(NamedTuple):
 
 @operation
 def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
-    """x + update for x, update [n, h], and its norm, cast; without an update the total is x itself."""
+    """Compute x + update and the casts of its norm.
+
+    Args:
+        x: Residual stream [n, h].
+        update: Addend [n, h]. None: the sum is x itself.
+        norm: Norm of the sum.
+        cast: Requested casts of the norm.
+    """
     total, statistics, pair = noting(norm_cast_twin, True, cast, x, update, norm)
     return NormedCast(x if total is None else total, statistics, pair)
 
@@ -84,8 +90,18 @@ def norm_gradients(
     sums: bool,
     cast: CastOrder | None,
 ) -> NormGradients:
-    """Gradients from the gradients of the sum, `of_total`, and of its norm, [n, h]. With `sums`, also the sum over
-    rows; with `cast`, also the casts."""
+    """Compute the gradients of the sum and of the norm's parameters.
+
+    Args:
+        total: Sum [n, h].
+        of_total: Gradient of the sum [n, h] from other uses, if any.
+        of_normed: Gradient of the norm [n, h].
+        weight: Weight of the norm.
+        statistics: Statistics from `norm_cast`.
+        one_plus: Whether 1 is added to the weight.
+        sums: Whether to sum the gradient over rows.
+        cast: Requested casts of the gradient, if any.
+    """
     operands = total, of_total, of_normed, weight, statistics, one_plus, sums
     if cast is None:
         return region(norm_gradients_twin, True, static=True)(*operands, None)[0]
@@ -110,18 +126,19 @@ def _gradients_by_triton(
 
 
 def _fits(x: Tensor, *_: object) -> bool:
-    """Return True if Triton kernels, which compute in fp32, process the rows x [n, h]."""
+    """Return True if Triton kernels, which compute in fp32, support the rows x [n, h]."""
     return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
 def _fits_with_cast(total: Tensor, *operands_and_cast: object) -> bool:
-    """Without a cast, torch's compiled region is faster: on an H200 it mostly takes 0.81 to 0.89 of the kernel's
-    time."""
+    """Return True if Triton kernels are used for these operands. Without a cast, torch's compiled region is faster: on
+    an H200 it mostly takes 0.81 to 0.89 of the kernel's time."""
     return operands_and_cast[-1] is not None and _fits(total)
 
 
 def normalized(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-    """(norm of each row of x [..., h], 1 / its standard deviation or root mean square, and for LayerNorm its mean)"""
+    """Return the norm of each row of x [..., h], 1 / its standard deviation or root mean square, and for LayerNorm its
+    mean."""
     rows = wide(x)
     mean = rows.mean(-1, keepdim=True) if norm.centered else None
     rows = rows if mean is None else rows - mean
@@ -139,9 +156,17 @@ def gradients_of_norm(
     statistics: Sequence[Tensor],
     one_plus: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, including that of the residual stream, of the weight, and for LayerNorm of the bias.
+    """Compute the gradients of x, of the weight, and for LayerNorm of the bias.
 
-    With z the normalized row and g its gradient: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
+    With the normalized row z and its gradient g: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
+
+    Args:
+        x: Rows [..., h].
+        of_total: Gradient of x from other uses, such as the residual stream.
+        of_normed: Gradient of the norm.
+        weight: Weight of the norm.
+        statistics: Statistics from `normalized`.
+        one_plus: Whether 1 is added to the weight.
     """
     inverse, *means = statistics
     dy, whole = wide(of_normed), wide(x)
@@ -163,8 +188,8 @@ Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
 
 
 def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
-    """`norm_cast` in plain torch: (the total if there is an update, statistics, casts), and the amax, which is not
-    recorded."""
+    """Compute `norm_cast` in plain torch. Returns (the total if there is an update, statistics, casts) and the amax,
+    which is not recorded."""
     total = x if update is None else x + update
     normed, *statistics = normalized(total, norm)
     pair, amax = cast_transpose_with_amax_twin(normed, cast)
@@ -181,7 +206,7 @@ def norm_gradients_twin(
     sums: bool,
     cast: CastOrder | None,
 ) -> tuple[NormGradients, Tensor | None]:
-    """`norm_gradients` in plain torch, except that it returns the amax instead of recording it."""
+    """Compute `norm_gradients` in plain torch, and return the amax instead of recording it."""
     dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
     row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
     pair, amax = (None, None) if cast is None else cast_transpose_with_amax_twin(dx, cast)
@@ -223,7 +248,8 @@ _norm_cast = gpu_operator(
     "-> Tensor[]",
     _fake_norm_cast,
 )
-"""The total, if there is an update, statistics, casts by rows and by columns, as wanted, and their scale."""
+"""Operator that returns the total, if there is an update, the statistics, the requested casts by rows and by columns,
+and their scale."""
 
 _norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",
@@ -231,12 +257,12 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Gradients of the total; in one tensor [., h], the gradients of the parameters and with `sums` the sum of the former;
-casts by rows and by columns, as wanted, and their scale."""
+"""Operator that returns the gradient of the total; a tensor [., h] with the gradients of the parameters and, with
+`sums`, the total's gradient summed over rows; the requested casts by rows and by columns; and their scale."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:
-    """A stream, an update and a norm."""
+    """Return a residual stream, an update and a norm."""
     x, update = (shapes.random(shapes.tokens, shapes.hidden).mul_(scale) for scale in (1.0, 0.5))
     return x, update, Norm(shapes.random(shapes.hidden), None, 1e-5, False, False)
 

@@ -1,10 +1,10 @@
 """Triton kernels of `norms.py`.
 
 In the forward, a program holds whole rows in registers, and reads each operand once. The backward processes blocks of
-rows by chunks of columns, in two passes: the second pass reads x and the gradient of the norm again, from the L2 cache.
+rows by chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, from the L2 cache.
 
-A program of the backward processes several blocks of rows and sums over them; a second kernel adds the sums of all
-programs, in a fixed order.
+A program of the backward processes several blocks of rows and sums over them. A second kernel adds the sums of all
+programs in a fixed order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,18 +24,19 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 from megatron.extensions.speed.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
 ELEMENTS, WARPS = 2**15, 16
-"""16-bit elements of each operand that a program of the forward holds: 64 per thread."""
+"""Number of 16-bit elements of each operand that a program of the forward holds, 64 per thread, and the number of its
+warps."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Elements of each operand that a program of the backward holds: 16 per thread. With its sums over rows and with casts,
-more would not fit in the 128 registers of a thread."""
+"""Number of elements of each operand that a program of the backward holds, 16 per thread. With sums over rows and
+casts, more would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Elements of a block of rows that a program reads twice: for two 16-bit operands and 132 programs this is 35 MB, in an
-L2 cache of 50 MB. Also the largest number of its rows, whose casts fill 16 bytes of a column."""
+"""Largest number of elements in a block of rows, which a program reads twice: for two 16-bit operands and 132 programs
+these are 35 MB, in an L2 cache of 50 MB. Largest number of rows of a block, whose casts fill 16 bytes of a column."""
 
 SUMMED, SUMMED_PARTS = 64, 32
-"""Columns whose sums a program adds, and number of programs whose sums it reads at a time."""
+"""Number of columns whose sums a program adds, and number of programs whose sums it reads at a time."""
 
 
 class Backward(NamedTuple):
@@ -62,8 +63,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """x + update [n, h] -> `total`, its statistics [n], with a `mean` for LayerNorm, and its norm, cast. The amax of
-    the norm is recorded."""
+    """Compute x + update [n, h] -> `total`, its statistics [n], with a `mean` for LayerNorm, and the casts of its norm.
+    The amax of the norm is recorded."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -91,7 +92,7 @@ def norm_cast_rows(
 
 @triton.jit
 def _rows_of_step(given, step, n, TILE_N: tl.constexpr):
-    """Rows of a program's block, a mask of those that exist, and their statistics."""
+    """Return the rows of a program's block, a mask of those within the matrix, and their statistics."""
     i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     in_i = i < n
     factor = tl.load(given.inverse + i, mask=in_i, other=0.0)
@@ -109,7 +110,8 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Gradient of x in fp32, from the gradient g of its normalized rows z, and the sums of g z and of g over a row."""
+    """Compute the gradient of x in fp32 from the gradient g of its normalized rows z, and the sums of g z and of g over
+    a row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]
@@ -121,7 +123,7 @@ def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
 
 @triton.jit
 def _vectors(x):
-    """x [n, h] -> [n, h / 8, 8]: a thread has all elements of each vector."""
+    """Reshape x [n, h] -> [n, h / 8, 8], so that a thread holds all elements of each vector."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
 
 
@@ -144,12 +146,12 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows; the amax of dx is recorded. `part_sums`
-    [programs, sums, h] receives the program's sums: of the weight gradient, for LayerNorm of the bias gradient, and
-    with SUMS of dx.
+    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. The amax of dx is recorded.
+    `part_sums` [programs, sums, h] receives the program's sums of the weight gradient, for LayerNorm of the bias
+    gradient, and with SUMS of dx.
 
-    The first pass over the chunks of a block sums over rows. The second pass computes gradients, starting from the last
-    chunk, because the caches have the last chunks. The sums over rows are in `part_sums` between steps."""
+    The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
+    last chunk, because the caches hold the last chunks. Sums over rows are kept in `part_sums` between steps."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
@@ -188,13 +190,13 @@ def norm_gradient_chunks(
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
             cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
             bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
-        tl.debug_barrier()  # in the next step, threads read sums of other threads
+        tl.debug_barrier()  # in the next step, threads read sums that other threads wrote
     note_amax(tl.max(bits), casts)
 
 
 @triton.jit
 def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexpr):
-    """parts [count, width] -> their sum [width]"""
+    """Sum parts [count, width] -> [width]."""
     j = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
     total = tl.zeros([SUMMED], tl.float32)
     for start in range(0, count, PARTS):
@@ -205,13 +207,13 @@ def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexp
 
 
 def tile_of(h: int, elements: int = ELEMENTS) -> tuple[int, int]:
-    """Rows of a block, and their padded length."""
+    """Return the number of rows of a block, and their padded length."""
     width = triton.next_power_of_2(h)
     return max(1, elements // width), width
 
 
 def gradient_tile(h: int) -> tuple[int, int]:
-    """Rows per block of the backward, and columns per chunk."""
+    """Return the rows per block of the backward, and the columns per chunk."""
     count = max(1, min(CHUNK_ROWS, CACHED_ELEMENTS // triton.next_power_of_2(h)))
     return count, GRADIENT_ELEMENTS // count
 
@@ -226,7 +228,7 @@ def norm_cast(
     one_plus: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """Kernel call; see `norms`."""
+    """Call the kernel for `norms.norm_cast`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
     casts = Casts.of(n, h, *cast)
@@ -247,14 +249,14 @@ def norm_gradients(
     sums: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """Kernel call; see `norms`."""
+    """Call the kernels for `norms.norm_gradients`."""
     inverse, *means = statistics
     given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
     assert all(operand is None or operand.is_contiguous() for operand in given)
     n, h = x.shape
     casts, tile = Casts.of(n, h, *cast), gradient_tile(h)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile[0])
-    programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
+    programs = min(blocks, multiprocessors(x.device))  # a program fills the registers of a multiprocessor
     part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
     order = casts, n, h, triton.cdiv(blocks, programs), one_plus, sums, tile
     norm_gradient_chunks[(programs,)](given, dx, part_sums, *order, num_warps=WARPS)

@@ -1,4 +1,4 @@
-"""Triton kernels for products that add to their fp32 output: weight gradients of experts, and fp8 weight gradients
+"""Triton kernels for products that add to their fp32 output: expert weight gradients, and fp8 weight gradients
 (`gemm_choice.py`)."""
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,19 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
-"""Rows and columns of a weight gradient that one program computes, and token rows that it reads at a time."""
+"""Numbers of rows and columns of a weight gradient that one program computes, and of token rows that it reads at a
+time."""
 
 CLEARED = 1024
-"""Columns that a program clears."""
+"""Number of columns that a program clears."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
-"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles leave no registers for a second
-sum of each output."""
+"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles leave no registers for the
+second sum of each output."""
 
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""The part of the operand to which a scale applies."""
+"""Kinds of scales: for a matrix, for rows, for tiles of a row."""
 
 
 @triton.jit
@@ -77,10 +78,11 @@ def add_product_kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = instead of +=; a [outputs, n], b [inputs, n].
+    """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = with OVERWRITE; a [outputs, n], b [inputs,
+    n].
 
-    Scales belong to the matrix [], to rows [outputs], or to tiles of a row [outputs, n / TILE_N]. Programs that run
-    together share operands: they compute GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum
+    Scales belong to the matrix [], to rows [outputs], or to tiles of a row [outputs, n / TILE_N]. Programs that run at
+    the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum
     TILE_N terms with fewer bits; these sums are added in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
@@ -89,7 +91,7 @@ def add_product_kernel(
     o = (group * GROUP + place % height) * TILE_O + tl.arange(0, TILE_O)
     i = (place // height) * TILE_I + tl.arange(0, TILE_I)
     k = tl.arange(0, TILE_N)
-    # Rows outside are read from inside, and not stored.
+    # Indices of rows outside the matrix wrap around; their results are not stored.
     a_row, b_row = o % outputs, i % inputs
     a_at = a + a_row.to(tl.int64)[:, None] * n + k[None, :]
     b_at = b + b_row.to(tl.int64)[None, :] * n + k[:, None]
@@ -117,7 +119,7 @@ def add_product_kernel(
 
 
 def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Kernel call; see `gemm_choice`."""
+    """Call the kernel for expert weight gradients (`grouped_choice`)."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)
@@ -126,7 +128,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
 
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Kernel call; see `gemm_choice`."""
+    """Call the kernel that zeroes rows after the last expert's (`grouped_choice`)."""
     rows, width = x.shape
     assert x.is_contiguous() and ends.dtype == torch.int32
     if rows:
@@ -134,7 +136,7 @@ def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
 
 
 def add_product_triton_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """Kernel call; see `gemm_choice.KERNELS`."""
+    """Call the kernel of `gemm_choice.KERNELS`."""
     (outputs, inputs), n = out.shape, a.shape[1]
     assert all(x.is_contiguous() for x in (out, a, b, a_scale, b_scale)) and a_scale.ndim == b_scale.ndim
     scales = OF_MATRIX if a_scale.ndim == 0 else OF_ROWS if a_scale.shape[1] == 1 else OF_TILES
