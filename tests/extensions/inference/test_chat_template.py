@@ -142,7 +142,7 @@ def test_messages_of_the_wrong_form_are_refused(messages: Any) -> None:
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLES = "{% set ns = namespace(x='x' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 HOSTILE = [
-    (LOOPS, 0.5, "takes more than 0.5 seconds; does it have loops in loops"),
+    (LOOPS, 0.5, "takes more than 0.5 seconds; does it have nested loops"),
     ("{{ (messages | length * 9) ** 999999999 }}", 0.5, "takes more than 0.5 seconds"),
     (DOUBLES, 60.0, "refuses the messages: it needs more than 1024 MiB of memory"),
     ("{{ 'x' * (messages | length) * 10000000000 }}", 60.0, "it needs more than 1024 MiB of memory"),

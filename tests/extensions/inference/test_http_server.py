@@ -206,18 +206,18 @@ WRONG: list[tuple[Any, str]] = [
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
     ({"prompt": "a", "seed": 2**65, "top_k": -2}, "top_k: must be a whole number"),
     ({"prompt": "a" * 64}, "the prompt has 64 tokens, and the model reads at most 64"),
-    ({"prompt": [1, -1]}, "tokens are from 0 to 256"),
+    ({"prompt": [1, -1]}, "tokens must be from 0 to 256"),
     ({"prompt": []}, "prompt: must be a text"),
     ({"prompt": "a", "stop": ""}, "stop: must be a text or a list of texts, none of them empty"),
-    ({"prompt": "a", "max_tokens": 10**11}, "max_tokens: 100000000000 is more than this server gives"),
+    ({"prompt": "a", "max_tokens": 10**11}, "max_tokens: 100000000000 exceeds the limit of this server"),
     ({"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2}, "; max_tokens: must be a whole number"),
-    ({"prompt": ["a"] * 9, "n": 2}, "asks for 18 texts"),
+    ({"prompt": ["a"] * 9, "n": 2}, "requests 18 texts"),
     ({"prompt": "a", "temprature": 1}, "did you mean temperature"),
     ({"prompt": "a", "temperature": -1}, "temperature: -1.0 must be 0 or from 1e-06 to 1,000,000"),
     ({"prompt": "a", "temperature": 1e-320}, "temperature: 1e-320 must be 0 or from 1e-06 to 1,000,000"),
     ({"prompt": "a", "repetition_penalty": 1e-320}, "repetition_penalty: 1e-320 must be from 0.001 to 1,000; 1 is"),
     ({"prompt": "a", "repetition_penalty": 1e308}, "repetition_penalty: 1e+308 must be from 0.001 to 1,000; 1 is"),
-    ({"prompt": "a", "presence_penalty": 1e-320}, "presence_penalty: 1e-320 is not supported here"),
+    ({"prompt": "a", "presence_penalty": 1e-320}, "presence_penalty: 1e-320 is not supported"),
     ({"prompt": "a", "temperature": 10**400}, "temperature: is too large"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty: 1 is not supported"),
 ]
@@ -342,7 +342,7 @@ def test_unknown_fields_cost_no_more_than_known_ones(served: Served, monkeypatch
     status, found = served.ask(COMPLETIONS, body)
     said = found["error"]["message"]
     assert status == 400 and len(asked) == 5 and max(map(len, asked)) <= 60
-    assert "unknown3: is no field of this request; 496 more: are no fields of this request" in said and len(said) < 600
+    assert "unknown3: is not a field of this request; 496 more: are not fields of this request" in said and len(said) < 600
 
 
 def test_a_body_that_comes_too_late_is_not_waited_for() -> None:

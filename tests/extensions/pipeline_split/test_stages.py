@@ -96,7 +96,7 @@ def test_any_counts_can_be_written_by_hand(layers: list[int]) -> None:
 UNREADABLE = {
     "must have E": ("", "t|tL", "tE|tL", "Et|Et|L"),
     "must have L": ("Et|Lt", "Et|t"),
-    "must have m, multi-token prediction, in the last stage only, right before L": ("Et|m|L", "Etm|tL", "Et|mtL"),
+    "must have m, multi-token prediction, only in the last stage, right before L": ("Et|m|L", "Etm|tL", "Et|mtL"),
     r"cannot be read at '\*\|L'": ("Et*|L",),
     "cannot be read at 'x": ("Ex|L",),
     r"has nothing before \*3 to repeat": ("*3EtL",),

@@ -1,5 +1,5 @@
-"""Steps whose passes begin before the previous step has ended: the step function of the training loop, and the pipeline
-that keeps started passes."""
+"""Steps whose passes begin before the previous step has ended: the training loop's step function, and the pipeline that
+holds started passes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Keep messages and graphs of passes that belong to the next step, and choose the weights of each pass."""
+    """Executor that keeps messages and graphs of passes of the next step, and chooses the weights of each pass."""
 
     optimizer: LateOptimizer
     """Owner of both versions of the weights."""
 
     _microbatches = 0
-    """Number of the first micro-batch that belongs to the next step."""
+    """First micro-batch that belongs to the next step."""
 
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
-        """Run one step, and those passes of the `following` micro-batches that the list contains; the next call
-        continues them. Returns the loss sums of the step's own micro-batches, as `run` does."""
+        """Run one step, and those passes of the `following` micro-batches that the list contains. The next call
+        continues with the other passes. Returns the loss sums of the step's own micro-batches, as `run` does."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)
@@ -52,7 +52,7 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
         super().handle(action)
 
     def _number_from(self, first: int) -> None:
-        """Renumber everything that is held for micro-batches, beginning with `first`."""
+        """Renumber the held messages and graphs, so that micro-batch `first` becomes the first one."""
         later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
         self.held = Held(
             outbox={later(send): tensor for send, tensor in self.held.outbox.items()},
@@ -62,20 +62,20 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ContinuingPipeline(Pipeline):
-    """Run the lists of steps that follow each other without a gap."""
+    """Pipeline that runs the lists of consecutive steps without a flush."""
 
     executor_type = ContinuingExecutor
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step. Their passes begin in the next call of `train`, and in no other."""
+    """Micro-batches of the next step, whose passes may begin only in the next call of `train`."""
 
     _begun = 0
-    """Micro-batches of the last step, if it has begun passes of the next step."""
+    """Number of micro-batches of the last step, if it has begun passes of the next step."""
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank that computes the loss may still be in the previous step
+        return None  # the rank that computes the loss may still process the previous step
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         following, self.following = self.following, ()
@@ -94,14 +94,14 @@ class ContinuingPipeline(Pipeline):
         return super().evaluate(batches)
 
     def drop_begun(self) -> None:
-        """Discard the passes of the next step that have begun: the next call of `train` runs all of its passes."""
+        """Discard started passes of the next step, so that the next call of `train` runs all of its passes."""
         if self._begun:
             self.executor.drop()
             self._begun = 0
 
 
 class ContinuedStep(TrainStep):
-    """A step whose passes may have begun in the previous step, and that begins passes of the next step."""
+    """Step whose passes may begin during the previous step."""
 
     begun: StepInput | None = None
     """Inputs of the next step, if its passes have begun."""
@@ -112,7 +112,7 @@ class ContinuedStep(TrainStep):
         self.optimizer, self.pipeline = run.optimizer, run.pipeline
         self.pipeline.executor.optimizer = self.optimizer
         if not self.optimizer.start() and run.progress.loaded_from:
-            run.say(" weights before the last update are not loaded: both versions start from the newest ones")
+            run.say(" weights before the last update are not loaded: both versions start from the newest weights")
 
     def inputs(self, step: Step) -> StepInput:
         """Return the current inputs if passes of this step began in the previous step. Reads the inputs of the next
@@ -129,7 +129,8 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Inputs of the next step; None if no next step uses the same model, or if meters read each step as a whole."""
+        """Return the inputs of the next step; None if no next step uses the same model, or if meters read each step as
+        a whole."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

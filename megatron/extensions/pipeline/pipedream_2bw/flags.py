@@ -19,13 +19,14 @@ HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """Requirements of `--pipeline-schedule 2bw` on other parts of a run. It has no flags."""
+    """Requirements of `--pipeline-schedule 2bw` on other parts of a run. This class has no flags."""
 
     kept: bool = False
 
 
 class StoredMain(StatePlan):
-    """Keep main parameters in addition to both versions, even if they have the precision of the parameters."""
+    """State plan with main parameters in addition to both versions, even if they have the precision of the
+    parameters."""
 
     optional = (PREVIOUS,)
 
@@ -37,7 +38,7 @@ class StoredMain(StatePlan):
 
 
 def two_bw(p: int, m: int) -> Schedule:
-    """PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that continues across steps."""
+    """Return the lists of PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that continues across steps."""
     return one_f_one_b(p, m)
 
 
@@ -49,7 +50,7 @@ PIPELINE_SCHEDULES.register(
     rules=two_versions,
 )
 STEP_PARTS.register(
-    "two versions of weights",
+    "two versions of the weights",
     f"{HERE}.continued_steps:PARTS",
     when=lambda config: config.options(TwoVersions).kept,
     kept=lambda rank: rank.parameters + rank.gradients,

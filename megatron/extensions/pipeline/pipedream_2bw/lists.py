@@ -1,5 +1,5 @@
-"""Lists of actions of one step, cut from the lists of an endless run: passes of a step begin before the previous step
-has ended."""
+"""Action lists of one step, cut from the lists of an endless run, in which passes of a step begin before the previous
+step has ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
     """Return the action lists of one step of a schedule that does not flush, for the executor.
 
-    `before` and `after` are the numbers of micro-batches of the adjacent steps, or 0 if the pipeline is empty there.
-    The passes of all three steps are ordered as one long step. Each rank gets the part after its last backward of the
-    previous step, up to its own last backward. Micro-batches are numbered from the first one of this step, so that
-    numbers from `microbatches` on belong to the next step. VALIDATE precedes the first pass of the next step, which
-    needs the update of the previous step. For the adjacent steps, only the passes that overlap with this step are
-    built."""
+    The passes of three consecutive steps are ordered as one long step. Each rank gets the part after its last backward
+    of the previous step, up to its last backward of this step. Micro-batches are numbered from the first one of this
+    step, so that numbers from `microbatches` on belong to the next step. VALIDATE precedes the first pass of the next
+    step, which needs the update of the previous step. For the adjacent steps, only the passes that overlap with this
+    step are built.
+
+    Args:
+        schedule: Name of the schedule.
+        p: Number of pipeline ranks.
+        before: Number of micro-batches of the previous step; 0 if the pipeline is empty before this step.
+        microbatches: Number of micro-batches of this step.
+        after: Number of micro-batches of the next step; 0 if the pipeline is empty after this step."""
     before, after = min(before, 2 * p), min(after, 2 * p)
     end = before + microbatches
     compute = build_schedule(schedule, p, end + after)
@@ -35,9 +41,9 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Divide lists with communication into two parts: on each rank, the first part ends with the actions that complete
-    the backward passes of the first `microbatches`. A receive is in the first part if its send is: no message passes
-    from one part to the other, but the second part may use a tensor that the first part received."""
+    """Divide lists with communication into two parts. On each rank, the first part ends with the actions that complete
+    the backward passes of the first `microbatches`. A receive is in the same part as its send, so that no message
+    crosses the border, but the second part may use a tensor that the first part received."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]

@@ -22,7 +22,7 @@ def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:
-        rule = f"adds gradients in forward passes, and with {NAME} a step begins before the one before has ended"
+        rule = f"adds gradients in forward passes, and with {NAME} a step begins before the previous one has ended"
         yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     yield from _microbatches(c)
     yield from _no_use(c)
@@ -35,17 +35,20 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
     if p.fp16:
         yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
     if list(LINEAR_FORMATS.wanted(p)):
-        yield "--fp8-format", "casts of weights are of one version"
+        yield "--fp8-format", "weight casts exist for only one version"
     if launches_once(c):
-        yield "--cuda-graph-impl", "graphs hold the weights of one version"
+        yield "--cuda-graph-impl", "graphs hold the weights of only one version"
     if p.activation_store is not None:
-        yield "--cpu-offloading", "it expects each step to end"
+        yield "--cpu-offloading", "it requires that each step ends before the next"
     if c.ddp.shards_gradients:
-        yield f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}", "weights are not kept"
+        yield (
+            f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}",
+            "weights do not stay in memory",
+        )
     if o.host_fraction:
         yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
     if o.updates_together:
-        yield f"--optimizer {o.optimizer}", "it is not proved for updates in the midst of the next step"
+        yield f"--optimizer {o.optimizer}", "updates during the next step are untested"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
         yield "--use-precision-aware-optimizer", "main parameters are kept whole"
     if sum(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS.wanted(c)) > 1:
@@ -57,24 +60,24 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
     if m.num_experts is None:
         return
     if m.moe_router_enable_expert_bias:
-        yield "--moe-router-enable-expert-bias", "biases have one version"
+        yield "--moe-router-enable-expert-bias", "biases have only one version"
     if m.moe_balancing_coeff("aux_loss", "global_aux_loss"):
         kinds = " ".join(m.moe_router_load_balancing_type)
         yield (
             f"--moe-router-load-balancing-type {kinds}",
-            "it sums up loads over a step, of which two are under way: use seq_aux_loss",
+            "it sums loads over a step, but two steps are in progress: use seq_aux_loss",
         )
 
 
 def _microbatches(c: RunConfig) -> Iterator[Problem]:
-    """Each update is needed two steps later, so a step must have at least as many micro-batches as the pipeline has
-    ranks (arXiv 2006.09503, section 3.1)."""
+    """Check that a step has at least as many micro-batches as the pipeline has ranks, since each update is needed two
+    steps later (arXiv 2006.09503, section 3.1)."""
     pp, sizes = c.parallel.pipeline_model_parallel_size, legal_sizes(c)
     per_pass = c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
     smallest = min([sizes.final, *(size for _, size in sizes.earlier)])
     if per_pass > 0 and smallest % per_pass == 0 and smallest // per_pass < pp:
-        own = f"makes {smallest // per_pass} micro-batches a step"
-        rule = f"{own}, fewer than the {pp} pipeline ranks, as many as {SCHEDULE} {NAME} needs"
+        own = f"gives {smallest // per_pass} micro-batches per step"
+        rule = f"{own}, but {SCHEDULE} {NAME} needs at least {pp}, the number of pipeline ranks"
         yield Problem("--global-batch-size", smallest, rule, f"nearest: {pp * per_pass}")
 
 
@@ -87,5 +90,5 @@ def _no_use(c: RunConfig) -> Iterator[Problem]:
         yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):
-        rule = "has a bubble: the embedding on the first and on the last rank sums up its gradients over both"
+        rule = "has a bubble: the gradients of the embedding are summed over the first and the last rank"
         yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)

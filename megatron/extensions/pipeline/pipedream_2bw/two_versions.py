@@ -5,9 +5,9 @@ update,
 
     W(t+1) = W(t) - lr g(W(t-1)),
 
-so that its passes can begin before the previous step has ended, and the pipeline never empties. Here updates clip
-exactly: gradients are kept until the norm over all stages is known, and no rank waits for it. Each rank makes the
-update of step t before its first pass of step t+2 (VALIDATE); until then the passes of step t+1 continue.
+so that its passes can begin before the previous step has ended, and the pipeline never empties. Unlike in the paper,
+clipping is exact: gradients are kept until the norm over all stages is known, and no rank waits for the norm. Each rank
+makes the update of step t before its first pass of step t+2 (VALIDATE); until then, the passes of step t+1 continue.
 
 Parameters have two memories. The newest version is in the buffers' own memory, which is gathered and saved. An update
 writes into the other memory, whose passes have all ended, and then the two are swapped. Tensors that a forward pass has
@@ -31,18 +31,18 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Shard whose updates read a copy of the gradients, and whose parameters change memories."""
+    """Shard whose updates read a copy of the gradients, and whose parameters alternate between two memories."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update: a view of the other memory, once that exists."""
+        """This shard's parameters before the last update. They are a view of the other memory once that exists."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
-        """The shard's range within the part of the bucket that this rank owns."""
+        """Return the shard's range within the part of the bucket that this rank owns."""
         return params[self.place.start : self.place.stop]
 
     def exported(self) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class VersionedShard(OptimizerShard):
 
 
 class _Waiting(NamedTuple):
-    """An update whose gradient norm is still being reduced."""
+    """Update whose gradient norm is still being reduced."""
 
     update: Update
     result: StepResult
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 class LateOptimizer(DistributedOptimizer):
-    """Make updates when they are needed: before the first pass two steps later."""
+    """Optimizer that makes an update when it is needed: before the first pass two steps later."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LateOptimizer(DistributedOptimizer):
         self.is_read = True
         """True if the result of the next `step` is read before the following step."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Memory of the parameters before the last update, by buffer. It is NaN until it is loaded, or until
+        """Memory of the parameters before the last update, by buffer. It contains NaN until it is loaded, or until
         `start`."""
         self._newest = _views(self.ddp)
         self._exchange()
@@ -98,7 +98,7 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Make the update of the last step, if that is still to do, and use the newest weights."""
+        """Make the update of the last step, if it is still pending, and use the newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)
@@ -109,8 +109,8 @@ class LateOptimizer(DistributedOptimizer):
         self._use(self._newest)
 
     def use_for(self, of_next_step: bool) -> None:
-        """Choose the weights of a pass: those before the last update; for a pass of the next step, the newest ones.
-        Before the previous step's update is made, the newest weights are still those before the last update."""
+        """Choose the weights of a pass: the weights before the last update or, for a pass of the next step, the newest
+        weights. Until the previous step's update is made, the newest weights are the ones before the last update."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:
@@ -133,8 +133,8 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Gather the weights before the last update, of which each rank has loaded its shards. Weights that were not
-        loaded equal the newest ones. Returns True if all weights of this rank were loaded. Collective."""
+        """Gather the weights before the last update from the shards that each rank has loaded. Weights that were not
+        loaded are set to the newest weights. Returns True if all weights of this rank were loaded. Collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})
@@ -148,7 +148,7 @@ class LateOptimizer(DistributedOptimizer):
 
 
 def _views(ddp: DistributedDataParallel) -> list[Tensor]:
-    """The parameters in the memory that the buffers use now."""
+    """Return the parameters in the memory that the buffers use now."""
     views: dict[int, Tensor] = {}
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

@@ -1,8 +1,8 @@
 """Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
-loss); | separates stages. m stands right before L, whose head it shares. A symbol or a group in parentheses is repeated
-by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
+loss); | separates stages. m must come right before L, and shares its head. A symbol or a group in parentheses is
+repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 LONGEST = 100_000
-"""Largest number of symbols after repetition; more are taken for a mistake."""
+"""Largest number of symbols after repetition. A longer text is considered a mistake."""
 
 TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 
@@ -27,7 +27,7 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
     if whole.count("L") != 1 or not stages[-1].endswith("L"):
         raise ValueError("must have L, the loss, once, as the last symbol; use for example Et*3|t*3L")
     if "m" in whole.rstrip("L").rstrip("m") or whole.count("m") != stages[-1].count("m"):
-        rule = "must have m, multi-token prediction, in the last stage only, right before L, whose head it shares"
+        rule = "must have m, multi-token prediction, only in the last stage, right before L, whose head it shares"
         raise ValueError(f"{rule}; use for example Et*3|t*3|mL")
     return tuple(stage.count("t") for stage in stages)
 
@@ -41,7 +41,7 @@ def expanded(text: str) -> str:
     """Expand the text: no repetitions, groups, commas or spaces remain. Raises ValueError as `layers_of_stages`
     does."""
     rest = re.sub(r"[,\s]", "", text)
-    open_groups: list[list[str]] = [[]]  # the items so far of each open group, the outermost group first
+    open_groups: list[list[str]] = [[]]  # items of each open group, the outermost group first
     at = 0
     while at < len(rest):
         token = TOKEN.match(rest, at)

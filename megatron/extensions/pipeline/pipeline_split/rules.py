@@ -20,7 +20,7 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_layers < 1 or p.pipeline_model_parallel_size < 1:
         return
     if text is not None and (p.num_virtual_stages_per_pipeline_rank or p.num_layers_per_virtual_pipeline_stage):
-        return  # that the fields specify
+        return  # which the fields specify
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
@@ -32,7 +32,7 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _of_layout(p: ModelParallelConfig, text: str, message: str) -> Problem:
-    """Report pipeline stages that cannot be read, that do not fit the model, or that are more than the schedule
+    """Report pipeline stages that cannot be parsed, do not fit the model, or exceed the number that the schedule
     supports."""
     if message.startswith(LAYOUT):
         rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")

@@ -1,5 +1,5 @@
-"""Number of layers of each pipeline stage according to the flags, and errors in these flags. This module does not
-import torch."""
+"""Number of layers of each pipeline stage according to the flags, and errors of the flags. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.extensions.pipeline.pipeline_split.layout_text import layers_of_st
 
 
 class StagesByHand:
-    """Entry of the registry `STAGE_SPLITS`."""
+    """Entry of the registry `STAGE_SPLITS` for the flags of this extension."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:

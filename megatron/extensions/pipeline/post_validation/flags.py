@@ -20,7 +20,7 @@ HERE = "megatron.extensions.pipeline.post_validation"
 @dataclass(frozen=True)
 class PostValidationFlags:
     optimizer_post_validation: bool = flag(
-        False, excludes="--fp8-param-gather: a roll-back gathers parameters in their own format"
+        False, excludes="--fp8-param-gather: a rollback gathers parameters in their own format"
     )
     """Update the parameters of a pipeline stage before the gradients of other stages are complete, and check the global
     gradient norm after the first forward passes of the next step, so that no rank waits between two steps. A step that
@@ -32,5 +32,5 @@ STEP_PARTS.register(
     f"{HERE}.post_validation:PARTS",
     when=lambda config: config.options(PostValidationFlags).optimizer_post_validation,
     kept=lambda rank: rank.gradients + rank.main,
-    kept_name="copies for a roll-back",
+    kept_name="copies for a rollback",
 )

@@ -1,16 +1,16 @@
-"""Optimizer post-validation: make an update before the global gradient norm is known, and check it later.
+"""Optimizer post-validation: updates are made before the global gradient norm is known, and checked later.
 
-Qi et al., arXiv 2401.10241, section 4. A step that waits for the norm waits for the last backward of the slowest
-pipeline stage. With post-validation each stage starts the reduction of the norm, updates with the information that it
-has (nothing is clipped, and nothing is updated if its own gradients are not finite), and runs the first forward passes
-of the next step. At VALIDATE, before the first backward of that step, the reduction has ended. If the step had to be
-clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor, and repeat those forward
-passes.
+Qi et al., arXiv 2401.10241, section 4. Otherwise, a step waits for the norm, and so for the last backward of the
+slowest pipeline stage. With post-validation, each stage starts the reduction of the norm and updates with the
+information that it has: it does not clip, and skips the update if its own gradients are not finite. Then it runs the
+first forward passes of the next step. At VALIDATE, before the first backward of that step, the reduction has ended. If
+the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct
+factor, and repeat the forward passes.
 
-The paper rolls back by in-place arithmetic, which rounds. Here states are copied before the update, so that a
-rolled-back step is bit-equal to one that waited. That takes the memory of a second set of this rank's shards. The paper
-also passes the partial norm from stage to stage. This is left out: one wrong guess on any rank makes all ranks repeat
-their forward passes, so it would save nothing.
+The paper rolls back by in-place arithmetic, which rounds. Here, states are copied before the update, so that a
+rolled-back step is bit-equal to one that waited. The copies take the memory of a second set of this rank's shards. The
+paper also passes the partial norm from stage to stage. This would save nothing here, because one wrong guess on any
+rank makes all ranks repeat their forward passes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class RollbackCopies:
-    """Second set of `tensors`, allocated once, so that memory use is final before the first step."""
+    """Copies of `tensors`, allocated once, so that memory use does not grow after the first step."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -69,7 +69,7 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """An update that was made ahead of its verdict, with those parts of the earlier state that are not tensors."""
+    """Update that was made before its verdict, with the non-tensor parts of the state before it."""
 
     update: Update
     result: StepResult
@@ -79,7 +79,7 @@ class _Unvalidated(NamedTuple):
 
 
 class PostValidatedOptimizer(DistributedOptimizer):
-    """Make updates before the norm is known, if no one reads the result of a step before the next step.
+    """Optimizer that makes updates before the norm is known, if the result of a step is not read before the next step.
 
     Main parameters, states and gradients are copied, because an update scales gradients in place.
     """
@@ -99,7 +99,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.is_read = True
         """True if the result of the next `step` is read before the following step."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
-        """Return the tensors that `Update.on_update` changes."""
+        """Function that returns the tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
         """Update of the previous step."""
@@ -124,8 +124,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """True if the previous step was neither clipped nor skipped. If it was, this step may be too, and waiting for
-        the norm costs less than rolling back."""
+        """True if the previous step was neither clipped nor skipped. Otherwise this step may be clipped or skipped too,
+        and waiting for the norm costs less than rolling back."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
@@ -134,9 +134,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Wait for the verdict on a step that was updated ahead, if there is one. Returns True, on all ranks alike, if
-        the step was rolled back: parameters, states and everything that `on_update` changes are then bit-equal to those
-        of a step that waited. Collective over the world."""
+        """Wait for the verdict on an unvalidated update, if there is one. Returns True on all ranks if the step was
+        rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to those of a step
+        that waited. Collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -154,32 +154,32 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 
 class StaleForwards(Exception):
-    """Raised if parameters have changed since a run's forward passes: the caller must run its list again from the
-    start. It is raised on all ranks or on none, and only while no message is in flight."""
+    """Raised if parameters have changed since the forward passes of a list, which the caller must run again from the
+    start. All ranks or none raise it, and only while no message is in flight."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Run lists with VALIDATE, which may raise `StaleForwards`."""
+    """Executor of lists with VALIDATE, which may raise `StaleForwards`."""
 
     validate: Callable[[], bool]
-    """Returns True, on all ranks alike, if parameters have changed."""
+    """Function that returns True on all ranks if parameters have changed."""
 
     def handle(self, action: Action) -> None:
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # no message crosses the cut
+            self.drop()  # no message crosses VALIDATE
             raise StaleForwards
 
 
 class ValidatingPipeline(Pipeline):
-    """Run lists in which VALIDATE precedes the first backward pass of all ranks."""
+    """Pipeline whose lists contain VALIDATE before the first backward pass of all ranks."""
 
     executor_type = ValidatingExecutor
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank that computes the loss may still be in the previous step
+        return None  # the rank that computes the loss may still process the previous step
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
         shape = self.schedule, self.pp.size, microbatches, self.layout.chunks
@@ -187,7 +187,7 @@ class ValidatingPipeline(Pipeline):
 
 
 class PostValidatedStep(TrainStep):
-    """Repeat the forward passes of a step if the update before them is rolled back."""
+    """Step that repeats its forward passes if the update before them is rolled back."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -16,21 +16,21 @@ WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def without_use(c: RunConfig) -> RunConfig:
-    """Return the configuration with the flag turned off if no step can be updated ahead. The rule `post_validation`
-    tells the user."""
+    """Return the configuration with the flag turned off if no step can be updated early. The rule `post_validation`
+    reports this."""
     idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
     return c.with_options(PostValidationFlags()) if idle else c
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A rolled-back step restores copies of everything that an update changes, and repeats the forward passes after
-    it."""
+    """Report features that post-validation does not support. A rollback restores copies of everything that an update
+    changes, and repeats the forward passes after it."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return
     if size := c.parallel.loss_chunk_tokens:
         rule = (
-            "adds gradients in forward passes, and with post-validation a step begins before the one before has ended"
+            "adds gradients in forward passes, and with post-validation a step begins before the previous one has ended"
         )
         yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     if c.logging.log_interval == 1:
@@ -49,7 +49,7 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(SWITCH, None, rule, f"use zb-h2 or zb-v, or remove {SWITCH}", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):
-        rule = "saves no time: the embedding on the first and on the last rank sums up its gradients over both"
+        rule = "saves no time: the gradients of the embedding are summed over the first and the last rank"
         remedy = "use --pipeline-schedule zb-v, which has both on one rank"
         if not c.model.mtp_depths:
             remedy += ", or --untie-embeddings-and-output-weights"

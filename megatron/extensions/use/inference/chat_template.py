@@ -1,4 +1,4 @@
-"""Chat templates: render messages to the text of a prompt with the Jinja template of a tokenizer.
+"""Chat templates: render messages to a prompt with the tokenizer's Jinja template.
 
 A template may come from an untrusted checkpoint, so it runs in a sandbox, in a process with time and memory limits.
 """
@@ -20,17 +20,19 @@ from megatron.extensions.use.inference.model import LoadedModel
 from megatron.extensions.use.inference.template_worker import TemplateWorker
 
 Message = Mapping[str, object]
-"""Messages such as {"role": "user", "content": "..."}."""
+"""Chat message, such as {"role": "user", "content": "..."}."""
 
 LONGEST_TEXT = 1 << 18
-"""Characters that a template may add to messages. Tokenizing a million characters takes seconds."""
+"""Largest number of characters that a template may add to the messages. Tokenizing a million characters takes
+seconds."""
 
 
 class ChatTemplate:
-    """A template, and the special tokens that it may use."""
+    """Chat template with the special tokens that it may use."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
-        """`origin` names the template in errors. Raises ValueError if the text is not a template."""
+        """Compile the template `source`, which error messages call `origin`. Raises ValueError if the text is not a
+        template."""
         self.origin, self.tokens = origin, dict(tokens)
         self._worker = TemplateWorker(source)
         try:
@@ -41,8 +43,8 @@ class ChatTemplate:
             raise ValueError(f"chat template of {origin}: line {found['line']}: {found['wrong']}")
 
     def __call__(self, messages: Sequence[Message], **more: object) -> str:
-        """Render the prompt that the assistant is to answer. Raises ValueError if the template refuses the messages,
-        takes too much time or memory, or renders a text far longer than the messages."""
+        """Render the prompt for the assistant's answer. Raises ValueError if the template refuses the messages, exceeds
+        the time or memory limit, or renders a text far longer than the messages."""
         checked_messages(messages)
         values = {"messages": list(map(dict, messages)), "add_generation_prompt": True, **self.tokens, **more}
         try:
@@ -54,15 +56,15 @@ class ChatTemplate:
         text, given = str(found["text"]), len(json.dumps(values))
         if len(text) > LONGEST_TEXT + 4 * given:
             raise ValueError(
-                f"chat template of {self.origin} makes a text of {len(text):,} characters of messages of {given:,}; at "
+                f"chat template of {self.origin} renders {len(text):,} characters for messages of {given:,}; at "
                 f"most {LONGEST_TEXT + 4 * given:,} are supported: use another template"
             )
         return text
 
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
-    """Return the template in `file`, the value of --chat-template, or else the tokenizer's template. Raises ValueError
-    if there is none."""
+    """Return the template in `file` (the value of --chat-template) or, without a file, the tokenizer's template. Raises
+    ValueError if there is no template."""
     settings, folder = _settings(config)
     known = {} if folder is None else role_texts(folder)
     if file is not None:
@@ -90,7 +92,7 @@ def _text_of(file: Path, named: str) -> str:
 
 
 def _default_of(templates: Sequence[object], file: str) -> object:
-    """Return the template named default from a list of named templates."""
+    """Return the template named `default` from a list of named templates."""
     found = {}
     for number, each in enumerate(templates):
         if not (isinstance(each, dict) and isinstance(each.get("name"), str) and "template" in each):
@@ -103,7 +105,7 @@ def _default_of(templates: Sequence[object], file: str) -> object:
 
 
 def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a rendered template, which contains its own special tokens: none are added."""
+    """Tokenize a rendered template. No special tokens are added, because the template contains them."""
     ids = tokenizer.tokenize(text)
     around = getattr(tokenizer, "added_around", None)
     before, behind = around() if around is not None else ([], [])
@@ -111,7 +113,7 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Return the messages. Raises ValueError unless they are a list of messages with roles and contents."""
+    """Check messages and return them. Raises ValueError unless they are a list of messages with roles and contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):
@@ -135,7 +137,7 @@ def _joined(content: object) -> object:
 
 
 def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
-    """tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
+    """Return the tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
     config = with_local_files(config)
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         return {}, None
@@ -162,10 +164,10 @@ def chat(
     ask: Callable[[], str | None],
     show: Callable[[str], None],
 ) -> None:
-    """Hold a conversation: `ask` returns the user's message, or None at the end, and `show` receives the answers piece
+    """Hold a conversation. `ask` returns the user's message, or None at the end, and `show` receives the answers piece
     by piece.
 
-    Messages are kept, so the prompt grows; if it would be too long, the oldest messages are left out, in pairs.
+    The prompt contains all messages. If it would be too long, the oldest messages are omitted in pairs.
     """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""HTTP server with the OpenAI API for trying out a model: FastAPI routes, served by uvicorn.
+"""HTTP server with the OpenAI API, for trying out a model. It serves FastAPI routes with uvicorn.
 
 For many users, export the model and use a production server.
 """
@@ -37,19 +37,19 @@ class HttpLimits:
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0
-    """Seconds within which the body of a request must arrive; also how long a connection may be idle."""
+    """Seconds within which the body of a request must arrive, and for which a connection may be idle."""
 
     answer_seconds: float = 600.0
     connections: int = 128
 
 
 class Connection(H11Protocol):
-    """Close a connection whose next request does not begin, or whose head is not complete, in time. uvicorn limits only
-    the time between an answer and the first byte of the next request."""
+    """Connection that is closed if the next request does not begin, or its head is not complete, in time. uvicorn
+    limits only the time between an answer and the first byte of the next request."""
 
     _late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn disagree about its type
+    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn disagree about the type
         super().connection_made(transport)
         self._await_head()
 
@@ -66,7 +66,7 @@ class Connection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """True if no request is being answered."""
+        """Return True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
 
 
 class ApiServer:
-    """Serve an API from the engine of a loop, in a separate thread. Raises OSError if the server cannot listen."""
+    """Server for an API with the engine of a loop, in a separate thread. Raises OSError if the server cannot listen."""
 
     def __init__(
         self, address: tuple[str, int], api: OpenAIApi, loop: EngineLoop, limits: HttpLimits, log: Callable[[str], None]
@@ -108,7 +108,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give waiting requests a second to receive the reason."""
+        """Shut down, after giving waiting requests a second to receive the reason."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()
@@ -119,7 +119,7 @@ class ApiServer:
 
     @property
     def open(self) -> int:
-        """Connections."""
+        """Number of open connections."""
         return len(self.server.server_state.connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,7 +165,7 @@ class ApiServer:
         except ValueError as error:
             raise ApiError(400, f"the body {error}") from None
         except ClientDisconnect:
-            return Response(status_code=400)  # the client no longer reads
+            return Response(status_code=400)  # the client has stopped reading
         events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
@@ -179,7 +179,7 @@ class ApiServer:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
             raise
-        except Exception as error:  # a bug in this program: reported to the client and in the log
+        except Exception as error:  # a bug in this program, reported to the client and in the log
             self.log("".join(traceback.format_exception(error)))
             raise ApiError(500, f"{type(error).__name__}: {error}") from None
         progress = self._progress(request, call, job, events)
@@ -196,7 +196,8 @@ class ApiServer:
         return JSONResponse(self.api.answer(call, job.generations))
 
     async def _body(self, request: Request) -> bytes:
-        """Raises ApiError if the body is too long or arrives too late, ClientDisconnect if it is incomplete."""
+        """Read the body of a request. Raises ApiError if the body is too long or arrives too late, ClientDisconnect if
+        it is incomplete."""
         size = int(request.headers.get("Content-Length", 0))
         most = self.limits.body_bytes
         parts = list[bytes]()
@@ -207,7 +208,7 @@ class ApiServer:
                     parts.append(part)
                     size = max(size, sum(map(len, parts)))
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.limits.read_seconds:g} seconds") from None
+            raise ApiError(408, f"the body did not arrive within {self.limits.read_seconds:g} seconds") from None
         if size > most:
             raise ApiError(413, f"the body has {size} bytes; this server reads at most {most}")
         return b"".join(parts)
@@ -215,8 +216,8 @@ class ApiServer:
     async def _progress(
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
-        """Wait until every text has ended. Raises ApiError if a text fails, ClientDisconnect if the client has
-        disconnected."""
+        """Yield progress until every text is complete. Raises ApiError if a text fails, ClientDisconnect if the client
+        has disconnected."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:
@@ -264,7 +265,7 @@ class ApiServer:
 
 
 def sent(body: dict[str, object]) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(body)}\n\n"
 
 

@@ -1,5 +1,5 @@
-"""JSON requests of files and of the server, with their errors; prompts in JSON lines, and the generated texts in JSON
-lines in the same order."""
+"""Parsing of JSON requests, with errors, for files and the server. A file has one request per line, and the generated
+texts are written as JSON lines in the same order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.extensions.use.inference.generation.engine import MOST_LOGPROBS, L
 from megatron.extensions.use.inference.model import LoadedModel
 
 NAMED, NAME_LENGTH = 5, 60
-"""Number of unknown fields that an error names, and number of characters of each."""
+"""Maximum number of unknown fields that an error names, and of characters of each name."""
 
 
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -32,25 +32,25 @@ class Fields:
     def __init__(self, body: Mapping[str, object]) -> None:
         self.body = body
         self.problems: list[tuple[str, str]] = []
-        """(field, error)"""
+        """Errors, each as (field, error)."""
 
     def only(self, known: Collection[str]) -> None:
-        """Report every other field as an error. Only the first `NAMED` are named, because a search for similar names
-        takes time."""
+        """Report every field that is not in `known` as an error. Only the first `NAMED` fields are named, because a
+        search for similar names takes time."""
         known = frozenset(known)
         wrong = [name for name in self.body if name not in known]
         for name in wrong[:NAMED]:
             near = difflib.get_close_matches(name[:NAME_LENGTH], known, 1)
             shortened = name if len(name) <= NAME_LENGTH else f"{name[:NAME_LENGTH]}..."
-            self.refuse(shortened, f"is no field of this request{f'; did you mean {near[0]}' if near else ''}")
+            self.refuse(shortened, f"is not a field of this request{f'; did you mean {near[0]}' if near else ''}")
         if len(wrong) > NAMED:
-            self.refuse(f"{len(wrong) - NAMED} more", "are no fields of this request")
+            self.refuse(f"{len(wrong) - NAMED} more", "are not fields of this request")
 
     def refuse(self, name: str, problem: str) -> None:
         self.problems.append((name, problem))
 
     def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
-        """An integer in a range, or null for the default."""
+        """Read an integer in a range; null stands for the default."""
         value = self.body.get(name)
         if value is None:
             return default
@@ -80,14 +80,14 @@ class Fields:
         return value is True
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A text or a list of texts, all of them nonempty."""
+        """Read a nonempty text or a list of nonempty texts."""
         value = self.body.get(name)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
             self.refuse(name, f"must be a text or a list of texts, none of them empty, not {shown(value)}")
             return ()
         if len(found) > most:
-            self.refuse(name, f"has {len(found)} texts, and may have {most}")
+            self.refuse(name, f"has {len(found)} texts; at most {most} are allowed")
         return tuple(found)
 
     def tokens(self, name: str) -> frozenset[int]:
@@ -105,7 +105,7 @@ class Fields:
         try:
             return Sampling(
                 temperature=self.number("temperature", default.temperature),
-                top_k=None if top_k is not None and top_k < 1 else top_k,  # as elsewhere, 0 means no limit
+                top_k=None if top_k is not None and top_k < 1 else top_k,  # 0 means no limit, as in other servers
                 top_p=self.number("top_p", default.top_p),
                 min_p=self.number("min_p", default.min_p),
                 repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),
@@ -121,7 +121,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 def shown(value: object) -> str:
-    """JSON text of a value, cut to a readable length."""
+    """Format a value as JSON, truncated to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def shown(value: object) -> str:
 
 
 def parsed(data: bytes) -> dict[str, object]:
-    """Read a JSON object in UTF-8. Raises ValueError with the reason if the bytes are not one."""
+    """Parse a JSON object in UTF-8. Raises ValueError with the reason if the bytes are not a JSON object."""
     try:
         value = parse_json(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -143,7 +143,7 @@ def parsed(data: bytes) -> dict[str, object]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("has an escape such as \\ud83d that is half of a character") from None
+            raise ValueError("has an escape such as \\ud83d that is half a character") from None
     return value
 
 
@@ -156,7 +156,7 @@ MOST_STOPS = 64
 
 @dataclass(frozen=True)
 class Line:
-    """One line of input: a request, or its errors."""
+    """Input line: a request, or its errors."""
 
     number: int
     request: Request | None = None
@@ -168,8 +168,8 @@ class Line:
 def read_lines(
     lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
 ) -> Iterator[Line]:
-    """Read the requests in lines that are not blank. `defaults` supplies the values that a line omits, except the
-    prompt. The seed of a line without one is derived from the default seed and the line number."""
+    """Read the requests in nonblank lines. `defaults` supplies the values that a line omits, except the prompt. If a
+    line has no seed, its seed is derived from the default seed and the line number."""
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue
@@ -191,11 +191,11 @@ def read_lines(
 
 
 def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
-    """Make the request of a line from its tokens. Reports errors in all of its fields."""
+    """Return a function that makes the request of a line from its prompt tokens. Reports the errors of all fields."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):
-        fields.refuse("prompt", "must be there, or else messages, not both")
+        fields.refuse("prompt", "must be given unless messages is given; give one of them")
     elif not (prompt is None or is_prompt(prompt)):
         fields.refuse("prompt", "must be a text or a list of token ids")
     return partial(
@@ -261,5 +261,5 @@ def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def json_logprob(value: float) -> float:
-    """JSON cannot express infinity."""
+    """Replace values that JSON cannot represent, such as infinity."""
     return max(value, -9999.0)

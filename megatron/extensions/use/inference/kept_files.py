@@ -1,4 +1,4 @@
-"""Copies of a run's tokenizer files beside its checkpoints, so that a folder can be moved and used alone."""
+"""Copies of a run's tokenizer files beside its checkpoints, which make the folder self-contained."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from megatron.training.hooks import Callback, RunView
 from megatron.training.run import TrainingRun
 
 BESIDE = (*FILES, "chat_template.jinja")
-"""Files beside a tokenizer.json that contain its special tokens and chat template."""
+"""Files beside a tokenizer.json, with special tokens and chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class KeptTokenizer(Callback):
-    """Copy the files to --save, unless the run only evaluates a checkpoint of another run there."""
+    """Callback that copies the tokenizer files to --save, unless the run only evaluates a checkpoint of another run
+    there."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)
@@ -36,7 +37,7 @@ class KeptTokenizer(Callback):
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
-    """Copy the tokenizer files into `folder`/tokenizer. Existing equal files stay.
+    """Copy the tokenizer files to `folder`/tokenizer. Existing files with equal content are kept.
 
     Raises OSError if the files cannot be written."""
     for file in _files(config):
@@ -53,8 +54,8 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
-    """Tokenizer of the run that saved a checkpoint in this folder: the original files, or their copies if the originals
-    are gone."""
+    """Return the tokenizer of the run that saved a checkpoint in this folder, with the original files, or their copies
+    if the originals no longer exist."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
@@ -64,7 +65,7 @@ def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> Tokenizer
 
 
 def _named(config: TokenizerConfig) -> dict[str, str]:
-    """Maps each field to the path of a file that a configuration names."""
+    """Map each field to the path of the file that the configuration names."""
     return {field: path for field in FIELDS if (path := getattr(config, field)) is not None}
 
 
@@ -83,7 +84,7 @@ def _kept(config: TokenizerConfig, folder: PurePath) -> TokenizerConfig:
 
 
 def _files(config: TokenizerConfig) -> list[Path]:
-    """Existing files, or local copies of them."""
+    """Return the existing files, or local copies of them."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         try:

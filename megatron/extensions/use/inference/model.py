@@ -1,4 +1,4 @@
-"""Model of a checkpoint for generation, on one rank or on several."""
+"""Loading of a checkpoint's model for generation, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ class LoadedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
-    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, it has the model, tokenizer and
-    number format only."""
+    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, it contains only the model,
+    tokenizer and number format."""
 
     layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
-    """Parallel layout here, whatever the number format is."""
+    """Parallel layout for generation."""
 
     state: ParallelState = field(default_factory=ParallelState)
 
     @property
     def leads(self) -> bool:
-        """True if this rank takes requests; the other ranks call `runner.follow()`."""
+        """True if this rank accepts requests; the other ranks call `runner.follow()`."""
         return self.runner.leads
 
     def engine(self, rows: int) -> Engine:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt, which may already be token ids. An empty text begins a document. Raises ValueError if
-        no token begins a document."""
+        """Return the token ids of a prompt, which may already be token ids. An empty text stands for the beginning of a
+        document. Raises ValueError if the tokenizer has no token for this."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)
@@ -81,11 +81,12 @@ def loaded_model(
     launch: Launch,
     tokenizer: TokenizerConfig | None = None,
 ) -> Iterator[LoadedModel]:
-    """Load the model of a checkpoint, saved under any layout, or of a Hugging Face folder, over the ranks of this
-    launch. Collective.
+    """Load the model of a checkpoint, saved under any layout, or of a Hugging Face folder, on the ranks of this launch.
+    Collective.
 
-    `tokenizer` replaces the tokenizer of the run. If the files of that are gone, the copy beside the checkpoints is
-    used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the model or the ranks.
+    `tokenizer` replaces the run's tokenizer. If the files of the run's tokenizer no longer exist, the copy beside the
+    checkpoints is used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the model
+    or the ranks.
     """
     if problem := wrong_world(layout, launch.world_size):
         raise ValueError(str(problem))
@@ -105,14 +106,14 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """Group over which the leader sends commands to the other ranks: it uses gloo, so that no GPU waits."""
+    """Return the group over which the leader sends commands to the other ranks. It uses gloo, so that no GPU waits."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Report a wrong number of ranks. Generation needs each part of the model once."""
+    """Return a problem if the number of ranks is wrong. Generation needs each part of the model once."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp
@@ -123,18 +124,18 @@ def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
     needed = pp * math.lcm(tp, ep * expt_tp)
     if world_size == needed:
         return None
-    rule = f"must be {needed}: PP {pp} times TP {tp}, or EP {ep} times expert TP {expt_tp}, whichever is more"
+    rule = f"must be {needed}: the larger of PP {pp} times TP {tp} and EP {ep} times expert TP {expt_tp}"
     return Problem(
         "world size", world_size, rule, f"start {needed} ranks (torchrun --nproc-per-node), or change the sizes"
     )
 
 
 def fitting_layout(layout: ModelParallelConfig, world_size: int, config: RunConfig) -> ModelParallelConfig:
-    """Layout of a checkpoint's model, with sequence parallelism if experts need it. Raises ValueError, with every
-    problem, if the model does not support this layout."""
+    """Return the layout for a checkpoint's model, with sequence parallelism if experts need it. Raises ValueError with
+    every problem if the model does not support this layout."""
     ep, has_experts = layout.expert_model_parallel_size, config.model.num_experts is not None
     if ep > 1 and not has_experts:
-        problem = Problem("--expert-model-parallel-size", ep, "cuts experts, and the model has none", "remove it")
+        problem = Problem("--expert-model-parallel-size", ep, "shards experts, but the model has none", "remove it")
         raise ValueError(str(problem))
     layout = replace(layout, sequence_parallel=has_experts and layout.tensor_model_parallel_size > 1)
     run = replace(run_of(replace(config.model, mtp_num_layers=None)), parallel=layout)

@@ -1,4 +1,5 @@
-"""OpenAI API for completions and chat completions: converts JSON requests to `Request`s, and generations to JSON.
+"""OpenAI API for completions and chat completions: conversion of JSON requests to `Request`s, and of generations to
+JSON.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, it also supports top_k,
 min_p, repetition_penalty and stop_token_ids.
@@ -21,7 +22,7 @@ from megatron.extensions.use.inference.model import LoadedModel
 
 
 class ApiError(Exception):
-    """Error response for a refused request."""
+    """Error response to a refused request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,17 +42,17 @@ class Limits:
     """Limits for a single request."""
 
     choices: int = 16
-    """Number of texts: prompts times n."""
+    """Maximum number of texts, which is the number of prompts times n."""
 
     new_tokens: int = 4096
-    """max_tokens."""
+    """Maximum value of max_tokens."""
 
     stops: int = 16
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request of either kind. Choice number i answers requests[i]."""
+    """API request of either kind. Choice i answers requests[i]."""
 
     requests: list[Request]
     chat: bool
@@ -86,11 +87,11 @@ INERT: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "parallel_tool_calls": (True, False),
 }
-"""Fields that are accepted only with these values, which request nothing."""
+"""Unsupported fields, with the neutral values that are accepted."""
 
 
 class OpenAIApi:
-    """Both kinds of requests to one model."""
+    """OpenAI API of one model, for both kinds of requests."""
 
     def __init__(
         self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
@@ -115,10 +116,10 @@ class OpenAIApi:
             raise ApiError(404, message, "model", "model_not_found")
         for name, values in INERT.items():
             if body.get(name) is not None and body[name] not in values:
-                fields.refuse(name, f"{shown(body[name])} is not supported here; leave it out")
+                fields.refuse(name, f"{shown(body[name])} is not supported; leave it out")
         options = body.get("stream_options")
         if options is not None and not (isinstance(options, dict) and body.get("stream") is True):
-            fields.refuse("stream_options", "must be an object, beside stream: true")
+            fields.refuse("stream_options", "must be an object, and needs stream: true")
         prompts = self._messages(fields) if chat else self._prompts(fields)
         requests = self._requests(fields, prompts, chat)
         if fields.problems:
@@ -145,13 +146,15 @@ class OpenAIApi:
         body, limits = fields.body, self.limits
         n = fields.whole("n", 1, 1, limits.choices)
         if len(prompts) * n > limits.choices:
-            fields.refuse("n", f"asks for {len(prompts) * n} texts; this server gives at most {limits.choices} at once")
+            fields.refuse(
+                "n", f"requests {len(prompts) * n} texts; this server generates at most {limits.choices} per request"
+            )
         if not chat and body.get("best_of") not in (None, n):
             fields.refuse("best_of", "must be n, or be left out")
         asked = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
         budget = fields.whole(asked, limits.new_tokens if chat else min(16, limits.new_tokens), 0)
         if budget > limits.new_tokens:
-            fields.refuse(asked, f"{budget} is more than this server gives, {limits.new_tokens}")
+            fields.refuse(asked, f"{budget} exceeds the limit of this server, {limits.new_tokens}")
         echo = fields.switch("echo") if not chat else False
         stream = fields.switch("stream")
         if chat:
@@ -188,15 +191,13 @@ class OpenAIApi:
             return []
 
     def _prompts(self, fields: Fields) -> list[str | list[int]]:
-        """Texts or lists of token ids."""
+        """Read the prompts: texts or lists of token ids."""
         value = fields.body.get("prompt", "")
         several = isinstance(value, list) and value and not is_prompt(value)
         given = value if several and isinstance(value, list) else [value]
         found = [each for each in given if is_prompt(each) and each != []]
         if not found or len(found) < len(given):
-            fields.refuse(
-                "prompt", "must be a text, a list of token ids, or a list of such, none of them an empty list"
-            )
+            fields.refuse("prompt", "must be a text, a list of token ids, or a list of these; lists must not be empty")
             return []
         return found
 
@@ -225,8 +226,8 @@ class OpenAIApi:
     def chunk(
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
     ) -> dict[str, object]:
-        """Return a part of an answer: a piece of a choice's text, the log-probabilities of its tokens, and the reason
-        why it ended."""
+        """Return a part of an answer: a piece of a choice's text, the log-probabilities of its tokens, and the finish
+        reason."""
         delta: dict[str, object] = {"role": "assistant"} if first else {}
         delta |= {"content": text} if text or first else {}
         logprobs = None
@@ -236,7 +237,7 @@ class OpenAIApi:
         return self._object(call, [choice(index, said, logprobs, reason)], ".chunk")
 
     def last_chunk(self, call: Call, counts: Sequence[int]) -> dict[str, object]:
-        """Return the token counts that follow the text."""
+        """Return the last part of a streamed answer, which contains the token counts."""
         return self._object(call, [], ".chunk") | {"usage": usage(call, counts)}
 
     def _object(self, call: Call, choices: Sequence[Mapping[str, object]], part: str = "") -> dict[str, object]:
@@ -280,7 +281,7 @@ class OpenAIApi:
 
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
-    """Token counts: prompts, each counted once, and all new texts."""
+    """Return the token counts of the prompts, each counted once, and of all new texts."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 
@@ -288,5 +289,5 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
 def choice(
     index: int, said: Mapping[str, object], logprobs: Mapping[str, object] | None, reason: str | None
 ) -> dict[str, object]:
-    """One text of an answer, or a part of it."""
+    """Format one text of an answer, or a part of it."""
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

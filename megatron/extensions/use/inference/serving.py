@@ -1,4 +1,4 @@
-"""Thread that runs the engine for requests from other threads."""
+"""Loop that runs the engine for requests from other threads."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """Requests that are answered together. `tell` receives the progress of each of them, and is called in the engine's
+    """Requests that are answered together. `tell` receives the progress of each request, and is called in the engine's
     thread."""
 
     requests: Sequence[Request]
     deadline: float
     tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
-    """Belongs to the engine's thread until all requests have a finish_reason."""
+    """Generations of the requests. They belong to the engine's thread until all have a finish_reason."""
 
 
 class Busy(Exception):
-    """Raised if too many requests wait."""
+    """Raised if too many requests are waiting."""
 
 
 class EngineLoop:
-    """Submit jobs of other threads, step the engine, and send back the results.
+    """Engine loop: submit jobs of other threads, step the engine, and send back the results.
 
-    `run` runs in the main thread until `stop`; growing requests then have `grace` seconds to end.
+    `run` runs in the main thread until `stop`. Active requests then have `grace` seconds to complete.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -54,20 +54,20 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._owner: dict[Generation, tuple[Job, int]] = {}
         self._pending, self._lock = 0, threading.Lock()
-        """Number of texts that have been requested and have not ended."""
+        """Number of requested texts that are not complete."""
         self.stopping = threading.Event()
         self.failure: str | None = None
         """Reason why the engine has ended."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
-        """Submit a job; called from any thread. Raises Busy if too many texts wait, or if the server is shutting
-        down."""
+        """Submit a job. May be called from any thread. Raises Busy if too many texts are waiting, or if the server is
+        shutting down."""
         with self._lock:
             if self.stopping.is_set():
                 raise Busy("the server is shutting down")
             if self._pending + len(requests) > self.engine.rows + self.most_waiting:
                 raise Busy(
-                    f"{self._pending} texts are growing or waiting, and {len(requests)} more are too many; try later"
+                    f"{self._pending} texts are active or waiting, and {len(requests)} more are too many; try later"
                 )
             self._pending += len(requests)
         job = Job(requests, time.monotonic() + seconds, tell)
@@ -75,21 +75,21 @@ class EngineLoop:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job that nobody waits for any more; called from any thread."""
+        """Cancel a job whose result is no longer needed. May be called from any thread."""
         self._inbox.put(("cancel", job))
 
     def stop(self) -> None:
-        """Stop the loop; called from any thread, or from a signal handler."""
+        """Stop the loop. May be called from any thread or from a signal handler."""
         self.stopping.set()
         self._inbox.put(None)
 
     @property
     def pending(self) -> int:
-        """Number of texts that are growing or waiting."""
+        """Number of active or waiting texts."""
         return self._pending
 
     def run(self) -> None:
-        """Run until `stop`. Raises the engine's error after it has informed all jobs."""
+        """Run until `stop`. If the engine fails, inform all jobs and raise its error."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)
@@ -118,8 +118,7 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Carry out what other threads have requested, waiting up to this long for a request. Returns False if none
-        arrived."""
+        """Execute the calls of other threads, waiting up to `seconds` for one. Returns False if none arrived."""
         taken = False
         while True:
             try:
@@ -144,12 +143,12 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Tell the owner of a text about its progress; with a reason, that the text has ended."""
+        """Send the progress of a text to its owner. A `reason` means that the text has ended."""
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # before its owner is informed and asks for the number of pending texts
+        if reason is not None:  # before the owner is informed, who may then ask for the number of pending texts
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

@@ -1,9 +1,9 @@
 """Process that renders a chat template, with time and memory limits.
 
-A template comes with a tokenizer, which may be untrusted. Jinja's sandbox protects the interpreter, but does not stop
-nested loops or texts that keep doubling, even at compile time. The process imports neither torch nor this package. Its
-first line of input has the template, and each further line the values for a rendering. It answers each line with a line
-of JSON.
+A template comes with a tokenizer, which may be untrusted. Jinja's sandbox protects the interpreter, but stops neither
+nested loops nor texts that keep doubling, even at compile time. The process imports neither torch nor this package. Its
+first input line contains the template, and each further line the values for a rendering. It answers each line with a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SECONDS = 10.0
-"""Seconds that a rendering may take; real templates take milliseconds."""
+"""Time limit of a rendering in seconds. Real templates take milliseconds."""
 
 MEMORY = 1 << 30
-"""Bytes of address space of the process."""
+"""Limit on the address space of the process, in bytes."""
 
 
 class TemplateWorker:
-    """Process for one template. It is restarted after it has ended."""
+    """Process for one template, which is restarted after it has ended."""
 
     def __init__(self, source: str) -> None:
         self._source, self._lock = source, threading.Lock()
@@ -45,7 +45,8 @@ class TemplateWorker:
             return self._start()
 
     def render(self, values: dict[str, object]) -> dict[str, object]:
-        """Return an answer with `text`, or with `wrong`, the reason why the template refuses the values.
+        """Render the template. Returns an answer with `text`, or with `wrong`, the reason why the template refuses the
+        values.
 
         Raises ValueError if a limit is exceeded."""
         with self._lock:
@@ -69,9 +70,9 @@ class TemplateWorker:
                 view = view[process.stdin.write(view) :]
             while not answer.endswith(b"\n"):
                 if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-                    raise ValueError(f"takes more than {SECONDS:g} seconds; does it have loops in loops?")
+                    raise ValueError(f"takes more than {SECONDS:g} seconds; does it have nested loops?")
                 if not (part := os.read(process.stdout.fileno(), 1 << 20)):
-                    raise ValueError("has ended its process, perhaps for want of memory")
+                    raise ValueError("has ended its process, perhaps because of the memory limit")
                 answer += part
         except (OSError, ValueError) as error:
             _end(process)

@@ -1,4 +1,5 @@
-"""Continuous batching: requests wait for free rows of the cache, and free them one by one."""
+"""Continuous batching: a request occupies a row of the cache until its text is complete, and other requests wait for a
+free row."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ MOST_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class Request:
-    """A text to continue. Raises ValueError, with every problem, if a field is not legal by itself."""
+    """Request to continue a text. Raises ValueError with every problem if a field is invalid."""
 
     prompt: Sequence[int]
     """Token ids of the prompt, at least one."""
 
     max_new_tokens: int = 64
-    """Maximum number of new tokens. The longest sequence that the model supports is a limit too."""
+    """Maximum number of new tokens. The model's maximum sequence length is a limit too."""
 
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -41,14 +42,14 @@ class Request:
     """Tokens that end the new text, which does not include them."""
 
     eos_ids: frozenset[int] = frozenset()
-    """Tokens with which the model itself ends a text; the new text does not include them."""
+    """End-of-text tokens of the model; the new text does not include them."""
 
     logprobs: int | None = None
-    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position, before
-    sampling changes them."""
+    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position, as computed
+    before sampling modifies the logits."""
 
     prompt_logprobs: bool = False
-    """Return the same for the tokens of the prompt, except the first."""
+    """Return log-probabilities for the tokens of the prompt too, except the first."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -68,28 +69,28 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token of a text."""
+    """Log-probability of a token."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens at its position, best first, with their log-probabilities."""
+    """Most likely tokens at the position, best first, with their log-probabilities."""
 
 
 WINDOW = 16
-"""Requests per cache row that are sorted by length together."""
+"""Number of requests per cache row that are sorted by length together."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """A request and its new text, which grows."""
+    """Request with its new text so far."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     """New tokens. They include the tokens of a stop string, but not a token that ended the text."""
 
     text: str = ""
-    """Text of the new tokens, as far as it is certain; empty without a tokenizer."""
+    """Text of the new tokens, without a part that later tokens may still change; empty without a tokenizer."""
 
     logprobs: list[Logprob] = field(default_factory=list)
     """Log-probabilities of the new tokens, if the request asks for them."""
@@ -98,11 +99,11 @@ class Generation:
     """Log-probabilities of the prompt's tokens except the first, if the request asks for them."""
 
     finish_reason: str | None = None
-    """None while the text grows; then "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
-    "length" (the last token that was requested, or that the model has a position for), "cancelled", or "error"."""
+    """Reason for the end of the text: "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
+    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while the text grows."""
 
     error: str | None = None
-    """Reason why there is no text, or no more text."""
+    """Error that prevented or ended the text."""
 
     stream: TextStream | None = field(default=None, repr=False)
     budget: int = 0
@@ -110,10 +111,10 @@ class Generation:
 
 
 class Engine:
-    """Run requests on the leader of a `StageRunner`.
+    """Engine that runs requests on the leader of a `StageRunner`.
 
-    At most `rows` texts grow at the same time; a waiting request takes the first row that becomes free. A forward pass
-    reads at most `prefill_tokens` tokens of prompts, including padding, or a single prompt. Text and stop strings need
+    At most `rows` texts grow at the same time. A waiting request takes the first row that becomes free. A forward pass
+    reads at most `prefill_tokens` prompt tokens, including padding, or a single prompt. Text and stop strings need
     `detokenize`.
     """
 
@@ -131,7 +132,7 @@ class Engine:
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []
-        """The generation in each row of the cache."""
+        """Generation in each row of the cache."""
         self._drop: list[int] = []
 
     @property
@@ -158,7 +159,7 @@ class Engine:
         return found
 
     def why_refused(self, request: Request) -> str | None:
-        """Reason why the model cannot answer a request; None if it can."""
+        """Return the reason why the model cannot process a request; None if it can."""
         if (count := len(request.prompt)) >= self.longest:
             return (
                 f"has {count} tokens, and the model reads at most {self.longest} (--max-position-embeddings): shorten "
@@ -166,7 +167,7 @@ class Engine:
             )
         wrong = [token for token in request.prompt if not 0 <= token < self.vocab_size]
         if wrong:
-            return f"has the token {wrong[0]}; tokens are from 0 to {self.vocab_size - 1} (--vocab-size)"
+            return f"contains the token {wrong[0]}; tokens must be from 0 to {self.vocab_size - 1} (--vocab-size)"
         if request.stop and self.detokenize is None:
             return "has stop strings, which need a tokenizer"
         return None
@@ -187,7 +188,7 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Show the other ranks that this one is alive, and fail if one of them is not."""
+        """Exchange a sign of life with the other ranks. Raises an error if one of them has failed."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
@@ -195,8 +196,8 @@ class Engine:
         self.runner.stop()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
-        """Run all requests, and yield them in their order. Some requests are read ahead, and shorter prompts run first,
-        because prompts of similar length waste the least padding."""
+        """Run all requests, and yield their generations in order. Some requests are read ahead and sorted by prompt
+        length, because prompts of similar length need the least padding."""
         found: deque[Generation] = deque()
         source, more = iter(requests), True
         while more or found:
@@ -216,7 +217,7 @@ class Engine:
         return dropped
 
     def _admit(self) -> list[Generation]:
-        """Prompts at the head of the queue, as many as fit into one pass."""
+        """Read the first prompts of the queue, as many as fit into one pass."""
         taken = [self.waiting.popleft()]
         longest, free = len(taken[0].request.prompt), self.rows - len(self.growing)
         while self.waiting and len(taken) < free and not taken[0].request.prompt_logprobs:
@@ -238,7 +239,7 @@ class Engine:
             (generation,) = rows
             prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
             generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
-        finite = outputs.logits.amax(-1).isfinite().tolist()  # if a logit is NaN, so is the largest one
+        finite = outputs.logits.amax(-1).isfinite().tolist()  # the largest logit is NaN if any logit is
         live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
         for row, generation in enumerate(rows):
             if not finite[row]:
@@ -271,13 +272,13 @@ class Engine:
 
     @contextmanager
     def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
-        """End those of these texts that raise an error. The other texts continue."""
+        """Context that ends all texts in `rows` if its block raises an error. Other texts continue."""
         try:
             yield
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # its text may be the cause of the failure
+                generation.stream = None  # this text may be the cause of the failure
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
@@ -315,7 +316,7 @@ class Engine:
 
 
 def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
-    """Sample the next token of each of these texts, whose sampling is equal."""
+    """Sample the next token of each text. All texts use the same sampling."""
     uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
     earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
     tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()
@@ -330,10 +331,10 @@ def logprob_of(token: int, found: Sequence[float]) -> Logprob:
 
 
 def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens with which the model ends a text."""
+    """Return the tokens with which the model ends a text."""
     return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Seed of the prompt with this number in a list, derived from the seed of the list."""
+    """Derive the seed of prompt `number` in a list from the seed of the list."""
     return site_key(seed, f"prompt {number}")

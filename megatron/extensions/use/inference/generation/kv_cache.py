@@ -1,7 +1,7 @@
 """Key/value cache for generation: earlier tokens of several texts of different lengths, and attention to them.
 
-A text is a row of the cache; its tokens begin in column 0. The new tokens of a forward pass are padded on the right to
-equal length. No query attends to the padding, and a later pass overwrites it.
+Each text is a row of the cache, and its tokens begin in column 0. The new tokens of a forward pass are padded on the
+right to equal length. No query attends to the padding, which a later pass overwrites.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""The number of columns is a multiple of this, and grows by at least half."""
+"""Divisor of the number of columns, which grows by at least half at a time."""
 
 
 class KeyValueCache:
-    """Keys and values of earlier tokens, or the latents from which they are projected, by layer; and states of linear
-    attention layers. Memory grows with the texts."""
+    """Cached keys and values by layer, or the latents from which they are projected, and states of linear attention
+    layers. Memory grows with the texts."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -31,8 +31,8 @@ class KeyValueCache:
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
-        """Begin a forward pass over counts[i] new tokens of row first + i. By default the pass covers all rows. Rows
-        beyond the current number are new. The tokens are padded to the longest count, and to a multiple of
+        """Begin a forward pass over counts[i] new tokens of row first + i. By default, the pass covers all rows. Rows
+        beyond the current number are added. The tokens are padded to the largest count, rounded up to a multiple of
         `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
@@ -44,18 +44,19 @@ class KeyValueCache:
         return Cached(self, first, past, tuple(counts), width, device)
 
     def drop(self, row: int) -> None:
-        """Remove a text. The last row moves to its place."""
+        """Remove the text in a row. The last row moves to its place."""
         last = len(self.lengths) - 1
         for tensors in (*self._layers.values(), *self._states.values()):
             for kept in tensors:
                 if row < last:
                     kept[row] = kept[last]
-                kept[last] = 0  # a value that is not finite would spoil the next text: zero times NaN is NaN
+                kept[last] = 0  # a nonfinite value would corrupt the next text: zero times NaN is NaN
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Memory of a layer, [at least rows, groups, at least columns, width], enlarged if it is too small."""
+        """Return the memory of a layer, [at least rows, groups, at least columns, width]. It is enlarged if it is too
+        small."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:
@@ -69,7 +70,8 @@ class KeyValueCache:
         return self._layers[layer]
 
     def states_of(self, layer: int, first: int, count: int) -> tuple[Tensor, ...] | None:
-        """States [count, ...] of these rows; None before the first forward pass of the layer."""
+        """Return the states [count, ...] of `count` rows, beginning with `first`; None before the first forward pass of
+        the layer."""
         states = self._states.get(layer)
         return None if states is None else tuple(x[first : first + count] for x in states)
 
@@ -87,7 +89,7 @@ class KeyValueCache:
 
 
 class Cached:
-    """The part of a cache that one forward pass reads and extends, for b texts with s new tokens each
+    """Part of a cache that one forward pass reads and extends, for b texts with s new tokens each
     (`megatron.core.batch.EarlierTokens`)."""
 
     def __init__(
@@ -105,12 +107,12 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """True if no text has earlier tokens: attention is then the same as for a batch without a cache."""
+        """True if no text has earlier tokens, so that attention is the same as without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
-        """[b, s]"""
+        """Positions of the new tokens, [b, s]."""
         self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
-        """[b]: number of new tokens of each text; None if no text is padded."""
+        """Number of new tokens of each text, [b]; None if no text is padded."""
         self._seen: dict[Span, Tensor] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
@@ -127,7 +129,7 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """A layer's states after the earlier tokens, [b, ...] each; None if there are no earlier tokens."""
+        """Return a layer's states after the earlier tokens, [b, ...] each; None if there are no earlier tokens."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:
@@ -135,11 +137,11 @@ class Cached:
         self.cache.set_states(layer, self.first, new)
 
     def distances(self) -> Tensor:
-        """[b, s, columns]: position of each key minus position of each query"""
+        """Return the position of each key minus the position of each query, [b, s, columns]."""
         return torch.arange(self.columns, device=self.positions.device) - self.positions[:, :, None]
 
     def seen(self, span: Span) -> Tensor:
-        """[b, 1, 1, s, columns] bool, True if the query attends to the key"""
+        """Return the attention mask, [b, 1, 1, s, columns] bool, which is True if the query attends to the key."""
         if span not in self._seen:
             distances = self.distances()
             seen = distances <= 0
@@ -152,7 +154,8 @@ class Cached:
         return self._seen[span]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
+        """Compute attention: q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads,
+        dv].
 
         Scores are fp32, or fp64 for fp64 operands. The cap, ALiBi slopes [heads] and sinks [heads] work as in
         `TorchKernel` and `add_sinks_`.

@@ -1,7 +1,7 @@
 """Forward passes for generation over the pipeline stages and ranks of a model.
 
-One rank leads: it decides which tokens a pass reads, sends these to the others (`Pass`), and receives the logits of the
-last stage. The other ranks repeat the passes on their stages and shards until the leader stops."""
+One rank is the leader. It decides which tokens a pass reads, sends them to the others (`Pass`), and receives the logits
+of the last stage. The other ranks run the same passes on their stages and shards until the leader stops."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Forward = Callable[[Tensor | None, tuple[Batch, Cached]], Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass over new tokens in some rows of the cache."""
+    """Forward pass over new tokens in some rows of the cache."""
 
     first: int = 0
     """Number of the first row."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
-    """New tokens of each row. If there are none, this is not a pass but a sign of life."""
+    """New tokens of each row. A pass without tokens is only a sign of life."""
 
     drop: tuple[int, ...] = ()
     """Rows to remove before the pass, one after another."""
 
     prompt_logprobs: int | None = None
-    """For a pass over one row: return the log-probability of each token except the first, and this many most likely
-    ones."""
+    """For a pass over one row: return the log-probability of each token except the first, and of this many most likely
+    tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Outputs:
     """Results of a pass, on the leader."""
 
     logits: Tensor
-    """[b, vocab_size]: logits after the last new token of each row."""
+    """Logits [b, vocab_size] after the last new token of each row."""
 
     prompt: Tensor | None = None
-    """[s - 1, 1 + 2 n] fp64: log-probability of each token, then the n most likely tokens and their
-    log-probabilities."""
+    """Log-probabilities of the prompt, [s - 1, 1 + 2 n] fp64: for each token its own, then the n most likely tokens and
+    their log-probabilities."""
 
 
 class StageRunner:
     """Stages of one rank, their cache, and the messages to and from other ranks.
 
     `stages` maps the global number of each local stage to its module; `layout` gives the pipeline rank of each stage.
-    `control` contains the ranks that work together, the leader first. By default these are the tensor- and
-    pipeline-parallel ranks of `state`. If experts are on several data-parallel ranks, it must contain these too.
+    `control` contains the ranks of the model, the leader first. By default, these are the tensor- and pipeline-parallel
+    ranks of `state`. If experts are on several data-parallel ranks, `control` must contain these ranks too.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of the padding
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed the maximum
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
@@ -139,7 +139,7 @@ class StageRunner:
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
-        """hidden [s, b, h] after the last stage"""
+        """Compute the outputs from hidden [s, b, h] after the last stage."""
         last = torch.tensor(counts, device=self.device) - 1
         logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None
@@ -179,19 +179,20 @@ def _with_cache(model: GPTModel, hidden: Tensor | None, given: tuple[Batch, Cach
 
 
 CHUNK = 256
-"""Tokens of a prompt whose logits are held at the same time."""
+"""Number of prompt tokens whose logits are held at the same time."""
 
 
 def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
-    """Logits [n, vocab_size] of the token after each row of hidden [n, h], which is not sharded; on the last stage."""
+    """Compute, on the last stage, the logits [n, vocab_size] of the token after each row of hidden [n, h], which is not
+    sharded."""
     assert model.output_layer is not None, "only the last stage has logits"
     logits = model.output_layer(hidden[None])  # under sequence parallelism, there are as many copies as ranks
     return model.whole_logits(logits[:1])[0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """logits [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64: log-probability of each token, then the most likely tokens
-    and their log-probabilities"""
+    """Return the log-probability of each token, then the most likely tokens and their log-probabilities: logits [n,
+    vocab], tokens [n] -> [n, 1 + 2 top] fp64."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = logits.to(wide).log_softmax(-1)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)

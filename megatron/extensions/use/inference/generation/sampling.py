@@ -10,12 +10,12 @@ from torch import Tensor
 
 TEMPERATURES = 1e-6, 1e6
 PENALTIES = 1e-3, 1e3
-"""Bounds of --temperature, apart from 0, and of --repetition-penalty."""
+"""Bounds of --temperature (0 is also allowed) and of --repetition-penalty."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token: repetition penalty, temperature, top_k, top_p and min_p are applied in this order."""
+    """Sampling parameters. Repetition penalty, temperature, top_k, top_p and min_p are applied in this order."""
 
     temperature: float = 0.0
     """Divisor of the logits; 0 chooses the most likely token."""
@@ -30,14 +30,14 @@ class Sampling:
     """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in the prompt or the new text are divided by it, and negative ones multiplied (CTRL,
-    arXiv:1909.05858, section 4.1)."""
+    """Factor by which positive logits of tokens in the prompt or the new text are divided, and negative ones multiplied
+    (CTRL, arXiv:1909.05858, section 4.1)."""
 
     def __post_init__(self) -> None:
         problems = []
         if not (self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]):
             rule = f"must be 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:,.0f}"
-            problems.append(f"--temperature {self.temperature} {rule}; 0 takes the most likely token")
+            problems.append(f"--temperature {self.temperature} {rule}; 0 selects the most likely token")
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"--top-k {self.top_k} must be at least 1; leave it out for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -46,14 +46,20 @@ class Sampling:
             problems.append(f"--min-p {self.min_p} must be from 0 to 1; leave it out for no limit")
         if not PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1]:
             rule = f"must be from {PENALTIES[0]:g} to {PENALTIES[1]:,.0f}"
-            problems.append(f"--repetition-penalty {self.repetition_penalty} {rule}; 1 is none")
+            problems.append(f"--repetition-penalty {self.repetition_penalty} {rule}; 1 applies no penalty")
         if problems:
             raise ValueError("\n".join(problems))
 
     def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
-        """logits [b, vocab], uniform [b] random numbers in [0, 1), and the tokens `earlier` of each text, which the
-        repetition penalty needs -> tokens [b]. If the largest logit is not finite, the result is an arbitrary token of
-        the vocabulary."""
+        """Sample the next tokens [b].
+
+        If the largest logit is not finite, the result is an arbitrary token of the vocabulary.
+
+        Args:
+            logits: Logits [b, vocab].
+            uniform: Random numbers [b] in [0, 1).
+            earlier: Tokens of each text, for the repetition penalty.
+        """
         if self.repetition_penalty != 1:
             logits = self._penalized(logits, earlier)
         if self.temperature == 0:
@@ -80,7 +86,7 @@ class Sampling:
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # no product with a penalty exceeds its range
+        logits = logits.to(torch.float64, copy=True)  # fp64 holds every product of a logit and a penalty
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]

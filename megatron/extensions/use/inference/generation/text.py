@@ -1,4 +1,4 @@
-"""Incremental decoding: incomplete characters, and text that may become a stop string, are held back until they are
+"""Incremental decoding. Incomplete characters, and text that may become a stop string, are held back until they are
 certain. This module needs no model."""
 
 from __future__ import annotations
@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Character to which tokenizers decode an incomplete character, once or for each of its bytes."""
+"""Replacement character, to which tokenizers decode an incomplete character, once or for each of its bytes."""
 
 MOST_BYTES = 3
 """Largest number of bytes of an incomplete UTF-8 character."""
 
 
 class TextStream:
-    """Decode the tokens after a prompt one by one.
+    """Stream that decodes the tokens after a prompt one by one.
 
-    A token is decoded together with earlier ones, because some tokenizers write a word with or without a space, and
-    some characters in several tokens. `finish` returns the text that is held back; all returned pieces together are the
-    text.
+    A token is decoded together with earlier ones, because the space before a word may depend on the previous token, and
+    a character may consist of several tokens. `finish` returns the text that was held back. All returned pieces
+    together are the text.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """Number of characters, in the text of the tokens from `_first` on, that have been returned."""
+        """Number of returned characters of the text of the tokens from `_first` on."""
         self._held = ""
         self.stopped = False
         """True if a stop string has been found."""
@@ -42,7 +42,7 @@ class TextStream:
         return self._released(self._taken(final=True), final=True)
 
     def _taken(self, final: bool) -> str:
-        """Return new whole characters."""
+        """Return new complete characters."""
         text = self._detokenize(self._tokens[self._first :])
         stable = text if final else _whole(text)
         new = stable[len(self._decoded) :] if len(stable) > len(self._decoded) else ""
@@ -69,7 +69,7 @@ CONTEXT = 16
 
 
 def _whole(text: str) -> str:
-    """Remove an end that may become one character with the next tokens."""
+    """Remove the end of a text that may form one character with the next tokens."""
     end = len(text)
     while end > max(0, len(text) - MOST_BYTES) and text[end - 1] == REPLACEMENT:
         end -= 1
@@ -77,5 +77,5 @@ def _whole(text: str) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
