@@ -257,7 +257,7 @@ def test_a_dumped_step_is_judged(tmp_path: Path, forgets_norms: bool, capsys: py
 def test_a_dump_replaces_no_other_files(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("kept")
     flags = [*STEP, "--dump-step-dir", str(tmp_path)]
-    with pytest.raises(ValueError, match="holds other files, which a dump would replace; name a new folder"):
+    with pytest.raises(ValueError, match="contains other files, which a dump would replace; name a new folder"):
         resolve_legal(parse_args(flags), 2)
     with pytest.raises(ValueError, match="needs a folder to write to; add --dump-step-dir FOLDER"):
         resolve_legal(parse_args(STEP), 2)

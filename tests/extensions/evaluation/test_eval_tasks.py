@@ -85,7 +85,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         written(tmp_path, "again", task="good"),
         written(tmp_path, "bad", output_type="x"),
     )
-    with pytest.raises(ValueError, match="there are two tasks of the name 'good'") as error:
+    with pytest.raises(ValueError, match="there are two tasks named 'good'") as error:
         suite(good, again, bad, "no_such_task")
     assert len(str(error.value).splitlines()) == 3 and "no_such_task" in str(error.value)
     (tmp_path / "_base.yaml").write_text("{")
@@ -112,7 +112,7 @@ def test_texts_that_are_too_long_are_cut_on_the_left(tmp_path: Path) -> None:
     assert row == Row(tuple(b"cdef gh"), 3) and cut == 2, "the space is the answer's"
     assert continuation_row(TOKENIZER, "", "ab", 6)[0] == Row((256, *b"ab"), 2)
     (note,) = suite(written(tmp_path), longest=10).notes
-    assert note == "task good: 12 of 12 requests are too long and are cut on the left"
+    assert note == "task good: 12 of 12 requests are too long and are truncated on the left"
 
 
 def test_rows_and_prompts_of_a_tokenizer_that_ends_texts_lack_its_eos(tmp_path: Path) -> None:

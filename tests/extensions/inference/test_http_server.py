@@ -342,7 +342,9 @@ def test_unknown_fields_cost_no_more_than_known_ones(served: Served, monkeypatch
     status, found = served.ask(COMPLETIONS, body)
     said = found["error"]["message"]
     assert status == 400 and len(asked) == 5 and max(map(len, asked)) <= 60
-    assert "unknown3: is not a field of this request; 496 more: are not fields of this request" in said and len(said) < 600
+    assert (
+        "unknown3: is not a field of this request; 496 more: are not fields of this request" in said and len(said) < 600
+    )
 
 
 def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
@@ -357,7 +359,7 @@ def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
         with served.raw() as silent:
             assert silent.recv(1) == b"", "a connection that sends nothing is closed"
         found = next(filter(None, (answer() for _ in range(100))), b"")  # no answer if the head is late
-        assert found.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in found
+        assert found.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in found
 
 
 @pytest.mark.parametrize("end", ["length", "cancelled"])

@@ -1,4 +1,4 @@
-"""Diagnosis of a run's errors and time: NaNs, diverging layers, slow ranks, profiles and traces.
+"""Diagnosis of errors and performance: NaNs, diverging layers, slow ranks, profiles and traces.
 
 Flags: --log-layer-stats, --layer-growth-threshold, --check-replicas, --log-straggler, --straggler-minmax-count,
 --profile and --trace with related flags, --record-memory-history, --check-for-spiky-loss, --check-for-large-grads. Two

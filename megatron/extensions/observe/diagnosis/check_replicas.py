@@ -1,4 +1,4 @@
-"""Compares the replicas of parameters and optimizer state on all ranks bit by bit (--check-replicas).
+"""Bitwise comparison of the replicas of parameters and optimizer state on all ranks (--check-replicas).
 
 Parameters and optimizer state are replicated along the mesh axes that do not shard them. Each rank hashes its replicas
 on the device, and the smallest and largest hash along an axis show whether all are equal. This takes two small
@@ -34,7 +34,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck(Callback):
-    """Compares all replicas every --check-replicas iterations. A difference stops the run."""
+    """Callback that compares all replicas every --check-replicas iterations. A difference stops the run."""
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
         check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
@@ -43,7 +43,7 @@ class ReplicaCheck(Callback):
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank, and the axes along which other ranks hold the same values."""
+    """Tensor of this rank, with the axes along which other ranks hold the same values."""
 
     label: str
     values: Tensor
@@ -57,7 +57,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
     """
     optimizer.finish_param_sync()
     replicas = list(replicas_of(modules, optimizer, state))
-    device = optimizer.ddp.device  # of collectives; states may be in host memory
+    device = optimizer.ddp.device  # device of the collectives; states may be in host memory
     hashes = [bit_hash(replica.values).to(device) for replica in replicas]
     message = None
     for name in sorted({axis for replica in replicas for axis in replica.axes}):
@@ -82,7 +82,9 @@ def replicas_of(
     tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in kept]
     tensors += [(f"parameter {part.meta.name}", part.data, part.meta, False) for part in parts]
     whole = not optimizer.config.use_distributed_optimizer
-    states = (piece for piece in optimizer.sharded_state() if piece.own_shape is None)  # other states have no replicas
+    states = (
+        piece for piece in optimizer.sharded_state() if piece.own_shape is None
+    )  # other states are not replicated
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]

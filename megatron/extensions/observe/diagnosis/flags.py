@@ -71,17 +71,19 @@ def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
         yield Problem("--dump-step", own.dump_step, "needs a folder to write to", "add --dump-step-dir FOLDER")
     folder = Path(own.dump_step_dir or "")
     if own.dump_step_dir and folder.is_dir() and any(folder.iterdir()) and not (folder / FINDING).is_file():
-        rule, remedy = "holds other files, which a dump would replace", "name a new folder"
+        rule, remedy = "contains other files, which a dump would replace", "name a new folder"
         yield Problem("--dump-step-dir", own.dump_step_dir, rule, remedy)
     if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
-        rule = f"finds other weights than those of the step with --pipeline-schedule {config.parallel.schedule}"
+        rule = (
+            f"needs the weights of the step, which are overwritten with --pipeline-schedule {config.parallel.schedule}"
+        )
         yield Problem("--dump-step", own.dump_step, rule, "use --pipeline-schedule 1f1b")
 
 
 @extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=rules)
 @dataclass(frozen=True)
 class DiagnosisConfig:
-    log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: hooks do not run in a recording")
+    log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: a replayed graph runs no hooks")
     """Iterations between per-layer statistics: norms of weights, gradients and updates, activations, attention
     logits and routers. 0 turns them off."""
 
@@ -122,7 +124,7 @@ class DiagnosisConfig:
 
     trace: bool = flag(
         False,
-        excludes="--cuda-graph-impl local: actions and collectives do not run one by one in a recording",
+        excludes="--cuda-graph-impl local: a replayed graph does not run actions and collectives separately",
     )
     """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
     or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline."""

@@ -1,4 +1,4 @@
-"""Saves one step with everything that tools/referee.py needs to verify it (--dump-step).
+"""Dump of one step with everything that tools/referee.py needs to verify it (--dump-step).
 
 The folder contains a checkpoint of the weights before the step, the samples in the format of a saved step, and
 
@@ -34,7 +34,7 @@ SHAPES = "shapes"
 
 
 class GradientDump(Callback, Meter):
-    """Writes one step to disk; training continues afterwards."""
+    """Callback that writes one step to disk. Training continues afterwards."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, run.config.options(DiagnosisConfig)
@@ -45,7 +45,7 @@ class GradientDump(Callback, Meter):
 
     def _within_save(self, iteration: int | None) -> Path:
         save = self.run.config.checkpoint.save_folder
-        assert save is not None, "a rule has insisted on a folder"
+        assert save is not None, "a rule ensures that there is a folder"
         return save / "steps" / f"iter_{iteration:07d}"
 
     def begin_step(self, step: Step) -> None:

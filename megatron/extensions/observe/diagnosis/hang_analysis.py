@@ -1,9 +1,9 @@
-"""Finds the rank that caused a hang from the last collectives of every rank in torch's flight recorder.
+"""Analysis of hangs: find the rank at fault from the last collectives of every rank in torch's flight recorder.
 
-A rank waits for the ranks of a group that have not entered a collective that it has entered, and for the sender of a
-message. If two ranks wait for each other, they have taken different branches; the branch that fewer ranks have taken is
-wrong. If more ranks wait in a cycle, the rank is at fault that skipped what all others have done. Without a cycle, the
-ranks that others wait for and that wait for nobody are at fault.
+A rank that has entered a collective waits for the ranks of the group that have not, and a receiver waits for the
+sender. If two ranks wait for each other, they have taken different branches; the branch that fewer ranks have taken is
+wrong. In a longer cycle, the rank that skipped a collective of all others is at fault. Without a cycle, the ranks that
+others wait for and that wait for nobody are at fault.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Waiting:
     """What a rank waits for when the run fails."""
 
     place: str
-    """Line of code that waits."""
+    """Location in the code at which the rank waits."""
 
     entered: tuple[Entered, ...] = ()
     message_from: int | None = None
@@ -152,16 +152,16 @@ class Waiting:
 
 
 class CollectivesAnalysis(HangAnalysis):
-    """Compares the last collectives of all ranks from torch's flight recorder."""
+    """Comparison of the last collectives of all ranks from torch's flight recorder."""
 
     def __init__(self, status: RankStatus) -> None:
         super().__init__(status)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # read by `init_process_group`
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # `init_process_group` reads this variable
 
     def evidence(self) -> object:
         """Return [last collective of each group, the rank whose message this rank waits for]."""
         status, error = self.status, self.status.error
-        # The most recent collective has failed, unless the error occurred in a message between pipeline stages.
+        # the most recent collective has failed, unless the error occurred in a message between pipeline stages
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
         groups = groups_of(status.state) if status.state is not None else {}
         entered = last_entered(traces(), groups, last_pending) if groups else []
@@ -181,7 +181,7 @@ class CollectivesAnalysis(HangAnalysis):
 
 
 class LastCollectives(Callback):
-    """Compares the last collectives of all ranks if the run hangs."""
+    """Callback that compares the last collectives of all ranks if the run hangs."""
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis:
         return CollectivesAnalysis(status)
@@ -197,15 +197,15 @@ def blame(standings: Mapping[int, Waiting]) -> Blame | None:
     if not late:
         return _left_out(standings)
     waiting = sorted(rank for rank, peers in waits.items() if peers)
-    why = f"{_named(waiting)} waited for {_named(late)}, which did not come: " + "; ".join(
+    why = f"{_named(waiting)} waited for {_named(late)}, which did not arrive: " + "; ".join(
         f"rank {rank} was at {standings[rank].place}" for rank in late
     )
     return Blame(late, "did not reach the point where the others waited", why)
 
 
 def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
-    """Return the one rank that waits elsewhere while all others have entered the same collective, each over its group
-    of one axis."""
+    """Return the only rank that waits elsewhere, if all others have entered the same collective, each over its group of
+    one axis."""
     found: dict[int, str] = {}
     for rank, me in standings.items():
         others = [standing for other, standing in standings.items() if other != rank]
@@ -215,7 +215,7 @@ def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
             mine = max((each.number for each in me.entered if each.axis == axis), default=0)
             if me.waits_in and everywhere and len(others) > 1 and len(numbers) == 1 and mine < min(numbers):
                 theirs = next(each.what for each in others[0].entered if each.axis == axis)
-                found[rank] = f"rank {rank} entered {me.waits_in} and left out what all others entered over {axis}: "
+                found[rank] = f"rank {rank} entered {me.waits_in} and skipped what all others entered over {axis}: "
                 found[rank] += f"{theirs} (number {numbers.pop()})"
     if len(found) != 1:
         return None
@@ -261,7 +261,8 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
-    """Return the collectives in which two ranks wait for each other, or which they confuse with each other."""
+    """Return the collectives in which two ranks wait for each other, or different collectives that they run against
+    each other."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:
@@ -281,8 +282,8 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """Return how many ranks have reached this point on the axis, in any group, and which fraction of the rank's own
-    group."""
+    """Return the number of ranks in all groups of the axis that have reached this point, and the fraction of the rank's
+    own group."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

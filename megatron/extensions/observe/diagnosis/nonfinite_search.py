@@ -1,10 +1,10 @@
-"""Finds the origin of a NaN or infinity by running the step again with hooks on every module.
+"""Search for the origin of a NaN or infinity: the step runs again with hooks on every module.
 
 The forward passes run first. For each of its stages and micro-batches, every rank records the first module whose output
 contains a NaN or infinity. If there is none, the backward passes run with hooks on the gradients of every module's
-inputs, and weight gradients are checked after each action. The first record of all ranks counts: forward before
-backward, then in model order, then by sample, so the result does not depend on the layout. Random numbers are functions
-of the seed and a position, so the second run computes the same values as the first.
+inputs, and weight gradients are checked after each action. The result is the first record of all ranks: forward before
+backward, then in model order, then by sample. It does not depend on the layout. Random numbers are functions of the
+seed and a position, so the second run computes the same values as the first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place at which a value was not finite."""
+    """First place at which a value was not finite."""
 
     where: str
     """The pass: one of `PASSES`."""
@@ -50,8 +50,8 @@ class Finding:
     """Module name in the whole model; for a weight gradient, the parameter name."""
 
     samples: tuple[int, ...]
-    """Numbers in the run of the samples with such values; all samples of the micro-batch if the tensor does not show
-    which."""
+    """Indices of the samples with nonfinite values; all samples of the micro-batch if the tensor does not identify
+    them."""
 
     microbatch: int
     rank: int
@@ -66,7 +66,7 @@ class Finding:
     """Position in the order of this pass, within the stage."""
 
     weights: tuple[str, ...] = ()
-    """Parameters that were not finite before the step."""
+    """Parameters that already had nonfinite values before the step."""
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -84,9 +84,9 @@ class Finding:
         if self.where == WEIGHT_GRADIENT:
             made = "the gradients of all activations were finite"
         elif self.sources_finite:
-            made = f"the {given} it was given were finite, the largest {self.largest:.3g}"
+            made = f"its {given} were finite, the largest {self.largest:.3g}"
         else:
-            made = f"the {given} it was given were not finite already: the operation before it made them"
+            made = f"its {given} were already not finite: an earlier operation produced them"
         weights = f"not finite before the step: {', '.join(self.weights)}" if self.weights else "all finite"
         return (
             f"first in the {self.where}{'' if self.where == WEIGHT_GRADIENT else ' pass'}: {self.module} "
@@ -118,7 +118,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
-    passes.ddp.begin_step(0)  # nothing is reduced
+    passes.ddp.begin_step(0)  # gradients are not reduced
     scaled, _ = passes.with_scale(step, batches, seed)
     first = None
     for where in (FORWARD, BACKWARD):
@@ -138,7 +138,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """The first finding of each stage and micro-batch on this rank."""
+    """First finding of each stage and micro-batch on this rank."""
 
     def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Profiles some steps of selected ranks: torch profiler traces, nsys ranges, and GPU memory history."""
+"""Profiles of some steps on selected ranks: torch profiler traces, nsys ranges, and GPU memory history."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.training.step_parts import runs_passes_in_turns
 
 
 class Profiler(Callback):
-    """Starts after --profile-step-start iterations and stops after --profile-step-end, on the ranks of --profile-ranks.
+    """Callback that profiles from --profile-step-start to --profile-step-end, on the ranks of --profile-ranks.
 
-    On CPUs, and with --use-pytorch-profiler, it writes a trace for Perfetto and Chrome. Otherwise it starts and stops
-    `nsys profile --capture-range=cudaProfilerApi`, with an NVTX range for each operation and action.
+    On CPUs, and with --use-pytorch-profiler, the callback writes a trace for Perfetto and Chrome. Otherwise it starts
+    and stops `nsys profile --capture-range=cudaProfilerApi`, with an NVTX range for each operation and action.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -63,7 +63,7 @@ class Profiler(Callback):
             self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        # A pass that is interleaved with another one runs in its own thread.
+        # An interleaved pass runs in its own thread.
         threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,

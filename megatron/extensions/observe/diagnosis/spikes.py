@@ -1,4 +1,4 @@
-"""Detects steps whose loss or gradient norm is far above its running mean (--check-for-spiky-loss,
+"""Detection of steps whose loss or gradient norm is far above its running mean (--check-for-spiky-loss,
 --check-for-large-grads)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WARM_UP = 10
 
 
 class StepJudge:
-    """Detects spikes by comparing loss and gradient norm with their running means, on the device."""
+    """Spike detection: compare loss and gradient norm with their running means, on the device."""
 
     def __init__(self, config: RunConfig, device: torch.device, means: tuple[float, ...]) -> None:
         self.skips, own = config.checks.max_skipped_iterations > 0, config.options(SpikeFlags)
@@ -43,7 +43,7 @@ class StepJudge:
 
 
 class SpikeCheck(Callback):
-    """Checks for spikes if a flag requests it."""
+    """Callback that checks for spikes if a flag requests it."""
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> StepJudge:
         return StepJudge(self.config, device, means)

@@ -1,11 +1,11 @@
-"""Finds the origin of a non-finite step, and saves the step that ends a run for a replay.
+"""Search for the origin of a non-finite step, and a copy of the step that ends a run, for a replay.
 
     SAVE/nan/iter_0000012/finding.json              the step, and the first non-finite value
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
     SAVE/nan/iter_0000012/samples-00000.npz         the samples, one file per data-parallel rank
     SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the previous step
 
---load accepts the folder too: the run then resumes right before the step.
+--load also accepts the folder of a step. The run then resumes right before the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.training.run import TrainingRun
 CONFIG = "run_config.yaml"
 SAMPLES = "samples-*.npz"
 
-ADVICE = "replay the step, in one process or at another layout, and look at the module and the samples"
+ADVICE = "replay the step, in one process or under another layout, and inspect the module and the samples"
 NOT_REPRODUCED = (
     "run again, with the same weights and samples, everything is finite: the cause is in none of them. Suspect the "
     "hardware, or a kernel that races"
@@ -54,7 +54,7 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that the step was made beside, everything is finite: these weights, "
     "or the hardware, are the cause"
 )
-"""Message for schedules without a flush, which do not keep the weights of the step."""
+"""Advice for schedules without a flush, which do not keep the weights of the step."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class SavedStep:
     step: Step
     loss_scale: float
     finding: Finding | None
-    """None if every value was finite when the step was run again."""
+    """First nonfinite value; None if every value was finite when the step ran again."""
 
     @classmethod
     def read(cls, folder: Path) -> SavedStep:
-        """Read a folder's saved step. Raises ValueError if it contains none."""
+        """Read the saved step in a folder. Raises ValueError if the folder contains none."""
         try:
             values = parse_json((folder / FINDING).read_text())
             finding = values["finding"]
@@ -78,7 +78,7 @@ class SavedStep:
 
 
 class FirstNonFinite(Callback):
-    """Reports where the first non-finite value was computed."""
+    """Callback that reports where the first non-finite value was computed."""
 
     run: TrainingRun
 
@@ -159,7 +159,7 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     given = tuple((field, value) for field, value in config.given if field != "vocab_size")
-    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer to count tokens
+    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer that could count tokens
     (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
@@ -178,7 +178,7 @@ def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """Dataset of a saved step's samples, under their numbers in the run."""
+    """Dataset of a saved step's samples, with their indices in the run."""
 
     def __init__(self, folder: Path, micro_batch_size: int) -> None:
         self.samples: dict[int, Sample] = {}
@@ -200,7 +200,7 @@ class SavedSamples:
     def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
         """Return the run's micro-batches, [micro-batches, replicas, micro_batch_size], for any number of replicas.
 
-        With another micro-batch size, samples are dealt in order.
+        With another micro-batch size, samples are distributed in order.
         """
         dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
         return dealt

@@ -1,4 +1,4 @@
-"""Replays a saved step under any layout (`tools/replay_step.py`)."""
+"""Replay of a saved step under any layout (`tools/replay_step.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
-"""Called with the run before the step, on every rank, so that the caller can add hooks."""
+"""Function that is called with the run before the step, on every rank, so that the caller can add hooks."""
 
 
 def replay(
@@ -90,8 +90,8 @@ def without_data_flags(config: RunConfig) -> RunConfig:
 
 
 def without_callbacks(config: RunConfig) -> RunConfig:
-    """The configuration without the flags of extensions that ask for a callback, whose inputs a replay has not. Flags
-    of the model stay, such as those of an indexer whose loss a callback logs."""
+    """Remove the flags of extensions that request a callback, because a replay lacks the inputs of callbacks. Flags
+    that affect the model are kept, even if a callback logs its values."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
     of_model = {section.cls for section in EXTENSION_SECTIONS.values() if section.part_of == "model"}
     for options in (options for options in config.extension_options if type(options) not in of_model):

@@ -1,12 +1,12 @@
-"""Finds slow ranks by phase of the step.
+"""Detection of slow ranks by phase of the step.
 
-Ranks that wait for each other all take the same total time, so only a rank's own work counts. On the CPU this is the
-time of a phase without its waits for messages and collectives. On CUDA it is the time between device events. Waits for
+Ranks that wait for each other take the same total time, so only a rank's own work is compared. On CPUs, this is the
+time of a phase without its waits for messages and collectives. On CUDA, it is the time between device events. Waits for
 pipeline messages and data parallelism lie outside these events. Collectives within a layer (TP, CP, EP) lie inside
 them, so a slow rank there slows down the times of its whole group.
 
-Only the end of the gradient reduction is timed with its waits: there, the rank that waits least is the slow one.
-Nothing here waits for the device: events are read once they have passed.
+Only the end of the gradient reduction is timed with its waits, where the rank that waits least is the slow one. No
+measurement synchronizes with the device: events are read after they have completed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.training.run import TrainingRun
 
 
 class Waits:
-    """Seconds that the training thread has waited in torch.distributed, including blocking collectives."""
+    """Wait time of the training thread in torch.distributed, in seconds, including blocking collectives."""
 
     seconds = 0.0
 
@@ -50,14 +50,14 @@ class Waits:
             try:
                 return wait(*args, **kwargs)
             finally:
-                if threading.get_ident() == thread:  # but not the thread that writes checkpoints
+                if threading.get_ident() == thread:  # the thread that writes checkpoints is not timed
                     cls.seconds += time.perf_counter() - start
 
         dist.Work.wait = timed  # type: ignore[method-assign]
 
 
 class Stragglers(Callback, Meter):
-    """Compares the ranks' own times in each part of a step (--log-straggler)."""
+    """Callback that compares the ranks' own times in each part of a step (--log-straggler)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         world = run.runtime.state.world
@@ -69,7 +69,8 @@ class Stragglers(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """Return [ranks * parts] with this rank's seconds in its row, so that a sum contains every rank's seconds."""
+        """Return [ranks * parts] with this rank's seconds in its row and zeros elsewhere, so that a sum over ranks
+        contains all rows."""
         table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()
@@ -83,7 +84,7 @@ class Stragglers(Callback, Meter):
 
 
 class PhaseClock:
-    """Sums this rank's own seconds in each part of a step."""
+    """Clock that sums this rank's own seconds in each part of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

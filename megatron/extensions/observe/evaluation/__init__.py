@@ -1,4 +1,4 @@
-"""Runs downstream tasks with lm-evaluation-harness on the training model under any layout.
+"""Downstream tasks with lm-evaluation-harness on the training model, under any layout.
 
 Flags: --eval-tasks, --eval-tasks-*. To evaluate checkpoints with the harness's own command, use `python -m
 megatron.lm_eval_model`.

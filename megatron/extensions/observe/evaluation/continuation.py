@@ -16,11 +16,11 @@ from megatron.extensions.observe.evaluation.scoring import Scorer
 from megatron.extensions.use.inference.generation import Engine, Request, StageRunner, eos_ids
 
 MOST_TOKENS = 256
-"""lm-evaluation-harness's default of max_gen_toks."""
+"""Default of max_gen_toks in lm-evaluation-harness."""
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The supported generation_kwargs."""
+    """Supported generation_kwargs."""
 
     max_gen_toks: int | None
     max_new_tokens: int | None
@@ -105,12 +105,12 @@ def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
 
 
 ROWS = 64
-"""Number of texts that grow at once."""
+"""Number of texts that grow at the same time."""
 
 
 @dataclass(frozen=True)
 class CachedGeneration:
-    """Continues prompts under a layout without context parallelism."""
+    """Continuation of prompts with a key/value cache, under a layout without context parallelism."""
 
     stages: Mapping[int, GPTModel]
     state: ParallelState

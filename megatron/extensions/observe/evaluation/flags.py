@@ -29,9 +29,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(flag, None, "reads text, which needs a tokenizer", "add --tokenizer-type and its files")
     factor = model.moe_eval_capacity_factor or model.moe_expert_capacity_factor
     if factor is not None and model.num_experts and factor * model.moe_router_topk < model.num_experts:
-        rule = "experts with a capacity would drop tokens of a text for the filling behind it"
+        rule = "experts with a capacity could drop tokens of a text in favour of the padding after it"
         enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
-        yield Problem(flag, None, rule, f"add {enough}, with which none is dropped")
+        yield Problem(flag, None, rule, f"add {enough}, which drops no tokens")
     if importlib.util.find_spec("lm_eval") is None:
         yield Problem(flag, None, "needs lm-evaluation-harness", "pip install 'paritrain[lm-eval]', or lm_eval")
     for name in own.eval_tasks:

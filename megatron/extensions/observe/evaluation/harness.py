@@ -1,4 +1,4 @@
-"""Connects lm-evaluation-harness to a model that is distributed over ranks: the model class and the tasks.
+"""Adapter of lm-evaluation-harness to a model that is distributed over ranks: the model class and the tasks.
 
 https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
 """
@@ -71,12 +71,12 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
     """
     context, options = request.args
     if asks_for_sampling(options):
-        raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
+        raise ValueError("generation_kwargs request sampling, but decoding is greedy: remove do_sample")
     return greedy_request(tokenizer, context, options, longest, most_tokens)
 
 
 class ParallelLM(LM):
-    """A model over several ranks. Every rank receives all requests, and the ranks score them together."""
+    """Model on several ranks, for the harness. Every rank receives all requests, and the ranks score them together."""
 
     def __init__(
         self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
@@ -182,7 +182,7 @@ class Suite:
                     keys = _keys(each) if is_file(name) else {}
                     if not Path(name).is_dir() or (not each.name.startswith("_") and keys.keys() & {"group", "task"}):
                         suite._add(manager.load([keys.get("group", str(each))]))
-                except Exception as error:  # from the harness, the data, or a task's functions
+                except Exception as error:  # an error of the harness, the data, or a task's functions
                     problems.append(f"--eval-tasks {each}: {type(error).__name__}: {error}")
         for task in suite.tasks.values():
             if num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -193,7 +193,7 @@ class Suite:
                 problems.append(f"--eval-tasks: task {task.task_name}: {type(error).__name__}: {error}")
                 continue
             if cut:
-                about = f"{cut} of {len(task.instances)} requests are too long and are cut on the left"
+                about = f"{cut} of {len(task.instances)} requests are too long and are truncated on the left"
                 notes.append(f"task {task.task_name}: {about}")
         if problems:
             raise ValueError("\n".join(problems))
@@ -204,7 +204,7 @@ class Suite:
         groups = loaded.get("groups", {})
         for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
             if not any(name in group.child_names for group in self.groups.values()):
-                raise ValueError(f"there are two tasks of the name {name!r}; give one of them another name")
+                raise ValueError(f"there are two tasks named {name!r}; rename one of them")
         self.tasks.update(loaded["tasks"])
         self.groups.update(groups)
 

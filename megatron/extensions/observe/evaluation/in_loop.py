@@ -1,4 +1,4 @@
-"""Evaluates the tasks of --eval-tasks on the training model, in place, and logs their scores."""
+"""Evaluation of the tasks of --eval-tasks on the training model, in place, with their scores in the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class EvalTasks(Callback):
-    """Evaluates tasks on the training model every --eval-tasks-interval iterations (--eval-tasks)."""
+    """Callback that evaluates tasks on the training model every --eval-tasks-interval iterations (--eval-tasks)."""
 
     def on_setup(self, runtime: Runtime) -> None:
         """Read the tasks. Raises ValueError with every problem of their files."""

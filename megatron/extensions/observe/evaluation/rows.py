@@ -23,7 +23,7 @@ ROUND = 16
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of a forward pass."""
+    """Token sequence of a forward pass."""
 
     tokens: tuple[int, ...]
     """The input tokens and the token after them."""
@@ -39,13 +39,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """The model's result for a row."""
+    """Result of the model for a row."""
 
     log_likelihood: float
     """Log-likelihood of the scored tokens, in nats."""
 
     is_greedy: bool
-    """True if each of them is the most likely token."""
+    """True if each scored token is the most likely one."""
 
     next_token: int
     """The most likely token after the row."""

@@ -36,7 +36,7 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 
 @dataclass(frozen=True)
 class Scorer:
-    """Runs rows through a model in batches.
+    """Scorer that runs rows through a model in batches.
 
     `forward` takes micro-batches of one shape, as each rank holds them. It returns `token_scores` of each on the ranks
     of the last stage, and [] elsewhere.
@@ -52,10 +52,10 @@ class Scorer:
     state: ParallelState
     device: torch.device
     go_on: Callable[[], bool] = lambda: True
-    """Called before each round, on all ranks; scoring stops if it returns False."""
+    """Function that is called before each round, on all ranks. Scoring stops if it returns False."""
 
     progress: Callable[[int, int], None] = lambda done, rounds: None
-    """Called with the number of finished and total rounds, before the first round and after each."""
+    """Function that is called with the numbers of finished and total rounds, before the first round and after each."""
 
     @property
     def longest(self) -> int:

@@ -1,4 +1,5 @@
-"""Measures the parts of the wall time on the first rank, and logs them over all starts of the run (--log-goodput)."""
+"""Measurement of the parts of the wall time on the first rank, with totals over all starts of the run
+(--log-goodput)."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
 KEPT = 10_000
-"""Number of recent steps whose seconds are known, because a run may roll back to any of them."""
+"""Number of recent steps whose seconds are kept. A run may roll back to any of them."""
 
 EVENT_SECONDS = 30.0
 """Minimum seconds between two events for log lines; every save also writes an event."""
 
 
 class Goodput(Callback, Meter):
-    """Parts of a run's wall time. The first rank measures, and all ranks log its results."""
+    """Callback that measures the parts of a run's wall time on the first rank."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -70,7 +71,7 @@ class Goodput(Callback, Meter):
         self._keep_until(self._run.progress.iteration)
 
     def _keep_until(self, iteration: int) -> None:
-        """Keep the seconds of steps in log lines up to an iteration."""
+        """Discard the seconds of steps after an iteration, which log lines no longer include."""
         known = [float(iteration), self._own["useful"], self._own["skipped"]]
         self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
 
@@ -141,8 +142,7 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return this start's seconds plus the steps since the last log line, divided by the number of skipped
-        steps."""
+        """Return this start's seconds plus the steps since the last log line, split by the number of skipped steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own

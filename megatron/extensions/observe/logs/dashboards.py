@@ -32,7 +32,8 @@ MOST_RECENT = 10_000
 
 
 class TensorBoardSink:
-    """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
+    """TensorBoard sink. It writes the numbers of each record as scalars with Megatron-LM's tags, and the configuration
+    as text.
 
     A resumed run hides later iterations of earlier runs. TensorBoard hides by step regardless of the tag, which affects
     curves over samples too, so hidden steps are written again from the records of `metrics.jsonl`.
@@ -81,7 +82,7 @@ class TensorBoardSink:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Stop using a file that cannot be written, for a period that doubles each time."""
+        """Suspend writing after an error, for a period that doubles each time."""
         try:
             yield
         except OSError as error:
@@ -96,7 +97,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs records to Weights & Biases with Megatron-LM's names.
+    """Weights & Biases sink, with Megatron-LM's names.
 
     A resumed run continues the Weights & Biases run whose id is in `wandb_run_id.txt`. Raises ValueError if the package
     is not installed, or if the run cannot be started.

@@ -1,4 +1,4 @@
-"""Logs the loss of each document in evaluations (--document-loss-log).
+"""Log of the loss of each document in evaluations (--document-loss-log).
 
 The file contains one JSON object per line for each document of an evaluation, the highest loss first:
 

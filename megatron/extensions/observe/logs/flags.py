@@ -40,10 +40,10 @@ class LogsConfig:
     package."""
 
     prometheus_host: str = flag("127.0.0.1", no_effect_without="--prometheus-port")
-    """Address of --prometheus-port. Everyone who reaches it can read the metrics."""
+    """Address of --prometheus-port. Everyone who can reach the address can read the metrics."""
 
     log_throughput: bool = False
-    """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
+    """--log-format megatron: print the throughput per device. The default log format always prints it."""
 
     sample_log: str | None = flag(None, path="local", writes="file")
     """File for the samples of each training step, one JSON object per line."""
@@ -53,7 +53,7 @@ class LogsConfig:
         path="local",
         writes="file",
         no_effect_without="--eval-iters above 0",
-        excludes="--fim-data: the tokens of documents change their places",
+        excludes="--fim-data: it rearranges the tokens of documents",
     )
     """File for the loss of each document in evaluations, one JSON object per line, sorted from the highest loss."""
 

@@ -1,4 +1,4 @@
-"""Measures losses by dataset of a blend, the parameter norm, zeros in the gradient, and the samples of each step.
+"""Meters for losses by dataset of a blend, the parameter norm, zeros in the gradient, and the samples of each step.
 
 --sample-log writes one JSON object per line with the samples in the order in which the data iterators returned them:
 
@@ -9,8 +9,8 @@
 which each sample starts. `documents` lists the parts of each sample as document, first token and number of tokens.
 `crc32` are checksums of the token ids that the model received. tools/inspect_dataset.py --sample-log decodes a step.
 
-The first rank of every data-parallel group reports its samples, so the file shows the samples that were trained rather
-than planned. The same seed and data give the same file under every layout, micro-batch size and number of workers.
+The first rank of every data-parallel group reports its samples, so that the file contains the samples that were
+actually used. The same seed and data give the same file under every layout, micro-batch size and number of workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.training.run import TrainingRun
 
 
 class SourceLosses(Callback):
-    """Losses by dataset of a blend (--log-source-loss)."""
+    """Callback that logs losses by dataset of a blend (--log-source-loss)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         run.data.add_source_ids()
@@ -103,7 +103,7 @@ class ModelSums(Callback, Meter):
     def take(self) -> Tensor:
         """Return [squares of parameters, zeros in gradients] float64 of this rank's share, after an update.
 
-        Main parameters count, and gradients after clipping.
+        The values are those of main parameters, and of gradients after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():
@@ -133,7 +133,7 @@ class ModelSums(Callback, Meter):
 
 
 class SampleLog(Callback):
-    """Writes the samples of each step (--sample-log)."""
+    """Callback that writes the samples of each step (--sample-log)."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)

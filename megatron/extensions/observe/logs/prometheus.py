@@ -20,7 +20,8 @@ PREFIX = "paritrain"
 
 
 class PrometheusSink:
-    """Serves the last value of each record number as a gauge, such as `paritrain_lm_loss` for `lm_loss`.
+    """Prometheus sink that serves the last value of each number in records as a gauge, such as `paritrain_lm_loss` for
+    `lm_loss`.
 
     The time of the last record is `paritrain_last_record_seconds`. Tables in records are omitted. Raises ValueError if
     `prometheus_client` is not installed, or if the port cannot be used.

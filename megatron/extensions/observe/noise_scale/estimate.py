@@ -1,4 +1,4 @@
-"""Estimates the gradient noise scale from the gradient norms of small and large batches. This module does not import
+"""Estimate of the gradient noise scale from the gradient norms of small and large batches. This module does not import
 torch.
 
 The simple noise scale is tr(S) / |G|^2, with G the gradient of the expected loss and S the covariance of one sample's
@@ -27,7 +27,7 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of a step's squared norms in an estimate: `small` for the small batch, `large` for the large one."""
+    """Coefficients of a step's squared norms in an estimate, for the small and the large batch."""
 
     small: float
     large: float

@@ -11,8 +11,10 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 SWITCH = "--log-noise-scale"
-ROLL_BACK = "--optimizer-post-validation: steps that are rolled back would count"
-GRAPHS = "--cuda-graph-impl local: a graph repeats its kernels alone, and gradients of a micro-batch are not seen"
+ROLL_BACK = "--optimizer-post-validation: rolled-back steps would be counted"
+GRAPHS = (
+    "--cuda-graph-impl local: a graph replays only its kernels, so the gradients of a micro-batch cannot be measured"
+)
 PARTS = "--context-parallel-size above 1: no rank has the gradient of whole samples before the reduction"
 
 
@@ -20,7 +22,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(NoiseScaleFlags)
     small, large = config.training.micro_batch_size, config.training.global_batch_size
     if own.log_noise_scale and small and large and small >= large:
-        rule = "compares the gradient of a micro-batch with that of the global batch, which is one micro-batch"
+        rule = "compares the gradients of a micro-batch and the global batch, which consists of only one micro-batch"
         yield Problem("--micro-batch-size", small, rule, "lower it, or remove " + SWITCH)
 
 

@@ -1,12 +1,12 @@
-"""Measures two squared gradient norms in each step without an extra pass.
+"""Measurement of two squared gradient norms in each step, without an extra pass.
 
 The small batch is the first micro-batch of each replica. `main_grad` holds its gradient between its backward and the
 backward of the second micro-batch, or the reduction. The large batch is the global batch, whose gradient is in the
 reduced buffers before the update. Sums over shards and the mean over replicas are computed in the reduction at a log
 line.
 
-Only matrices that tensor parallelism shards count, because their gradients are complete on each rank. Gradients of
-vectors are partial sums under sequence parallelism, and gradients of tied embeddings under pipeline parallelism. The
+Only matrices that tensor parallelism shards are counted, because their gradients are complete on each rank. Gradients
+of vectors are partial sums under sequence parallelism, and gradients of tied embeddings under pipeline parallelism. The
 estimate therefore covers the same parameters under every layout. An expert sees the tokens of all ranks of its
 expert-parallel group, so its small batch consists of that many micro-batches.
 """
@@ -61,7 +61,7 @@ class Watched:
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """Hook that runs after each contribution when nothing is measured. It may reduce the gradient."""
+    """Original hook after each contribution, which may reduce the gradient."""
 
     reports: int = 0
     """Number of contributions in this step."""
@@ -85,7 +85,7 @@ def _norm(grad: Tensor) -> Tensor:
 
 
 class NoiseScale(Callback, Meter):
-    """Logs the gradient noise scale (--log-noise-scale)."""
+    """Callback that logs the gradient noise scale (--log-noise-scale)."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -121,10 +121,7 @@ class NoiseScale(Callback, Meter):
         return (self,)
 
     def _kind(self, meta: ParamMeta) -> Parameters | None:
-        """Return the group in which a parameter counts; None if it does not.
-
-        Experts whose ranks hold parts of samples do not count.
-        """
+        """Return the group of parameters in which a parameter is counted; None if it is not counted."""
         if not counts(meta, self.config.model):
             return None
         if meta.expert:

@@ -232,5 +232,5 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Subtract a part that is no longer in memory from the count, whether or not it was sent."""
+    """Subtract a part that is no longer in memory from the count. The part may have been sent or discarded."""
     LIMITS.hold(-nbytes)

@@ -1,9 +1,9 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
-The code is independent of the layout. A mean of squares is a sum of squares and a number of elements, both summed over
-the world. Ranks with other tokens, other features or replicas all add their part, and the ratio equals that of one
-process. Any layer can therefore be measured, including custom ones: its output, and the output of each module in it
-that has matrices.
+The code is independent of the layout. A mean of squares consists of a sum of squares and a number of elements, both
+summed over the world. Ranks with other tokens, other features or replicas all add their parts, and the ratio equals the
+one in a single process. Any layer can therefore be measured, including custom layers: the output of the layer, and of
+each of its modules with matrices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[str, int]
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Maxima. Queries are scaled, so no logit exceeds the product of the first two."""
+"""Statistics that are maxima. Queries are scaled, so no logit exceeds the product of the first two."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
@@ -42,10 +42,7 @@ They are the sum of squares and the number of lookups, with ranks as "layers".
 
 
 class ActivationTaps:
-    """Measurements of the layers of one rank's stages since `begin`: sums, element counts and maxima.
-
-    It measures only in training passes while it is `active`, and ignores recomputation.
-    """
+    """Measurements of the layers of one rank's stages since `begin`: sums, element counts and maxima."""
 
     def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool) -> None:
         self.active = False
@@ -130,7 +127,8 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """args: tokens [b, s]; out [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Measure an embedding lookup. `args` is tokens [b, s]; `out` is [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         if self._measures():
             assert isinstance(table, VocabParallelEmbedding)
             tokens, tp = args[0].t(), table.axis
@@ -143,7 +141,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """args: q [s, b, heads, d], k [s, b, groups, d], ..."""
+        """Measure the norms of queries and keys. `args` begins with q [s, b, heads, d], k [s, b, groups, d]."""
         if self._measures():
             assert isinstance(core, CoreAttention)
             for key, x, scale in zip(keys, args, (core.scale, 1.0), strict=False):
@@ -152,7 +150,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """args: weights, logits, probabilities [s, b, E], ..."""
+        """Measure a router. `args` begins with weights, logits, probabilities [s, b, E]."""
         if self._measures():
             p = args[2].detach()
             self.sums[key].add_(torch.special.entr(p).sum(dtype=torch.float64))
@@ -163,7 +161,8 @@ class ActivationTaps:
 
 
 def sum_of_squares_of_rows(x: Tensor) -> Tensor:
-    """x [..., h] -> float64 scalar. Only the sums within rows are fp32 (fp64 for fp64 inputs)."""
+    """Return the sum of squares of x [..., h] as a float64 scalar. Only the sums within rows are fp32 (fp64 for fp64
+    inputs)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=_precise(x)).double().square().sum()
 
 

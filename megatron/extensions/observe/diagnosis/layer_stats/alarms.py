@@ -1,20 +1,20 @@
-"""Identifies layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
+"""Detection of layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
 
-Layers are compared by each statistic of `layers` that is a number, and parameters of one kind, as all
-`mlp.linear_fc1.weight`, by their weights. Tensor-parallel ranks are compared by the norms of the weights and gradients
-of their parts of each parameter, beside those of the other ranks. Beyond that, copies must be equal, and parts with
-equal norms have been drawn from one seed, of which a loss says nothing.
+Layers are compared by each numeric statistic, and parameters of one kind, such as all `mlp.linear_fc1.weight`, by their
+weight norms. Tensor-parallel ranks are compared by the weight and gradient norms of their parts of each parameter. In
+addition, copies must be equal, and parts with equal norms indicate that ranks draw from the same seed, which a loss
+does not show.
 
-The rule for both is one for a member of a group of equals that grows while the others do not. The members have a value
-each record. A straight line is fitted to the logarithms of a member's last `WINDOW` values. Its steepness is relative
-to the median of the group, so growth that all share, as in warm-up, does not count. A member is out of line if, in two
-records one after another, its line rises by more than the logarithm of the threshold beside that median, and
+One rule detects a member of a group that grows while the other members do not. Each record has a value for every
+member. A straight line is fitted to the logarithms of a member's last `WINDOW` values. Its slope is relative to the
+median of the group, so that growth of all members, as in warm-up, does not count. A member is an outlier if, in two
+consecutive records, its line rises by more than the logarithm of the threshold relative to the median, and
 
-- `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began:
-  what it does all the time is noise;
+- `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began,
+because growth that happens all the time is noise;
 - `OTHERS` times as steeply as any other member's line now.
 
-The numbers were chosen on small models in training from their initial weights on, for no alarm in them.
+The constants were chosen so that small models, trained from their initial weights, raise no alarm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
     """Properties of a parameter that are needed to interpret its norms."""
 
     layer: int | None
-    """Number of the parameter's layer in the model; None outside layers."""
+    """Index of the parameter's layer in the model; None outside layers."""
 
     expert: bool
     sharded: bool
@@ -120,12 +120,13 @@ class Growth:
 
     factor: float
     others: float
-    """Factor of the other member that changes most, in either direction."""
+    """Growth factor of the other member that changes most, in either direction."""
 
 
 @dataclass
 class _Track:
-    """Logarithms of a member's last values, and slopes of the windows that end in them, minus the group's slope."""
+    """History of a member: logarithms of its last values, and slopes of the windows that end with them, minus the
+    group's slope."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
@@ -133,11 +134,11 @@ class _Track:
     """Number of consecutive records in which the member was an outlier."""
 
     told: bool = False
-    """True if the outlier was reported and the line still rises by more than the threshold."""
+    """True if the outlier has been reported and its line still rises by more than the threshold."""
 
     @property
     def earlier(self) -> list[float]:
-        """Steepness of the windows that share no record with the current one, sorted."""
+        """Return the sorted slopes of the windows that share no record with the current one."""
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
@@ -216,7 +217,7 @@ ROUNDING = 1e-6
 
 
 class LayerAlarms:
-    """Judges the records of a run one after another. A resumed run starts without history."""
+    """Alarms of a run, which processes the records one after another. A resumed run starts without history."""
 
     def __init__(self, threshold: float) -> None:
         """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables them."""

@@ -26,7 +26,7 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's terms from one bucket: elements [start, stop) of the optimizer's shard of it."""
+    """This rank's terms from one bucket: elements [start, stop) of the optimizer's shard of the bucket."""
 
     shard: Shard
     start: int
@@ -41,12 +41,12 @@ class _Part:
 class ParameterSquares:
     """Sums of squares [tp, parameters, quantities] float64 of one rank; the rows of other tensor-parallel ranks are 0.
 
-    If a parameter is not sharded over tensor-parallel ranks, each of them adds its own copy, so that copies can be
-    compared. Of other replicas, such as a tied embedding, only the first one counts. Frozen parameters do not count.
+    If a parameter is not sharded over tensor-parallel ranks, each rank adds its own copy, so that copies can be
+    compared. Only the first of other replicas, such as a tied embedding, is counted. Frozen parameters are not counted.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, state: ParallelState, rows: Mapping[str, int]) -> None:
-        """Create the table. `rows` is the row of each trained parameter of the model."""
+        """Create the table. `rows` maps each trained parameter of the model to its row."""
         self.tp, self.device = state.tp, optimizer.ddp.device
         self.shape = state.tp.size, len(rows), len(QUANTITIES)
         parts = (_part(shard, state) for shard in optimizer.shards)

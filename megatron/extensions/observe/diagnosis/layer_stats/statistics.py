@@ -44,7 +44,7 @@ BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the tables of all ranks. Equal on all ranks."""
+    """Rows of the tables, equal on all ranks."""
 
     parameters: dict[str, Parameter]
     sums: tuple[Key, ...]
@@ -65,7 +65,7 @@ class _Rows:
 
 
 class LayerStatistics(Callback, Meter):
-    """Measures the statistics of one rank's part of the model (--log-layer-stats)."""
+    """Callback that measures the statistics of one rank's part of the model (--log-layer-stats)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(DiagnosisConfig)
@@ -77,7 +77,7 @@ class LayerStatistics(Callback, Meter):
         self.num_experts = config.model.moe_choices
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
-        """Number of the current step if it is measured, else None."""
+        """Number of the current step if it is measured; None otherwise."""
         self.found: list[LayerRecord] = []
         """Records of the last log interval."""
 
@@ -193,8 +193,8 @@ class LayerStatistics(Callback, Meter):
         return record
 
     def notice(self) -> str | None:
-        """Return a notice about values that are logged in place of ones that the kernels do not return; None if there
-        are none."""
+        """Return a notice about logged values that replace values which the kernels do not return; None if there are
+        none."""
         maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:

@@ -1,9 +1,9 @@
-"""Assembles one trace from the spans of all ranks: on one clock, with arrows for messages, and with the measured and
+"""Assembly of one trace from the spans of all ranks: on one clock, with arrows for messages, and with the measured and
 the simulated pipeline of each step. This module does not import torch.
 
-An action's time is the time of its slice without the initial wait for its message. The simulation runs the run's action
-lists with the median time of each kind of action on each stage. The measurement exceeds it by the variation of these
-times and the resulting waits.
+The time of an action is the duration of its slice without the initial wait for its message. The simulation uses the
+run's action lists with the median time of each kind of action on each stage. The measured step is longer because these
+times vary, which causes waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIPELINE = "pipeline"
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One pipeline's actions of one iteration, by pipeline rank, in microseconds since the start of the trace."""
+    """Actions of one pipeline in one iteration, by pipeline rank, in microseconds since the start of the trace."""
 
     iteration: int
     ranks: tuple[int, ...]
@@ -56,7 +56,8 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the step between the first start and the last end of all ranks, as in `Simulation.bubble`."""
+        """Return the idle share of the time between the first start and the last end of all ranks, as in
+        `Simulation.bubble`."""
         busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
         return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
 
@@ -66,7 +67,7 @@ class MeasuredStep:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans, because passes that run in turns overlap."""
+    """Return the length of the union of spans. Spans of interleaved passes overlap."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -75,7 +76,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def measured_steps(trace: Trace) -> list[MeasuredStep]:
-    """Return every pipeline's part of every traced iteration, by first rank within an iteration.
+    """Return the actions of every pipeline in every traced iteration. Within an iteration, pipelines are ordered by
+    first rank.
 
     On GPUs, times are taken from the device streams.
     """
@@ -86,7 +88,7 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
         iteration, rank = event["args"]["iteration"], event["pid"]
         if action.kind in COMPUTE:
             timed = Timed(action, began, event["ts"] + event["dur"])
-            found[iteration, of_rank[rank]][rank][action] = timed  # if a step was run again, the last run counts
+            found[iteration, of_rank[rank]][rank][action] = timed  # if a step ran several times, the last run is used
     steps = []
     for (iteration, number), by_rank in sorted(found.items()):
         ranks = tuple(pipelines[number])
@@ -125,14 +127,14 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
             action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
             if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
                 end = pending[at]["ts"] + pending[at]["dur"]
-                # A send may wait for an earlier one, but no action sends within itself.
+                # a send may wait for an earlier send, but an action sends nothing before its end
                 began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
             found.append((event, action, began))
     return found
 
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
-    """Return the median times, in microseconds, of each kind of action on each stage and of the messages that ranks
+    """Return the median times in microseconds of each kind of action on each stage, and of the messages that ranks
     `waited` for."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -156,8 +158,8 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
 def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
     """Return the times, in microseconds, of messages for which a rank was already waiting when they were computed.
 
-    A time runs from the end of the action that computed the message to the start of the action that uses it. Other
-    messages arrive in time, however long they take.
+    The time of a message is measured from the end of the action that computed it to the start of the action that uses
+    it. Other messages arrive in time, and their duration does not matter.
     """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}
@@ -207,12 +209,12 @@ def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str,
 
 
 SpanRow = tuple[str, str, str, int, int, Mapping[str, object]]
-"""[track, name, category, start, stop, args]; times are in nanoseconds of the rank's own clock."""
+"""Row [track, name, category, start, stop, args]. Times are in nanoseconds of the rank's own clock."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The recording of one rank."""
+    """Recorded spans of one rank."""
 
     spans: Sequence[SpanRow]
     in_flight: Sequence[SpanRow]
@@ -220,7 +222,7 @@ class RankTrace:
     """Coordinates, host and memory, for `otherData`."""
 
     to_common: Callable[[int], int]
-    """Convert nanoseconds of the rank's clock to rank 0's clock."""
+    """Function that converts nanoseconds of the rank's clock to rank 0's clock."""
 
 
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
@@ -297,7 +299,7 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """Add the simulated actions of a step on a track of each rank.
+    """Add the simulated actions of a step to a track of each rank.
 
     The simulation starts `at` the time of the measured step, or later: if a step was faster than simulated, the
     previous simulation has not ended yet.

@@ -1,8 +1,8 @@
-"""Records the spans of one rank while it is traced, on the host's clock and, on GPUs, between stream events.
+"""Recorder of one rank's spans during a trace, on the host's clock and, on GPUs, between stream events.
 
-Collectives and messages are recorded by wrapping torch.distributed. Nothing is wrapped outside traced steps, so those
-cost nothing. A blocking collective is a span of its thread. An asynchronous collective is in flight until the wait for
-it has returned, and that wait is a span of its thread; the collective may have ended earlier.
+Collectives and messages are recorded by wrapping torch.distributed. Other steps have no overhead, because nothing is
+wrapped outside traced steps. A blocking collective is a span of its thread. An asynchronous collective is in flight
+until the wait for it has returned, and that wait is a span of its thread; the collective may have ended earlier.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects the spans of a rank. It does not wait for the device before `take`.
+    """Collector of a rank's spans. Only `take` waits for the device.
 
     Spans of one thread are nested or disjoint. `in_flight` are the spans of collectives, which may overlap. On CUDA
     each span of a thread has a second one between two events of the current stream.
@@ -105,7 +105,7 @@ class Recorder:
 
 
 class _OpenSpan:
-    """A block that has not ended yet."""
+    """Span of a block that has not ended yet."""
 
     __slots__ = ("args", "category", "event", "name", "recorder", "start")
 
@@ -148,7 +148,7 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Maps part of a module's name to the axes that it uses, for axes with the same ranks."""
+"""Axes by part of a module's name. They identify the axis of a collective if several axes have the same ranks."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",
@@ -162,7 +162,7 @@ PURPOSES = {
 
 
 class CollectiveTaps:
-    """Wraps the torch.distributed functions that training calls, and the waits for the collectives that they launch."""
+    """Wrappers of the torch.distributed functions that training calls, and of the waits for launched collectives."""
 
     def __init__(self, recorder: Recorder, state: ParallelState) -> None:
         self.recorder = recorder
@@ -172,7 +172,7 @@ class CollectiveTaps:
             if (group := state.axis(name).group) is not None:
                 self._axes.setdefault(id(group), []).append("pp" if name in LANES else name)
         self._launched: dict[int, tuple[dist.Work, Span]] = {}
-        """Collectives whose wait has not returned yet, by the identity of their work."""
+        """Collectives whose wait has not returned yet, by identity of the work object."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -181,7 +181,7 @@ class CollectiveTaps:
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
             *((dist, name, tap) for name, tap in taps.items()),
-            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with it
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with the original function
             (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -213,7 +213,7 @@ class CollectiveTaps:
             start = time.perf_counter_ns()
             works = function(operations)
             span = Span(self.recorder.track(), name, "communication", start, start, facts)
-            for work in works:  # NCCL uses one work object for all of them
+            for work in works:  # NCCL uses one work object for all messages
                 self._launched.setdefault(id(work), (work, span))
             return works
 
@@ -255,7 +255,7 @@ class CollectiveTaps:
 
 
 def axis_of(axes: Sequence[str], module: str) -> str:
-    """Return which of several axes with the same group is meant, according to the calling module.
+    """Return the axis that a collective uses, according to the calling module, if several axes have the same group.
 
     Autograd's passes do not report their module, so the result names all axes that a layer may use, such as "cp/ep".
     """
