@@ -188,7 +188,7 @@ def test_a_checkpoint_is_evaluated_with_its_averages(tmp_path: Path) -> None:
 
 def test_a_missing_average_is_not_replaced_silently(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", 1, f"{AVERAGES} --eval-weights ema --ema-interval 3")
-    assert (tmp_path / "run.screen").read_text().count("decay_0_5 has not begun, so the trained weights") == 1
+    assert (tmp_path / "run.screen").read_text().count("decay_0_5 has not started, so the trained weights") == 1
     steps = checkpoint(run, STEPS).payload["callbacks"]["ema"]["steps"]
     assert steps == dict.fromkeys(NAMES, 1)
     words = f"{RUN} --load {run} --skip-train --eval-weights ema --ema-decay 0.55"
@@ -201,7 +201,7 @@ def test_averages_that_a_run_does_not_keep_are_not_counted_in_its_checkpoint() -
     average = MovingAverages(config_of("--ema-decay 0.9 --eval-weights ema --skip-train --load runs/a", 1))
     view = cast("RunView", SimpleNamespace(progress=SimpleNamespace(iteration=4, consumed_samples=16)))
     average.load_state({"steps": {"decay_0_5": 4}, "updated": [4, 16]})
-    with pytest.raises(ValueError, match="no decay_0_9, but decay_0_5; give the flag"):
+    with pytest.raises(ValueError, match="no decay_0_9, but decay_0_5; select one of these"):
         average.on_start(view)
     assert average.state() == {"steps": {}, "updated": [4, 16]}
     average.load_state(None)
@@ -216,7 +216,7 @@ def test_names_and_rules() -> None:
         ("--eval-weights ema", "--eval-weights ema: needs averaged weights"),
         (
             f"{AVERAGES} --pipeline-schedule 2bw",
-            "--ema-decay 0.5 0.9: needs the weights after each step, which --pipeline-schedule 2bw",
+            "--ema-decay 0.5 0.9: needs the weights after each step, but --pipeline-schedule 2bw",
         ),
         ("--ema-decay 1", "--ema-decay"),
         ("--ema-half-life-tokens 0", "--ema-half-life-tokens"),

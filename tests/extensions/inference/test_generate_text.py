@@ -97,7 +97,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b"[1]", "must be a JSON object, not [1]"),
     (b"[" * 100_000, "is not JSON: it nests too deeply"),
     (b'{"prompt": "x", "temprature": 1, "seed": -1}', "temprature is not a field of this request; did you mean temper"),
-    (b'{"id": 5}', "prompt must be there, or else messages"),
+    (b'{"id": 5}', "prompt must be given unless messages is given"),
     (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),
     (b'{"prompt": []}', "has no tokens"),
     (b'{"prompt": [257]}', "tokens must be from 0 to 256"),

@@ -202,7 +202,7 @@ def test_ends_of_texts(served: Served) -> None:
 
 WRONG: list[tuple[Any, str]] = [
     (b"{", "the body is not JSON"),
-    (b'{"prompt": "\\ud800"}', "half of a character"),
+    (b'{"prompt": "\\ud800"}', "half a character"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
     ({"prompt": "a", "seed": 2**65, "top_k": -2}, "top_k: must be a whole number"),
     ({"prompt": "a" * 64}, "the prompt has 64 tokens, and the model reads at most 64"),

@@ -161,14 +161,14 @@ def test_the_base_model_equals_the_model_without_mup() -> None:
 
 
 PROBLEMS = [
-    ("--logits-scaling 3", "--logits-scaling 3.0: must be 4, or not be given, beside --use-mup, which sets it"),
+    ("--logits-scaling 3", "--logits-scaling 3.0: must be 4 or omitted with --use-mup, which sets it"),
     ("--mup-width-mult 3", "--mup-width-mult 3.0: is 4 by the sizes of both models"),
     (f"{DEPTH} --norm-placement sum", "--mup-base-num-layers 2: cannot be combined with --norm-placement sum"),
-    ("--optimizer lion", "--optimizer lion: has the learning rates of Adam under --use-mup"),
+    ("--optimizer lion", "--optimizer lion: has Adam's learning rate factors under --use-mup"),
     ("--mup-base-widths depth=3", "--mup-base-widths depth=3: must be NAME=NUMBER with one of num-attention-heads, "),
     (
         "--num-query-groups 2 --group-query-attention --mup-base-widths ffn-hidden-size=64",
-        "must have num-query-groups=NUMBER: 2 in this model is no whole number at 1/4 of it",
+        "must have num-query-groups=NUMBER: 1/4 of its 2 in this model is not a whole number",
     ),
     ("--mup-parameter-widths x=1,1", "--mup-parameter-widths x=1,1: differs from the sizes of both models"),
     ("--mup-base-hidden-size 0", "--mup-base-hidden-size 0: must be above 0"),

@@ -95,10 +95,10 @@ def test_a_rule_is_read() -> None:
 UNREADABLE = [
     ("norm", "at least one key=value"),
     ("( lr_mult=1", "cannot be read as a regular expression"),
-    ("norm lr=1", "'lr' is none of lr_mult, wd_mult, weight_decay"),
+    ("norm lr=1", "'lr' is not one of lr_mult, wd_mult, weight_decay"),
     ("norm lr_mult=fast", "lr_mult needs a number, not 'fast'"),
     ("norm lr_mult=-1", "lr_mult must be finite and not negative"),
-    ("norm wd_mult=1 weight_decay=0", "sets one thing twice"),
+    ("norm wd_mult=1 weight_decay=0", "sets the weight decay twice"),
 ]
 
 

@@ -139,14 +139,14 @@ REFUSED = (
     ('--lr-schedule "hold"', "`hold` has no length; give it as 20%, 5e6 samples, 2B tokens or rest"),
     (
         '--lr-schedule "hold rest, linear rest"',
-        "has more than one piece of the length `rest`; give the others a length",
+        "has more than one piece with the length `rest`; give the others a length",
     ),
-    ('--lr-schedule "hold 90%, linear 20%"', "its pieces have 17.6 samples, and the schedule has 16; shorten some"),
+    ('--lr-schedule "hold 90%, linear 20%"', "its pieces have 17.6 samples, but the schedule has only 16; shorten some"),
     ('--lr-schedule "linear 1K tokens"', "--lr-schedule linear 1K tokens: its pieces have 125 samples, and"),
     ('--lr-schedule "hold 10% to 0.5"', "hold takes no `to`; remove it"),
-    ('--lr-schedule "power 10%"', "needs an exponent below 0; for example exponent -0.51"),
+    ('--lr-schedule "power 10%"', "needs an exponent below 0, and other shapes take none; for example exponent -0.51"),
     ('--lr-schedule "linear 10% after 5%"', "linear takes no `after`; remove it"),
-    ('--lr-schedule "linear 10% until 5"', "has `until 5` behind its length; legal are to, exponent and after"),
+    ('--lr-schedule "linear 10% until 5"', "has `until 5` after its length; only to, exponent and after are allowed"),
 )
 
 
@@ -164,7 +164,7 @@ def test_pieces_that_do_not_cover_the_run_are_reported() -> None:
     ):
         given = parse_args([*TINY.split(), "--lr-schedule", text])
         found = [str(each) for each in findings(given, 1, resolve(given, 1)) if each.harmless]
-        rule = f"--lr-schedule {text}: its pieces end 9.6 samples before the schedule's 16, and the last rate holds"
+        rule = f"--lr-schedule {text}: its pieces end 9.6 samples before the schedule's 16, and the last rate is held"
         assert [each.startswith(rule) for each in found] == [True] * said
 
 
@@ -207,13 +207,13 @@ def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) 
     shutil.rmtree(tmp_path / "stable")
     trained(tmp_path / "killed", branch)
     trained(tmp_path / "killed", branch)
-    assert "to continue, begin another branch with more --decay-tokens" in (tmp_path / "killed.screen").read_text()
+    assert "to continue, start another branch with more --decay-tokens" in (tmp_path / "killed.screen").read_text()
     whole, parts = (Checkpoint(tmp_path / name / "iter_0000008") for name in ("branch", "killed"))
     assert all(torch.equal(whole.read(key), parts.read(key)) for key in whole.tensors)
     origin = {"from": str(source), "iteration": 4, "consumed_samples": 16}
     assert whole.payload["callbacks"] == parts.payload["callbacks"] == {"branch": origin}
     _, problems = load_config([*branch.split(), *TINY.split(), "--decay-tokens", "96", "--save", f"{tmp_path}/killed"])
-    assert "the branch in --save has begun with 100" in str(problems)
+    assert "the branch in --save began with 100" in str(problems)
     given = [*branch.split(), *TINY.replace("--train-iters 4", "").split(), "--save", f"{tmp_path}/killed"]
     for other in (f"{tmp_path}/stable/iter_0000003", f"{tmp_path}/branch"):
         _, problems = load_config([*given, "--branch-from", other])

@@ -1,9 +1,9 @@
-"""Averages of the weights, updated towards the main parameters of this rank's shard after one or several steps.
+"""Moving averages of the weights, updated from the main parameters of this rank's shard after one or several steps.
 
-A bf16 sum rounded to nearest would lose all changes smaller than half the distance between two numbers, which with a
-decay above 0.998 are all changes. The sum is therefore rounded up or down at random, with a hash of the operands and
-the iteration as random bits. A resumed run computes the same bits, and an average of constant weights converges to
-them.
+Rounded to nearest, a bf16 sum would lose all changes smaller than half the distance between two numbers. With a decay
+above 0.998, these are all changes. The sum is therefore rounded stochastically, with a hash of the operands and the
+iteration as random bits. A resumed run computes the same bits, and an average of constant weights converges to the
+weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ AT_ONCE = 2**22
 
 
 SALT = 0x3C6EF372
-"""Salt that separates the random bits of averages from other random bits."""
+"""Salt that makes the random bits of averages independent of other random bits."""
 
 
 class MovingAverages(Callback):
-    """Averages of the main parameters, in fp32 under --bf16 and --fp16. A skipped step counts as a step without
-    changes."""
+    """Callback that keeps averages of the main parameters, in fp32 under --bf16 and --fp16. A skipped step counts as a
+    step without changes."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -39,7 +39,7 @@ class MovingAverages(Callback):
         flags = config.options(AveragedWeightsFlags)
         self.evaluates, self.interval = flags.eval_weights == "ema", flags.ema_interval
         self.steps: dict[str, int] = {}
-        """Number of updates of each average, by name. An average with none has not started."""
+        """Number of updates of each average, by name; 0 if the average has not started."""
 
         self.updated: tuple[int, int] | None = None
         """Iterations and samples of the run at the last update."""
@@ -77,7 +77,9 @@ class MovingAverages(Callback):
         if self.steps.get(first.name):
             return self._pieces(first)
         if not self.said:
-            run.say(f"--eval-weights ema: {first.name} has not begun, so the trained weights are evaluated until then")
+            run.say(
+                f"--eval-weights ema: {first.name} has not started, so the trained weights are evaluated until then"
+            )
         self.said = True
         return None
 
@@ -86,11 +88,11 @@ class MovingAverages(Callback):
         wanted, options = self.averages[0].name, self.config.checkpoint
         there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
         if options.load is None:
-            why = "without --load there are no averages; add --load with a checkpoint of a run that kept some"
+            why = "without --load there are no averages; add --load with a checkpoint of a run that kept averages"
         elif options.anew:
             why = "--finetune and --reset-iteration load no averages; leave them out"
         elif there:
-            why = f"the checkpoint has no {wanted}, but {there}; give the flag of one of these, {AVERAGES}"
+            why = f"the checkpoint has no {wanted}, but {there}; select one of these with {AVERAGES}"
         else:
             why = f"the checkpoint has no averaged weights; train with {AVERAGES}, or leave out --eval-weights"
         return f"--eval-weights ema: {why}"

@@ -14,7 +14,7 @@ from megatron.training.extensions import CALLBACKS, Stored, extension_flags
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 AVERAGES = "--ema-decay or --ema-half-life-tokens"
-ROLL_BACK = "--optimizer-post-validation: averages follow each update, so none could run ahead of its check"
+ROLL_BACK = "--optimizer-post-validation: averages follow each update, so no update can precede its check"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -25,7 +25,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     schedule = config.parallel.schedule
     if averages_of(config) and not PIPELINE_SCHEDULES.facts(schedule).flushes:
         given = "--ema-decay" if own.ema_decay else "--ema-half-life-tokens"
-        rule = f"needs the weights after each step, which --pipeline-schedule {schedule} updates during the next"
+        rule = (
+            f"needs the weights after each step, but --pipeline-schedule {schedule} updates them during the next step"
+        )
         yield Problem(given, own.ema_decay or own.ema_half_life_tokens, rule, "use --pipeline-schedule 1f1b")
 
 
@@ -37,7 +39,8 @@ class AveragedWeightsFlags:
     saved as the optimizer's states are, and start at the weights after the first step."""
 
     ema_half_life_tokens: tuple[int, ...] | None = flag(None, many=True, above=0, excludes=ROLL_BACK)
-    """Keep an average for each of these half-lives in tokens: a step of T tokens has the decay 2^(-T / half-life)."""
+    """Keep an exponential moving average of the weights for each of these half-lives in tokens: a step of T tokens has
+    the decay 2^(-T / half-life)."""
 
     ema_dtype: str | None = flag(None, choices=("fp32", "bf16"), no_effect_without=AVERAGES)
     """Number format of the averages. bf16 uses stochastic rounding, so that small changes are not lost. Default: the
@@ -52,8 +55,8 @@ class AveragedWeightsFlags:
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
     """Weights used in evaluations: the trained weights, or the first average (of --ema-decay if that is given).
-    Before the first update of the average, a run evaluates the trained weights and says so; --skip-train refuses to
-    run."""
+    Before the first update of the average, a run evaluates the trained weights and reports this; --skip-train refuses
+    to run."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Average:
     """One moving average."""
 
     name: str
-    """Name of the average's state, which contains its decay: a run with another decay starts another average."""
+    """Name of the average's state. It contains the decay, so that a run with another decay starts another average."""
 
     per_step: float | None
     half_life: int | None

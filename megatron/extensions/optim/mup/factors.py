@@ -5,11 +5,12 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 (arXiv 2505.01618). The logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor,
 follow table 3, the equivalent parametrization without output factors.
 
-All rules follow from two numbers. `change` is the size of an element's update that moves outputs as much as in the base
-model. `gradient` is the size of a gradient element. Both are relative to the base model. Adam's updates are as large as
-the learning rate, so its learning rate is multiplied by `change`, and its epsilon, which is compared with gradients, by
-`gradient`. SGD's updates are as large as learning rate times gradient, so its rate is multiplied by `change /
-gradient`. The weight decay of one step, learning rate times decay, equals the base model's.
+All rules follow from two numbers, both relative to the base model. `change` is the size of an element's update that
+changes outputs as much as in the base model, and `gradient` is the size of a gradient element. Adam's updates are
+proportional to the learning rate. Its learning rate is therefore multiplied by `change`, and its epsilon, which is
+added to gradient magnitudes, by `gradient`. SGD's updates are proportional to learning rate times gradient, so its
+learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times decay, equals the
+base model's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Name parts of norms within heads, whose channels do not widen. Norms over all heads are sharded."""
+"""Parts of the names of norms within heads, whose width does not grow. Norms over all heads are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 """Name suffixes of biases with one element per vocabulary token, or per expert."""
@@ -30,7 +31,7 @@ class Widths:
     """Input and output sizes of a parameter, divided by the sizes in the base model."""
 
     inputs: float
-    """Growth of the number of terms summed per output."""
+    """Growth factor of the number of terms summed per output."""
 
     outputs: float
 
@@ -62,7 +63,7 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
-    if in_block(meta):  # its output has the factor 1 / depth instead of initial values that shrink
+    if in_block(meta):  # its output is multiplied by 1 / depth, so its initial values need not shrink
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient, widths)
@@ -88,21 +89,21 @@ def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
 
 
 def widens(meta: ParamMeta) -> bool:
-    """Return whether a table or vector has more elements in a wider model."""
+    """Return True if a table or vector has more elements in a wider model."""
     of_heads = not meta.sharded and any(part in meta.name for part in OF_HEADS)
     return not (of_heads or meta.numel == 1 or meta.name.endswith(OF_CHOICES))
 
 
 def in_block(meta: ParamMeta) -> bool:
-    """Return whether a parameter belongs to a sublayer, whose output is added to the residual stream."""
+    """Return True if a parameter belongs to a sublayer, whose output is added to the residual stream."""
     return meta.layer is not None or ".transformer_layer." in meta.name
 
 
 def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
-    """Return the factor of the learning rate under an `optimizer`.
+    """Return the learning rate factor for an `optimizer`.
 
     `matrix_scale` is --muon-scale-mode, for a matrix that Muon updates. Optimizers other than SGD and Muon are assumed
-    to make updates that do not grow with the gradients, like Adam.
+    to behave like Adam, whose updates do not grow with the gradients.
     """
     if optimizer == "sgd":
         return found.change / found.gradient

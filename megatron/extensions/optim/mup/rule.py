@@ -1,4 +1,4 @@
-"""Applies muP and CompleteP to initial values and parameter groups, and prints the factors.
+"""muP and CompleteP for initial values and parameter groups, and a report of the factors.
 
 This module does not import torch.
 """
@@ -18,7 +18,7 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags
 
 
 class MupRule(ParameterRule):
-    """Applies the table of `factors.py`."""
+    """Parameter rule that applies the table of `factors.py`."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         self.optimizer, self.options = optimizer, optimizer.options(MupFlags)

@@ -67,7 +67,7 @@ def score_factor(model: TransformerConfig) -> float | None:
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # one factor of attention_scale; its other factors are unchanged
+    usual = 1 / sqrt(model.head_dim)  # only this factor of attention_scale changes
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 
@@ -90,12 +90,14 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem(field_table()[name].name, given, rule, "remove it")
     for name, value in multipliers(m).items():
         if not isclose(given := getattr(m, name), value):
-            rule = f"must be {value:g}, or not be given, beside {SWITCH}, which sets it"
+            rule = f"must be {value:g} or omitted with {SWITCH}, which sets it"
             yield Problem(field_table()[name].name, given, rule, "remove it, or see --mup-output-mult and its like")
     if depth != 1 and m.norms_sums:
         rule = "cannot be combined with --norm-placement sum: norms of sums undo the factor of sublayers"
         yield Problem("--mup-base-num-layers", own.mup_base_num_layers, rule, "remove it, or use other norms")
     for name in dict.fromkeys((c.optimizer.optimizer, c.optimizer.elementwise)):
         if name not in RATED:
-            rule = f"has the learning rates of Adam under {SWITCH}, whatever its updates do with the size of gradients"
+            rule = (
+                f"has Adam's learning rate factors under {SWITCH}, even if its updates depend on the size of gradients"
+            )
             yield Problem("--optimizer", name, rule, f"use {', '.join(RATED)}, or check it", harmless=True)

@@ -25,7 +25,7 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Width fields that grow with the hidden size, if they are given."""
+"""Width fields that grow with the hidden size if they are given."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Width fields within heads, which keep their size by default."""
@@ -65,7 +65,7 @@ def base_sizes(c: RunConfig) -> dict[str, int]:
         size = now * shrink
         if size.denominator != 1:
             name = field.replace("_", "-")
-            raise ValueError(f"must have {name}=NUMBER: {now} in this model is no whole number at {shrink} of it")
+            raise ValueError(f"must have {name}=NUMBER: {shrink} of its {now} in this model is not a whole number")
         sizes[field] = int(size)
     return sizes | given
 

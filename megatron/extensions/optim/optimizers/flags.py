@@ -18,7 +18,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.optim.optimizers"
 
 SCALE_BLOCK = 64
-"""Elements of an optimizer state that share a scale; buffers start parameters and shards at multiples of it."""
+"""Number of elements of an optimizer state that share a scale. Parameters and shards start at multiples of this number
+in buffers."""
 
 SWITCH = "--use-precision-aware-optimizer"
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
@@ -86,13 +87,13 @@ class SoapFlags:
     NO_EFFECT_WITHOUT: ClassVar = Condition("--optimizer soap", lambda config: config.optimizer.optimizer == "soap")
 
     soap_precondition_frequency: int = flag(10, above=0)
-    """SOAP: updates between two steps of the power iteration that lets the bases follow the factors."""
+    """SOAP: number of updates between two steps of the power iteration, which updates the bases from the factors."""
 
     soap_shampoo_beta: float | None = flag(None, at_least=0, below=1)
     """SOAP: decay of the factors, averages of products of gradients; default: --adam-beta2."""
 
     soap_max_precondition_dim: int = flag(10_000, above=0)
-    """SOAP: longest side of a matrix that has a factor; a longer one is not rotated."""
+    """SOAP: largest dimension of a matrix that gets a factor. Larger dimensions are not rotated."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
@@ -101,20 +102,20 @@ class QKClipFlags:
     qk_clip: bool = flag(
         False,
         excludes=(
-            "--position-embedding-type alibi: its biases are no products of queries and keys",
-            "--attn-logit-softcapping: logits are bounded already",
-            "--clip-qkv: it bounds queries and keys already",
+            "--position-embedding-type alibi: its biases are not products of queries and keys",
+            "--attn-logit-softcapping: logits are already bounded",
+            "--clip-qkv: queries and keys are already bounded",
             "--use-precision-aware-optimizer: main parameters are scaled in fp32",
             "--cuda-graph-impl local",
             "--optimizer-cpu-offload: main parameters are scaled on the device, after the update",
-            "--optimizer-post-validation: the largest logits of the step are gone when it is repeated",
+            "--optimizer-post-validation: the step's largest logits are no longer available when it is repeated",
         ),
     )
     """QK-clip (MuonClip, Kimi K2): after an update, scale down the query and key projections of each head whose
     largest attention logit in the step exceeded --qk-clip-threshold. Attention then runs in plain torch."""
 
     qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
-    """--qk-clip: largest attention logit of a head that is not clipped."""
+    """--qk-clip: heads whose largest attention logit exceeds this value are clipped."""
 
     qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1, no_effect_without="--qk-clip")
     """--qk-clip: exponent of the clip factor for queries; keys are scaled by the remaining power."""
@@ -124,7 +125,7 @@ class QKClipFlags:
 @dataclass(frozen=True)
 class PrecisionAwareFlags:
     use_precision_aware_optimizer: bool = flag(
-        False, excludes="--optimizer-post-validation: states are copied in the main dtype"
+        False, excludes="--optimizer-post-validation: copies for a rollback have the main dtype"
     )
     """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
     --exp-avg-dtype and --exp-avg-sq-dtype."""

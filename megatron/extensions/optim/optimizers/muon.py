@@ -1,4 +1,4 @@
-"""Muon: updates each hidden-layer matrix with its momentum, orthogonalized as a whole matrix.
+"""Muon: each hidden-layer matrix is updated with its orthogonalized momentum, computed for the whole matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for its scale
 and its use in large models. All other parameters use --muon-scalar-optimizer.
@@ -30,14 +30,14 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Smallest norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0.
-
-It is small enough that gradients of any size give updates of the same size.
+"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. With this small bound,
+gradients of any size give updates of the same size.
 """
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
-    """Return whether the weights fused under a name (`ParamMeta.fused`) are updated as separate matrices."""
+    """Return a function that tells whether the weights fused under a name (`ParamMeta.fused`) are updated as separate
+    matrices."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
@@ -78,7 +78,7 @@ class Muon(FusedTransform):
 
 
 class MuonKernel(ShardUpdate):
-    """Applies Muon to all matrices of a stage, in flat shards."""
+    """Update of all matrices of a stage with Muon, in flat shards."""
 
     def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         self.options = options
@@ -127,15 +127,14 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """Return the values of the part that are in a shard."""
+    """Return the part's values that are in a shard."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """x [n, rows, columns] -> the same shape. Brings the singular values of each matrix near 1 and keeps its singular
-    vectors.
+    """Bring the singular values of each matrix in x [n, rows, columns] close to 1, and keep its singular vectors.
 
-    After dividing by the norm, each step applies a quintic polynomial, aX + (bA + cA^2) X with A = X X^T.
+    The matrix is divided by its norm. Then each step applies the quintic polynomial aX + (bA + cA^2) X with A = X X^T.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

@@ -57,7 +57,7 @@ class NamedParameters(ParameterRule):
 
 @dataclass(frozen=True)
 class GroupRule:
-    """One expression of --param-group: `settings` apply to parameters whose name contains a match of `pattern`."""
+    """Expression of --param-group. `settings` apply to parameters whose name contains a match of `pattern`."""
 
     pattern: str
     settings: Mapping[str, float]
@@ -67,7 +67,7 @@ class GroupRule:
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # zero in any notation forms one group
+        if (decay := self.settings.get("weight_decay")) is not None:  # zero in any notation belongs to the same group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)
@@ -91,7 +91,7 @@ def group_rule(text: str) -> GroupRule:
     for assignment in assignments:
         key, _, value = assignment.partition("=")
         if key not in SETTINGS:
-            raise ValueError(f"{where}: {key!r} is none of {', '.join(SETTINGS)}; {example}")
+            raise ValueError(f"{where}: {key!r} is not one of {', '.join(SETTINGS)}; {example}")
         try:
             number = float(value)
         except ValueError:
@@ -102,7 +102,9 @@ def group_rule(text: str) -> GroupRule:
             raise ValueError(f"{where}: sets {key} twice; keep one")
         settings[key] = number
     if {"wd_mult", "weight_decay"} <= settings.keys():
-        rule = "sets one thing twice: wd_mult is a factor of the scheduled weight decay, weight_decay replaces it"
+        rule = (
+            "sets the weight decay twice: wd_mult is a factor of the scheduled weight decay, weight_decay replaces it"
+        )
         raise ValueError(f"{where}: {rule}; keep one")
     return GroupRule(pattern, settings)
 

@@ -7,9 +7,9 @@ If parameters are bf16, fp32 main parameters are stored as the missing 16 bits p
 --store-param-remainders), so no bit is lost.
 
 Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest, a
-bf16 or fp8 moment would not change at all, because one update moves it by less than half the distance to the next
+bf16 or fp8 moment would not change at all, because one update changes it by less than half the distance to the next
 number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
-neither on the layout nor on a generator's state, and a resumed run makes the same steps.
+neither on the layout nor on the state of a random generator, and a resumed run makes the same steps.
 
 fp16 and fp8 (e4m3) states have a power-of-two scale per block of 64 elements. Buffers align parameters and shards to
 these blocks, so no sharding splits a block. In these formats the second moment is stored as its square root, which
@@ -198,7 +198,7 @@ def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool)
 
 
 def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into the nearest bf16 (ties away from zero) and an int16 remainder: 32 bits in all, without loss."""
+    """Split fp32 without loss into the nearest bf16 (ties away from zero) and an int16 remainder."""
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
@@ -357,7 +357,7 @@ def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]
 
 
 class PackedKernel(ShardUpdate):
-    """Updates packed shards."""
+    """Update of packed shards."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
         self.config = config
@@ -434,6 +434,6 @@ def _store(
 
 
 def _keep_or_copy_(into: Tensor, values: Tensor, skipped: Tensor) -> None:
-    if into.dtype == torch.float8_e4m3fn:  # torch.where does not support it
+    if into.dtype == torch.float8_e4m3fn:  # torch.where does not support this dtype
         into, values = into.view(torch.int8), values.view(torch.int8)
     into.copy_(torch.where(skipped, into, values))

@@ -1,4 +1,4 @@
-"""QK-clip (MuonClip): bounds attention logits by scaling the query and key projections after an update.
+"""QK-clip (MuonClip): attention logits are bounded by scaling the query and key projections after an update.
 
 Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
 step, across micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """The attention layers of one rank, and its own part of the parameters to scale."""
+    """QK-clip of one rank: its attention layers, and its own part of the parameters to scale."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scale the main parameters that this rank owns; does nothing if `skip` is 1."""
+        """Scale the main parameters that this rank owns. Has no effect if `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
@@ -76,7 +76,7 @@ class QKClip:
 
 
 class ClipsLogits(Callback):
-    """Adds QK-clip to the updates of a run."""
+    """Callback that adds QK-clip to the updates of a run."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         shards = [shard for shard in run.optimizer.shards if isinstance(shard, OptimizerShard)]
@@ -89,8 +89,8 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
     [heads/tp].
 
-    Queries get eta^alpha and keys the rest. All heads of a group use its smallest eta. A key shared by all heads is not
-    scaled, so its queries get the whole factor.
+    Queries get the factor eta^alpha, and keys the remaining factor. All heads of a group use the smallest eta of the
+    group. A key shared by all heads is not scaled, so the queries get the whole factor.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {

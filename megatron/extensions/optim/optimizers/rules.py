@@ -19,7 +19,7 @@ def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.options(MuonFlags)
     elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_roles(c.optimizer)]
     if o.muon_scalar_optimizer not in elementwise:
-        rule = "updates whole matrices, which embeddings, norms and biases are not"
+        rule = "updates whole matrices, but must also support embeddings, norms and biases"
         yield Problem("--muon-scalar-optimizer", o.muon_scalar_optimizer, rule, f"use {' or '.join(elementwise)}")
 
 
@@ -31,13 +31,13 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not o.qk_clip:
         return
     if p.schedule in PIPELINE_SCHEDULES and not PIPELINE_SCHEDULES.facts(p.schedule).flushes:
-        why = "it reads what the passes of one step have noted"
+        why = "it reads values that the passes of one step have recorded"
         yield Problem.exclusive("--pipeline-schedule", p.schedule, switch, why)
     if p.attention_backend not in ("auto", "unfused"):
         rule = f"does not return the largest logit of each head, which {switch} needs"
         yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")
     if m.qk_layernorm and m.attention_facts.grouped:
-        why = "norms of queries and keys undo any scale of their projections, and bound logits themselves"
+        why = "norms of queries and keys undo any scale of their projections, and already bound the logits"
         yield Problem.exclusive(switch, None, "--qk-layernorm", why)
 
 
@@ -63,14 +63,14 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(switch, None, rule, f"remove {switch}, or {remedy}")
     wide = next((f"--{name}" for name in ("fp64", "fp32") if getattr(p, name)), "fp32, the default")
     if o.main_params_dtype == "fp16" and not (p.bf16 or p.fp16):
-        rule = f"is the format of a copy of the parameters, and in {wide} they are the main parameters themselves"
+        rule = f"is the format of a copy of the parameters, which a run in {wide} does not keep"
         yield Problem("--main-params-dtype", "fp16", rule, "add --bf16, or remove --main-params-dtype")
     if o.main_grads_dtype == "bf16":
         if p.fp64:
-            rule = "cannot be combined with --fp64: sums that are rounded depend on the micro-batches of each rank"
+            rule = "cannot be combined with --fp64: rounded sums depend on the micro-batches of each rank"
             yield Problem("--main-grads-dtype", "bf16", rule, "keep one of them")
         if c.ddp.shards_gradients:
-            why = "a shard of gradients sums up the micro-batches of all ranks, and does so in fp32"
+            why = "a gradient shard sums the micro-batches of all ranks in fp32"
             strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
             yield Problem.exclusive("--main-grads-dtype", "bf16", strategy, why)
         if named_value(c, "cuda_graph_impl") == "local":
@@ -92,7 +92,7 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
     if not flags or not m.vocab_size or max(sizes.values()) == 1:
         return
-    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # imports torch, which other runs need not
+    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # imported here because it imports torch
 
     try:
         metas = stage_metas(m)

@@ -5,9 +5,9 @@ Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the pre
 --soap-precondition-frequency steps they are updated with a step of power iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP): the first update only
-initializes L and R, and weight decay acts on the updated parameter. There is one difference, which makes the update
-equal under every layout. A non-square matrix has directions that its gradients have not reached. The authors' basis
-there is rounding error; here, these directions keep their previous basis, initially the unit vectors.
+initializes L and R, and weight decay acts on the updated parameter. One difference makes the update equal under every
+layout. A non-square matrix has directions that its gradients have not reached. In the authors' program, the basis of
+these directions is rounding noise. Here, they keep their previous basis, which initially consists of unit vectors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
 
 
 class Soap(Transform):
-    """The complete update, including learning rate and weight decay."""
+    """Transform for the complete update of SOAP, including learning rate and weight decay."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.options = config.options(SoapFlags)
@@ -49,7 +49,7 @@ class Soap(Transform):
         self.shampoo_beta = config.adam_beta2 if given is None else given
 
     def sides(self, meta: ParamMeta) -> Iterator[tuple[str, int]]:
-        """Return the sides of a matrix that have a factor, with their lengths."""
+        """Yield the sides of a matrix that have a factor, with their lengths."""
         for side, size in zip(SIDES, matrix_size(meta), strict=True):
             if size <= self.options.soap_max_precondition_dim:
                 yield side, size
@@ -70,7 +70,7 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of updates of this parameter so far, without the first one, which does not change it."""
+        """Number of updates of this parameter so far, without the first one, which does not change the parameter."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)
@@ -86,7 +86,7 @@ class Soap(Transform):
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
         """Return the change of a matrix [m, n] without Adam's corrections, then add the gradient to the factors.
 
-        This order ensures that no gradient is rotated into a basis that it has influenced.
+        Because of this order, no gradient is rotated into a basis that the gradient itself has influenced.
 
         Args:
             matrix: Gradient [m, n].
@@ -124,8 +124,8 @@ def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
     """Make one step of power iteration for each factor.
 
-    The gradient average is rotated into the new bases. The average of squares cannot be rotated, so it keeps the order
-    of its directions.
+    The average of gradients is rotated into the new bases. The average of squares cannot be rotated, and keeps the
+    order of its directions.
     """
     average = rotate(states["rotated_avg"], basis, back=True)
     for dim, side in enumerate(SIDES):
@@ -152,8 +152,8 @@ def eigenbasis(factor: Tensor) -> Tensor:
 
 
 def completed(columns: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-    """Return orthonormal columns. Columns that are only rounding error, compared with the largest, are replaced using
-    `others`."""
+    """Return orthonormal columns. Columns that are only rounding noise relative to the largest are replaced with the
+    help of `others`."""
     noise = 4 * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
     found = sizes > noise
     if found.all():

@@ -1,6 +1,7 @@
-"""A decayed branch: a run that continues another run's checkpoint and decays the learning rate to its end.
+"""Decayed branches: a branch is a run that continues another run's checkpoint and decays the learning rate until its
+end.
 
-The branch is an ordinary run with a schedule of two pieces: it holds the checkpoint's rate, then decays it.
+A branch is an ordinary run with a schedule of two pieces: hold the checkpoint's rate, then decay it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FIELDS = (
     *("train_samples", "train_iters", "train_tokens", "lr", "lr_schedule", "lr_decay_style", *OTHERS),
     *("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
 )
-"""Fields that turn a run into a branch."""
+"""Configuration fields that a branch sets."""
 
 
 def with_branch(config: RunConfig) -> RunConfig:
@@ -57,26 +58,28 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return length and schedule of a branch that has already started, with these flags."""
+    """Return the length and schedule of a branch that has already started. Raises an error if the flags differ."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
     if before.branch_from is None:
-        raise ValueError(f"--save {save}: has the checkpoints of a run that is no branch; give another folder")
+        raise ValueError(f"--save {save}: contains checkpoints of a run that is not a branch; give another folder")
     for name in ("decay_tokens", "decay_shape"):
         was, now = getattr(before, name), getattr(options, name)
         if was != now:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {now}: the branch in --save has begun with {was}; give that, or another --save")
+            raise ValueError(
+                f"{flag} {now}: the branch in --save began with {was}; use the same value, or another --save"
+            )
     origin, given = saved.get("callbacks", {}).get("branch"), options.branch_from
     if isinstance(origin, dict) and given is not None and not _is_origin(origin, given):
         begun = f"the branch in --save {save} began from {origin['from']}, at iteration {origin['iteration']}"
-        raise ValueError(f"--branch-from {given}: {begun}; give that, or another --save")
+        raise ValueError(f"--branch-from {given}: {begun}; use the same value, or another --save")
     return {name: named_value(config, name) for name in FIELDS}
 
 
 def _is_origin(origin: dict[str, Any], given: str) -> bool:
-    """Return whether --branch-from names the checkpoint from which a branch started, or its run.
+    """Return True if --branch-from names the checkpoint from which a branch started, or its run.
 
     A checkpoint that has been moved is recognized by its iteration and samples.
     """
@@ -100,7 +103,7 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
         raise ValueError(f"{where}: holds no checkpoint; give a checkpoint, or the --save of a run")
     begun = int(metadata["consumed_samples"])
     if begun == 0:
-        raise ValueError(f"{where}: its run has trained nothing; give a later checkpoint")
+        raise ValueError(f"{where}: its run has not trained yet; give a later checkpoint")
     samples = _samples(config, options.decay_tokens)
     factor = _rate(metadata) / (config.optimizer.lr or 1.0)
     text = f"linear 0% to {factor!r}, hold rest, {options.decay_shape} {samples} samples"
@@ -129,9 +132,9 @@ def _rate(metadata: dict[str, Any]) -> float:
 
 
 class BranchOrigin(Callback):
-    """Records in the branch's checkpoints from which checkpoint the branch started."""
+    """Callback that records, in the branch's checkpoints, the checkpoint from which the branch started."""
 
-    to_continue = "begin another branch with more --decay-tokens, in a --save of its own"
+    to_continue = "start another branch with more --decay-tokens and another --save"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -20,10 +20,10 @@ STYLE = "pieces"
 """Value of --lr-decay-style for piecewise schedules."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Styles that the pieces replace, as rules see them: the default, and the style of phases without their own rate."""
+"""Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own rate."""
 
 NOT_ROUNDED = 0.01
-"""Uncovered share of a schedule above which rounding cannot be the cause."""
+"""Share of a schedule without a piece above which rounding cannot be the cause."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 """Fields whose warm-up a piecewise schedule replaces."""
@@ -38,11 +38,11 @@ def reads(config: RunConfig) -> RunConfig:
         text = Path(options.lr_schedule_file).read_text(encoding="utf-8")
         pieces = parse(text)
     except ValueError as error:
-        rule = "is no text in UTF-8; give a file of pieces" if isinstance(error, UnicodeDecodeError) else error
+        rule = "is not UTF-8 text; give a file of pieces" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"--lr-schedule-file {options.lr_schedule_file}: {rule}") from None
     text = ", ".join(map(str, pieces))
     if options.lr_schedule not in (None, text):
-        rule = f"says {text}, and --lr-schedule {options.lr_schedule}; keep one of them"
+        rule = f"contains {text}, but --lr-schedule is {options.lr_schedule}; keep one of them"
         raise ValueError(f"--lr-schedule-file {options.lr_schedule_file}: {rule}")
     return config.with_options(ScheduleFlags(lr_schedule=text))
 
@@ -79,8 +79,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if (total := _length(config)) is not None:
             left = total - sum(lengths(pieces, total))
             if left > NOT_ROUNDED * total:
-                rule = f"its pieces end {left:g} samples before the schedule's {total:g}, and the last rate holds on"
-                yield Problem(name, text, rule, "make one longer, or add `hold rest`", harmless=True)
+                rule = f"its pieces end {left:g} samples before the schedule's {total:g}, and the last rate is held"
+                yield Problem(name, text, rule, "lengthen a piece, or add `hold rest`", harmless=True)
     except ValueError as error:
         rule, _, remedy = str(error).partition("; ")
         yield Problem(name, text, rule, remedy)
@@ -95,7 +95,8 @@ class ScheduleFlags:
     """Pieces of the learning rate, divided by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a shape (warm-up,
     hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B tokens`, `5e6 samples`,
     or the `rest`), and `to F`, its last rate as a factor of --lr; by default 1 for a warm-up, --min-lr for a decay.
-    `power` has an exponent of the samples so far, and may have `after LENGTH`, from where on it falls."""
+    `power` needs the exponent of the consumed samples, and may have `after LENGTH`, the position at which the decay
+    starts."""
 
     lr_schedule_file: str | None = flag(None, path="local")
     """File with the value of --lr-schedule, one piece per line; # begins a comment. The run's configuration records
@@ -112,7 +113,7 @@ def _length(config: RunConfig) -> int | None:
 
 
 def is_source(save: str, source: str) -> bool:
-    """Return whether --save is the folder of --branch-from."""
+    """Return True if --save is the folder of --branch-from."""
     return resolved(located(save)) in (resolved(located(source)), resolved(located(source)).parent)
 
 
@@ -127,7 +128,7 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif is_source(save, source):
         yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
     if ramp != OptimizerConfig.weight_decay_incr_style:
-        why = "a branch keeps the weight decay of its run only if it is constant"
+        why = "a branch can continue only a constant weight decay"
         yield Problem.exclusive("--branch-from", source, f"--weight-decay-incr-style {ramp}", why)
 
 

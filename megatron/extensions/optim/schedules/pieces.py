@@ -1,8 +1,8 @@
-"""A piecewise learning rate schedule. Each piece has a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This
+"""Piecewise learning rate schedules. Each piece has a shape and a length: `warm-up 1%, hold rest, 1-sqrt 20%`. This
 module does not import torch.
 
 Lengths are in samples, tokens or percent of the schedule, so a schedule keeps its meaning under a batch-size ramp-up
-and after a resume. A rate is a factor of the peak, --lr.
+and after a resume. Rates are factors of the peak learning rate, --lr.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Maps the elapsed share of a piece to the remaining share of its rate change. 1-sqrt: arXiv 2405.18392."""
+"""Decay shapes by name: functions from the elapsed share of a piece to the remaining share of its rate change. 1-sqrt:
+arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"
@@ -32,7 +33,7 @@ LENGTH = re.compile(rf"([0-9.]+(?:e[0-9]+)?)([KMBT]?)\s*({'|'.join(UNITS)})|{RES
 
 @dataclass(frozen=True)
 class Length:
-    """A number of samples or tokens, a percentage of the schedule, or the rest of it."""
+    """Length of a piece: a number of samples or tokens, a percentage of the schedule, or the rest of the schedule."""
 
     amount: float
     unit: str
@@ -54,7 +55,7 @@ def _text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of a learning rate schedule."""
+    """Piece of a learning rate schedule."""
 
     shape: str
     length: Length
@@ -81,9 +82,9 @@ def parse(text: str) -> tuple[Piece, ...]:
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())
     if not pieces:
-        raise ValueError(f"names no piece; give some, {EXAMPLE}")
+        raise ValueError(f"contains no piece; give at least one, {EXAMPLE}")
     if sum(piece.length.unit == REST for piece in pieces) > 1:
-        raise ValueError(f"has more than one piece of the length `{REST}`; give the others a length")
+        raise ValueError(f"has more than one piece with the length `{REST}`; give the others a length")
     return pieces
 
 
@@ -97,7 +98,9 @@ def _piece(text: str) -> Piece:
     words: dict[str, str] = {}
     for more in re.finditer(r"(\S+)\s+([^a-z\s]\S*(?:\s+(?:samples|tokens))?)\s*|\S+", rest[found.end() :].strip()):
         if more[1] not in ("to", "exponent", "after") or more[1] in words:
-            raise ValueError(f"`{text}` has `{more[0].strip()}` behind its length; legal are to, exponent and after")
+            raise ValueError(
+                f"`{text}` has `{more[0].strip()}` after its length; only to, exponent and after are allowed"
+            )
         words[more[1]] = more[2]
     piece = Piece(shape, _length(found), _number(text, words, "to"), _number(text, words, "exponent"))
     if "after" in words:
@@ -114,7 +117,7 @@ def _length(found: re.Match[str]) -> Length:
     try:
         return Length(float(found[1]) * SUFFIXES[found[2]], found[3])
     except ValueError:
-        raise ValueError(f"`{found[0]}` is no length; give it as 20%, 5e6 samples or 2B tokens") from None
+        raise ValueError(f"`{found[0]}` is not a length; give it as 20%, 5e6 samples or 2B tokens") from None
 
 
 def _number(text: str, words: dict[str, str], key: str) -> float | None:
@@ -133,13 +136,16 @@ def _check(text: str, piece: Piece) -> None:
     if piece.to is not None and (power or piece.shape == "hold"):
         raise ValueError(f"`{text}`: {piece.shape} takes no `to`; remove it")
     if power != (piece.exponent is not None) or (piece.exponent or -1.0) >= 0:
-        raise ValueError(f"`{text}`: power, and it alone, needs an exponent below 0; for example exponent -0.51")
+        raise ValueError(
+            f"`{text}`: power needs an exponent below 0, and other shapes take none; for example exponent -0.51"
+        )
     if piece.after is not None and not power:
         raise ValueError(f"`{text}`: {piece.shape} takes no `after`; remove it")
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """Return the text with tokens converted to samples of `seq_length` tokens. Raises ValueError like `parse`."""
+    """Return the text with all token counts converted to samples of `seq_length` tokens. Raises ValueError like
+    `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -155,14 +161,14 @@ def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
     """Return the samples of each piece in a schedule of `total` samples. Raises ValueError if they exceed it."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
-        raise ValueError(f"its pieces have {fixed:g} samples, and the schedule has {total:g}; shorten some")
+        raise ValueError(f"its pieces have {fixed:g} samples, but the schedule has only {total:g}; shorten some")
     left = max(0.0, total - fixed)
     return [left if piece.length.unit == REST else piece.length.in_samples(total) for piece in pieces]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates at the ends of pieces."""
+    """Boundary rates of a schedule."""
 
     first: float
     """Rate at the start of the first piece."""
@@ -211,7 +217,7 @@ def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: 
 
 
 def absolute(text: str) -> Iterator[str]:
-    """Return the pieces whose lengths do not scale with the schedule."""
+    """Yield the pieces whose lengths do not scale with the schedule."""
     for piece in parse(text):
         if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
             yield str(piece)
