@@ -20,7 +20,7 @@ TP = "--tensor-model-parallel-size 2"
     ("flags", "ranks", "fault", "told"),
     [
         ("--audit-by layout", 2, Flip("product", 1, bit=31), "a term of one replica: a single process computes"),
-        (f"--audit-by precision --bf16 {TP}", 4, Flip("reduced", 3, bit=31), "the sum over ranks: the gradient in a wider number"),
+        (f"--audit-by precision --bf16 {TP}", 4, Flip("reduced", 3, bit=31), "the sum over ranks: the gradient in a"),
     ],
 )
 def test_a_flipped_bit_is_found_and_the_rank_named(

@@ -122,9 +122,7 @@ def test_a_template_file_that_is_not_text_is_named(folder: Path) -> None:
 
 
 def test_a_text_far_longer_than_the_messages_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"chat template of test renders 3,000,000 characters for messages of \d+;"
-    ):
+    with pytest.raises(ValueError, match=r"chat template of test renders 3,000,000 characters for messages of \d+;"):
         ChatTemplate("{{ 'a b ' * 750000 }}", {}, "test")(MESSAGES)
     long = [{"role": "user", "content": "a b " * 750_000}]
     assert len(ChatTemplate("{{ messages[0].content }}", {}, "test")(long)) == 3_000_000
