@@ -159,6 +159,39 @@ def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) ->
     assert wrong(found) == [name]
 
 
+@pytest.mark.parametrize(
+    ("last", "norm", "ours", "features"),
+    [
+        ("self_attn.o_proj", "input_layernorm", "input_layernorm", (16, 31)),
+        ("mlp.down_proj", "post_attention_layernorm", "pre_mlp_layernorm", (24, 47)),
+    ],
+    ids=["heads", "features of an MLP"],
+)
+def test_features_whose_sum_a_norm_did_not_get(
+    llama: Other, last: str, norm: str, ours: str, features: tuple[int, int]
+) -> None:
+    """Tensor parallelism without the all-reduce of a norm's gradient: the second of two ranks has its own features."""
+    layer = llama.model.model.layers[1]
+
+    def of_second_half(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        first, end = features
+        args[0].register_hook(lambda grad: grad * ((torch.arange(end + 1) >= first) & (torch.arange(end + 1) <= end)))
+
+    def plant(gradients: dict[str, Tensor]) -> None:
+        llama.model.zero_grad()
+        labels = llama.ids.clone()
+        labels[0, :6] = -100
+        with layer.get_submodule(last).register_forward_pre_hook(of_second_half):
+            llama.model(input_ids=llama.ids, labels=labels).loss.backward()
+        gradients[f"model.layers.1.{norm}.weight"].copy_(layer.get_submodule(norm).weight.grad)
+
+    name, cause = first(llama.judged(plant))
+    linear = "self_attention.linear_proj" if norm == ours else "mlp.linear_fc2"
+    assert name == f"decoder.layers.1.{ours}.weight"
+    inputs = f"the inputs {features[0]} to {features[1]} of decoder.layers.1.{linear}.weight"
+    assert cause == f"is summed over {inputs} (block 1 of 2) alone"
+
+
 def test_an_expert_without_a_gradient(mixtral: Other) -> None:
     def forget(gradients: dict[str, Tensor]) -> None:
         for name in (name for name in gradients if "layers.1" in name and "down_proj" in name):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from megatron.testing.referee.attribution import Verdict, difference, fraction, judge
 from megatron.testing.referee.batch import Batch
 from megatron.testing.referee.dumps import Dump
-from megatron.testing.referee.reference import Model, Watched
+from megatron.testing.referee.reference import Model, Watched, WatchedInputs
 
 MARGIN = 4.0
 """Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
@@ -119,7 +121,7 @@ def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -
     if verdict.explained:
         return {}
     gradient, exact = dump.read(found.first), replace(model, number_format="fp64")
-    for sum_over in (_over_places, _over_labels, _over_samples):
+    for sum_over in (_over_places, _over_features, _over_labels, _over_samples):
         for words, part, share in sum_over(exact, batch, found.first):
             factor = _factor(gradient, part, verdict.allowed)
             if factor is not None:
@@ -147,6 +149,33 @@ def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
     terms = [model.gradients(batch, Watched(name, (block, count)))[name] for block in range(count)]
     for chosen, remark in sequence_parts(count):
         yield f"{_places(length, count, chosen)} of the sequence{remark}", _sum_of(terms, chosen), 1.0
+
+
+def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
+    """Yield sums over shards of the features before the next row-parallel layer, such as the heads of an attention:
+    a rank of tensor parallelism may have summed only its own."""
+    metas = model.source.metas
+    last = next((each for each in next_row_parallel(name) if each in metas), None)
+    if last is None or last == name:
+        return
+    features = prod(metas[last].global_shape[1:])
+    count = next((count for count in reversed(PARTS) if features % count == 0), 1)
+    terms = [model.gradients(batch, WatchedInputs(last, (block, count)))[name] for block in range(count)]
+    for parts in (parts for parts in PARTS if count % parts == 0):
+        for shard in range(parts):
+            chosen = range(count * shard // parts, count * (shard + 1) // parts)
+            words = f"the inputs {shard * features // parts} to {(shard + 1) * features // parts - 1}"
+            yield f"{words} of {last} (block {shard} of {parts})", _sum_of(terms, chosen), 1.0
+
+
+def next_row_parallel(name: str) -> tuple[str, ...]:
+    """Return the names that the row-parallel weight after a parameter in its layer may have."""
+    match = re.match(r"(.*layers\.\d+\.)(self_attention|input_layernorm|mlp|pre_mlp_layernorm)\b", name)
+    if match is None:
+        return ()
+    if match[2] in ("mlp", "pre_mlp_layernorm"):
+        return (f"{match[1]}mlp.linear_fc2.weight",)
+    return tuple(f"{match[1]}self_attention.{last}.weight" for last in ("linear_proj", "out_proj"))
 
 
 def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:

@@ -113,7 +113,7 @@ class Model:
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Compute loss and gradients in one process.
 
-        With `watched`, only its parameter's gradient is meaningful: it is summed over a part of the sequence. Raises
+        With `watched`, only the gradient of the parameter in question is meaningful: it is a part of a sum. Raises
         ValueError with every problem if the flags do not fit the model, or the model does not fit the batch.
         """
         config = self._config(batch)
@@ -176,20 +176,44 @@ class Watched:
             param = next(param for param, meta in model.named_metas().values() if meta.name == self.name)
             for module in model.modules():
                 if any(each is param for each in module.parameters(recurse=False)):
-                    hooks.callback(module.register_forward_hook(self._mask).remove)
+                    self._hook(module, hooks)
 
-    def _mask(self, module: nn.Module, args: object, output: object) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        for each in outputs:
+    def _hook(self, module: nn.Module, hooks: ExitStack) -> None:
+        hooks.callback(module.register_forward_hook(lambda module, args, output: self._mask(output)).remove)
+
+    def _mask(self, given: object) -> None:
+        tensors = given if isinstance(given, tuple) else (given,)
+        for each in tensors:
             if isinstance(each, Tensor) and each.requires_grad and each.dim() > 1:
                 each.register_hook(self._masked)
 
     def _masked(self, grad: Tensor) -> Tensor:
         """grad [s, ...]"""
-        block, count = self.places
-        kept = torch.zeros(len(grad), dtype=grad.dtype)
-        kept[len(grad) * block // count : len(grad) * (block + 1) // count] = 1
-        return grad * kept.view(-1, *[1] * (grad.dim() - 1))
+        return _block_of(grad, 0, *self.places)
+
+
+class WatchedInputs(Watched):
+    """A linear layer whose input's gradient is kept for only some features, such as those of a few heads.
+
+    A rank of tensor parallelism computes gradients of earlier parameters from such a part, before they are added to the
+    other ranks' sums. `name` is the parameter of the linear layer.
+    """
+
+    def _hook(self, module: nn.Module, hooks: ExitStack) -> None:
+        hooks.callback(module.register_forward_pre_hook(lambda module, args: self._mask(args[:1])).remove)
+
+    def _masked(self, grad: Tensor) -> Tensor:
+        """grad [..., features]"""
+        return _block_of(grad, grad.dim() - 1, *self.places)
+
+
+def _block_of(grad: Tensor, dim: int, block: int, count: int) -> Tensor:
+    """Return a gradient with zeros outside of one of `count` blocks of a dim."""
+    size = grad.shape[dim]
+    kept = torch.zeros_like(grad)
+    start, end = size * block // count, size * (block + 1) // count
+    kept.narrow(dim, start, end - start).copy_(grad.narrow(dim, start, end - start))
+    return kept
 
 
 def _load(run: TrainingRun, source: Source) -> None:
