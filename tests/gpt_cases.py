@@ -39,7 +39,11 @@ GPT, LLAMA, LATENT, DELTA_NET = map(model_of, ("gpt", "llama", "latent", "delta-
 
 def models_in(table: str) -> dict[str, TransformerConfig]:
     """Return the models of a table whose extensions are installed, by name."""
-    return {name: model_of(name) for name, found in TABLE[table].items() if installed(found.get("needs"))}
+
+    def is_there(needs: str | list[str] | None) -> bool:
+        return all(map(installed, needs if isinstance(needs, list) else [needs]))
+
+    return {name: model_of(name) for name, found in TABLE[table].items() if is_there(found.get("needs"))}
 
 
 STYLES = models_in("styles")

@@ -204,6 +204,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("layers/gated_norms", "Norms multiplied by a gate of their own output, as in A.X K2."),
     BuiltIn("layers/no_first_norm", "A first layer without a norm before attention, as in ModernBERT."),
     BuiltIn("layers/scaled_layer", "Layers whose output is multiplied by a stored number, as in Gemma 4."),
+    BuiltIn("layers/per_layer_embeddings", "Embeddings of its own for each layer, as in Gemma 4 E2B."),
     BuiltIn("layers/mean_of_experts", "The mean of the shared expert and the chosen experts, as in Command A+."),
     BuiltIn("layers/inner_norms", "Norms before the output projections of attention and MLP, as in BitNet."),
     BuiltIn("layers/hyper_connections", "Several residual streams (mHC), as in DeepSeek-V4."),

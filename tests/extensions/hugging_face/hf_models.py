@@ -18,6 +18,7 @@ SIZES, GPT2_SIZES, MIXTURE, YARN = (BASES[name] for name in ("SIZES", "GPT2_SIZE
 
 NEEDS = (
     *(("axk2", "gated_norms"), ("axk2", "sparse_attention"), ("deepseek", "latent_attention")),
+    *(("gemma4", "normed_values"), ("gemma4", "per_layer_embeddings"), ("gemma4", "scaled_layer")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
 """Prefixes of case names, and the extensions that their models need."""

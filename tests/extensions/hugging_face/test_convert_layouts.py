@@ -70,7 +70,7 @@ def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new:
 
 PART = (
     *("gpt2", "bloom", "llama3", "mixtral-window", "gemma3", "gpt-neox", "deepseek-v2", "llama4", "mimo-v2-flash"),
-    *("qwen3-moe", "qwen3-next", "axk2"),
+    *("qwen3-moe", "qwen3-next", "axk2", "gemma4"),
 )
 """One family for each way to store projections, experts and norms."""
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.config.flag_spec import Condition
+from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.mixers import MIXERS, AttentionFacts
+from megatron.core.config.model import TransformerConfig
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
 NAME = "normed_values"
 CHOICE = f"--attention-module {NAME}"
+SHARED = "--kv-shared-layers"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -21,6 +23,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     m = config.model
     if m.clip_qkv is not None:
         yield Problem.exclusive(CHOICE, None, f"--clip-qkv {m.clip_qkv:g}", "values are normalized before the clip")
+    if config.options(NormedValuesFlags).kv_shared_layers:
+        yield from _shared_layers(config)
     if not config.options(NormedValuesFlags).global_keys_as_values:
         return
     for name, given in (
@@ -30,6 +34,64 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.exclusive("--global-keys-as-values", None, name, "keys are the only values")
+
+
+def source_of(config: TransformerConfig, number: int) -> int | None:
+    """Return the layer whose keys and values a layer attends to; None if it has its own.
+
+    Raises ValueError if no layer of its kind has keys and values.
+    """
+    first = config.num_layers - config.options(NormedValuesFlags).kv_shared_layers
+    if not first <= number < config.num_layers:
+        return None
+    local = config.local_pattern
+    same = [layer for layer in range(first) if local[layer] == local[number]]
+    if not same:
+        kind = "a" if local[number] else "no"
+        raise ValueError(f"layer {number} has {kind} sliding window, and none of the layers before {first} is like it")
+    return same[-1]
+
+
+def _shared_layers(c: RunConfig) -> Iterator[Problem]:
+    """Check that keys and values are there for the layers that have none of their own."""
+    m, count = c.model, c.options(NormedValuesFlags).kv_shared_layers
+    if any(getattr(each, "qk_clip", False) for each in c.extension_options):
+        yield Problem.exclusive(SHARED, count, "--qk-clip", "keys belong to several layers, whose scores differ")
+    if m.norm_placement == "sum" or m.linear_attentions:
+        why = "every layer must have attention" if m.linear_attentions else "the norms are those of sums"
+        other = "layers of another kind" if m.linear_attentions else "--norm-placement sum"
+        yield Problem.exclusive(SHARED, count, other, why)
+        return
+    if m.num_layers <= count:
+        rule = f"must be below --num-layers {m.num_layers}: the first layers project the keys"
+        yield Problem(SHARED, count, rule, f"use at most {m.num_layers - 1}")
+        return
+    try:
+        sources = [source_of(m, number) for number in range(m.num_layers)]
+    except ValueError as error:
+        yield Problem(SHARED, count, str(error), "use a smaller number, or another --window-attn-skip-freq")
+        return
+    yield from _of_other_stages(c, sources)
+
+
+def _of_other_stages(c: RunConfig, sources: list[int | None]) -> Iterator[Problem]:
+    """Check that no pipeline stage needs keys and values of another stage."""
+    if c.model.vocab_size is None:
+        return  # the stages depend on it; this rule runs again when the tokenizer is known
+    try:
+        from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
+
+        stages = pipeline_stages(c.model, c.parallel)
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # another rule reports the stages
+    for stage in stages:
+        for number in stage.layers:
+            source = sources[number]
+            if source is not None and source not in stage.layers:
+                rule = f"lets layer {number} use keys and values of layer {source}, which is in another pipeline stage"
+                remedy = f"begin a stage at or before layer {source} by --pipeline-model-parallel-layout, or use --pp 1"
+                yield Problem(SHARED, c.options(NormedValuesFlags).kv_shared_layers, rule, remedy)
+                return
 
 
 @extension_flags("normalized values", part_of="model")
@@ -42,6 +104,10 @@ class NormedValuesFlags:
     global_keys_as_values: bool = False
     """Normalized values: layers without a sliding window or chunks have no projection of values. Their keys, before
     norm and rotary embedding, are the values."""
+
+    kv_shared_layers: int = flag(0, at_least=0)
+    """Normalized values: number of last layers that project queries only. Each attends to the keys and values of the
+    last earlier layer of its kind that has its own: with a sliding window or chunks, or without."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:NormedValueAttention", attention=AttentionFacts(), rules=rules)

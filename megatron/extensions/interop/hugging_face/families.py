@@ -89,6 +89,10 @@ class Family:
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Suffixes of tensor names that are not weights."""
 
+    unread: Sequence[str] = ()
+    """Suffixes of names of tensors that files may contain for layers without such weights, as their class does not read
+    them."""
+
     quantized: Sequence[str] = ()
     """Quantization methods whose weights can be read, by their names in config.json."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -37,6 +37,10 @@ class Layout:
         Their tensors may be on disk; subclasses override this method if they need to read only parts of them.
         """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
+
+    def of_layer(self, number: int) -> Layout:
+        """Return the layout of a layer's parameter. It differs by layer if one tensor belongs to all layers."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,32 @@ class RowsOfEachHead(Layout):
         of_head = before + own + after
         heads = tensors[0][(slice(box[0].start * of_head, box[0].stop * of_head), *box[2:])].unflatten(0, (-1, of_head))
         return heads[:, before + box[1].start : before + box[1].stop]
+
+
+@dataclass(frozen=True)
+class PartOfLayer(Layout):
+    """One layer's part of a Hugging Face tensor that has equal parts of all layers along one dim.
+
+    Tensors with the same name are added up. Adding -0.0 changes no number.
+    """
+
+    dim: int
+    layer: int = 0
+
+    def of_layer(self, number: int) -> Layout:
+        return replace(self, layer=number)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        shape, size = [*parameter.shape], parameter.shape[self.dim]
+        shape[self.dim] *= config.num_layers
+        whole = parameter.new_full(shape, -0.0)
+        whole.narrow(self.dim, self.layer * size, size).copy_(parameter)
+        return (whole,)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        slices, start = list(box), self.layer * (tensors[0].shape[self.dim] // config.num_layers)
+        slices[self.dim] = slice(start + box[self.dim].start, start + box[self.dim].stop)
+        return tensors[0][tuple(slices)]
 
 
 class WithConstantsOfXIELU(Layout):

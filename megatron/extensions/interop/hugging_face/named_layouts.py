@@ -15,6 +15,7 @@ from megatron.extensions.interop.hugging_face.layouts import (
     HeadsOfGroups,
     Layout,
     OneOfThree,
+    PartOfLayer,
     Pieces,
     Reordered,
     RowsOfEachHead,
@@ -52,6 +53,9 @@ WHOLE_TENSORS: dict[str, Layout] = {
     "SecondOfThree": OneOfThree(1),
     "ThirdOfThree": OneOfThree(2),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),
+    # Gemma 4's per-layer embeddings: one tensor has rows or columns of all layers
+    "RowsOfLayer": PartOfLayer(0),
+    "ColumnsOfLayer": PartOfLayer(1),
 }
 
 PAIR = "pair"
@@ -110,6 +114,7 @@ QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
+    "QueriesOfGroups": Pieces(HEADS, _query_groups, 1, _of_group("q")),
     "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
     # Two tensors of the queries' shape, the second one for the gates of outputs, then keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),

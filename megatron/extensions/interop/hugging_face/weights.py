@@ -78,6 +78,7 @@ class HFWeights:
             whole = _with_depths(config, stored)
             self.copies = [each for each in copies(whole, model_type) if unknown.pop(each.theirs[0], None) is not None]
             further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
+            further |= {name for name in unknown if name.endswith(tuple(family.unread))}
             problems += [f"{name} is unknown" for name in unknown if name not in further]
         if problems:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
@@ -210,7 +211,7 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
         if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
             raise ValueError(f"model_type {family.model_type} cannot have {meta.name}")
         rule = rules[pattern]
-        layout = _layout(rule, family)
+        layout = _layout(rule, family).of_layer(int(layer or 0))
         own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config
         found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
     return found

@@ -279,6 +279,7 @@ def _with_derived(config: TransformerConfig) -> Fields:
         "multi_latent_attention": config.attention == "multi_latent_attention",
         "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
+        "ffn_hidden_size_pattern": str([*config.ffn_sizes]) if len({*config.ffn_sizes}) > 1 else None,
         "kv_channels": config.head_dim,
         "softmax_scale": config.attention_scale,
         "num_query_groups": config.query_groups,
@@ -343,7 +344,7 @@ def settings_of(config: TransformerConfig) -> Fields:
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     divided = config.moe_router_topk_normalization and config.moe_router_scores in ("sigmoid", "sqrtsoftplus")
     idle += ["moe_router_topk_epsilon"] if not divided else []
-    idle += ["ffn_hidden_size"] if not config.dense_layers else []
+    idle += ["ffn_hidden_size"] if not config.dense_layers or fields["ffn_hidden_size_pattern"] else []
     idle += ["num_query_groups", "softmax_scale"] if not attends else []
     heads = attends or "lightning_attention" in config.linear_attentions
     idle += ["num_attention_heads", "kv_channels"] if not heads else []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
+from megatron.core.config.layers import RESIDUALS
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
@@ -22,7 +25,12 @@ class ScaledLayer(TransformerLayer):
         one = torch.ones(meta.global_shape, dtype=torch.float32, device=ctx.device)
         self.layer_scalar = nn.Parameter(one, requires_grad=False)
         self.layer_scalar.meta = meta  # type: ignore[attr-defined]
+        residual = None if config.residual is None else RESIDUALS[config.residual]
+        of_stream = getattr(residual, "scaled", None)
+        self.scaled = None if of_stream is None else partial(of_stream, config=config)
+        """Multiplies the hidden states of a stream that carries further channels; None if all are hidden states."""
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        return super().forward(x, context) * self.layer_scalar.to(x.dtype)
+        stream, factor = super().forward(x, context), self.layer_scalar.to(x.dtype)
+        return stream * factor if self.scaled is None else self.scaled(stream, factor)

@@ -25,7 +25,11 @@ from megatron.extensions.interop.hugging_face.config_json.config_values import (
     text,
     whole,
 )
-from megatron.extensions.interop.hugging_face.config_json.gemma4 import WidthsOfGlobalHeads
+from megatron.extensions.interop.hugging_face.config_json.gemma4 import (
+    LayersWithoutKeys,
+    SizeOfLayerEmbeddings,
+    WidthsOfGlobalHeads,
+)
 from megatron.extensions.interop.hugging_face.config_json.kinds_of_layers import (
     ConvolutionsAndWindows,
     HalvesOfWindows,
@@ -345,6 +349,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         ConvolutionsAndWindows,
         KimiHeadsOfModel,
         WidthsOfGlobalHeads,
+        LayersWithoutKeys,
+        SizeOfLayerEmbeddings,
         HalvesOfWindows,
     )
 }

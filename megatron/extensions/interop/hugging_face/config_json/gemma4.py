@@ -1,4 +1,5 @@
-"""Settings of Gemma 4 in a config.json: layers without a sliding window have heads of another width. No torch."""
+"""Settings of Gemma 4 in a config.json: heads of another width in layers without a sliding window, layers that use
+earlier keys and values, per-layer embeddings. No torch."""
 
 from __future__ import annotations
 
@@ -51,3 +52,43 @@ class WidthsOfGlobalHeads(Adapter):
         differing = {key: value for key, value in own.items() if value != usual[key]}
         unstated = {key: value for key, value in hf.items() if not key.startswith(("global_", "num_global_"))}
         return unstated | usual | {OF_LAYERS: {str(layer): differing for layer in everywhere if differing}}
+
+
+class LayersWithoutKeys(Adapter):
+    """Number of last layers that use keys and values of earlier layers, and whether their MLPs are twice as wide."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        shared, layers = whole(hf, "num_kv_shared_layers"), whole(hf, "num_hidden_layers")
+        local = windows(hf, family)
+        own, others = local[: layers - shared], local[layers - shared :]
+        if shared < 0 or shared >= layers or not {*others} <= {*own}:
+            kinds = "must leave a layer of each of layer_types with keys and values of its own"
+            raise ValueError(f"config.json: num_kv_shared_layers = {shared} {kinds}, before those without")
+        found: Fields = {"kv_shared_layers": shared}
+        if shared and hf["use_double_wide_mlp"]:
+            width = whole(fields, "ffn_hidden_size")
+            found["ffn_hidden_size_pattern"] = str([width] * len(own) + [2 * width] * shared)
+        return fields | found
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        wide = config.ffn_sizes[-1] == 2 * config.ffn_sizes[0]
+        return hf | {
+            "num_kv_shared_layers": stated["kv_shared_layers"],
+            "use_double_wide_mlp": wide,
+            "intermediate_size": config.ffn_sizes[0],
+        }
+
+
+class SizeOfLayerEmbeddings(Adapter):
+    """Channels of per-layer embeddings, 0 for none, whose tables have the rows of the model's vocabulary."""
+
+    def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
+        size = whole(hf, "hidden_size_per_layer_input")
+        rows, tokens = whole(hf, "vocab_size_per_layer_input"), whole(hf, "vocab_size")
+        if size and rows != tokens:
+            raise ValueError(f"config.json: vocab_size_per_layer_input = {rows} differs from vocab_size = {tokens}")
+        return fields | {"per_layer_embedding_size": size or None}
+
+    def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
+        size = stated["per_layer_embedding_size"] or 0
+        return hf | {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": config.vocab_size}

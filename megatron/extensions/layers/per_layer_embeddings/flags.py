@@ -1,0 +1,84 @@
+"""Flag of per-layer embeddings, and the facts that are needed before they are imported.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import Condition, flag
+from megatron.core.config.layers import RESIDUALS
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+
+NAME, SWITCH = "per_layer_embeddings", "--per-layer-embedding-size"
+GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
+"""Activation functions of MLPs, and the function of their gates: silu, or GELU with this approximation."""
+
+LAYERS_WITH_IT = ("transformer_layer", "scaled_layer")
+"""Values of --layer-module that leave the addition of outputs to the residual stream."""
+
+
+def size_of(config: TransformerConfig) -> int:
+    """Channels of each layer's embeddings; 0 without them."""
+    return config.options(PerLayerEmbeddingFlags).per_layer_embedding_size or 0
+
+
+def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check models with per-layer embeddings."""
+    m = config.model
+    size, ranks = size_of(m), config.parallel.tensor_model_parallel_size
+    if not size:
+        return
+    if m.activation not in GATES:
+        rule = f"gates embeddings with the function that gates the MLP; known are {', '.join(GATES)}"
+        yield Problem(SWITCH, size, rule, f"use one of them, not {m.activation}")
+    if m.layer_module not in LAYERS_WITH_IT:
+        why = "a layer of another kind adds outputs to hidden states by itself"
+        yield Problem.exclusive(SWITCH, size, f"--layer-module {m.layer_module}", why)
+    if others := [name for name in RESIDUALS.wanted(m) if name != NAME]:
+        yield Problem.exclusive(SWITCH, size, f"the residual stream {others[0]}", "both replace the plain one")
+    with suppress(ValueError):  # if other rules refuse the pattern
+        if not all(kind.mixes and kind.mlp for kind in m.layers):
+            yield Problem(SWITCH, size, "follows the MLP of each layer, and some layers have none", "remove it")
+    if not divides(ranks, size):
+        rule = f"must be a multiple of --tensor-model-parallel-size {ranks}, whose ranks share the channels"
+        yield Problem(SWITCH, size, rule, multiples(size, max(ranks, 1)))
+    elif (chosen := linear_format(config.parallel)) is not None:
+        alignment, under = LINEAR_FORMATS.facts(chosen).alignment(config.parallel, ranks)
+        if size // ranks % alignment:
+            rule = f"divided by --tensor-model-parallel-size {ranks} must be a multiple of {alignment} under {under}"
+            yield Problem(SWITCH, size, rule, multiples(size, alignment * ranks))
+
+
+@extension_flags("per-layer embeddings", part_of="model", rules=rules)
+@dataclass(frozen=True)
+class PerLayerEmbeddingFlags:
+    """Embeddings of each layer (PLE; Gemma 3n, Gemma 4)."""
+
+    per_layer_embedding_size: int | None = flag(
+        None,
+        above=0,
+        excludes=(
+            Condition("--norm-placement sum: there is no stream", lambda config: config.model.norms_sums),
+            "--parallel-residual: the addition follows the MLP",
+            "--mtp-num-layers: modules of multi-token prediction have no embeddings of their own",
+        ),
+    )
+    """Per-layer embeddings: channels of a table of embeddings in each layer. After the MLP, the layer adds
+    norm(W (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding
+    (Gemma 4)."""
+
+
+RESIDUALS.register(
+    NAME,
+    f"{__package__}.residual:PerLayerEmbeddings",
+    when=lambda config: size_of(config) > 0,
+    width=lambda config: 2 * config.hidden_size + size_of(config),
+)

@@ -1,0 +1,132 @@
+"""Residual stream of models with per-layer embeddings, [s, b, 2h + e].
+
+It consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings to the
+channels of its own embeddings, so the stream carries them. The norm of these projections has the same weight in all
+layers, which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, where the other layers
+read it, and its gradient returns the same way, so pipeline stages need no further messages. Tensor-parallel ranks share
+the channels of tables and projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.collectives import copy_to, reduce_from
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.embedding import EmbeddingFunction, rounded
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import ParamMeta
+from megatron.core.tensor_parallel.layers import LOCAL, TPContext, column_parallel, make_parameter, row_parallel
+from megatron.core.tensor_parallel.linear_spec import ColumnLinear, RowLinear, sequence_partial
+from megatron.core.transformer.norm import build_norm
+from megatron.extensions.layers.per_layer_embeddings.flags import GATES, size_of
+
+
+class PerLayerEmbeddings(nn.Module):
+    """The residual connection of a sublayer. The connection of an MLP also adds the layer's embeddings."""
+
+    def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.hidden = config.hidden_size
+        layer, _, kind = sublayer.rpartition(".")
+        self.embeddings = LayerEmbeddings(f"{layer}.per_layer", config, ctx) if kind == "mlp" else None
+
+    @staticmethod
+    def enter(x: Tensor, config: TransformerConfig) -> Tensor:
+        """[s, b, h] -> [s, b, 2h + e]"""
+        return torch.cat((x, F.pad(x, (0, size_of(config)))), dim=-1)
+
+    @staticmethod
+    def leave(norm: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        return HiddenStates(config.hidden_size)
+
+    @staticmethod
+    def scaled(stream: Tensor, factor: Tensor, config: TransformerConfig) -> Tensor:
+        """Multiply the hidden states of a stream."""
+        x, rest = stream.split((config.hidden_size, config.hidden_size + size_of(config)), dim=-1)
+        return torch.cat((x * factor, rest), dim=-1)
+
+    def forward(
+        self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
+    ) -> Tensor:
+        """stream [s, b, 2h + e] -> [s, b, 2h + e]; [s/tp, b, 2h + e] under sequence parallelism"""
+        x, carried = stream.split((self.hidden, stream.shape[-1] - self.hidden), dim=-1)
+        x = x + sublayer(x, context)
+        if self.embeddings is not None:
+            x, carried = self.embeddings(x, carried, context)
+        return torch.cat((x, carried), dim=-1)
+
+
+class HiddenStates(nn.Module):
+    """Hidden states after the last layer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """[s, b, 2h + e] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        return stream[..., : self.hidden].contiguous()
+
+
+class LayerEmbeddings(nn.Module):
+    """Add norm(W (act(G x) * p)) to the hidden states x of a layer.
+
+    With the token's row r of the table and its word embedding v, p = (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2).
+    """
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, size_of(config)
+        self.size, self.eps = size, config.norm_epsilon
+        self.tp = ctx.tp
+        self.sequence_parallel = ctx.sequence_parallel
+        table = ParamMeta(f"{name}.embedding.weight", (config.vocab_size or 0, size), {"tp": 1}, role="embedding")
+        self.table = make_parameter(table, ctx)
+        self.context_proj = column_parallel(ColumnLinear(f"{name}.context_proj", hidden, (size,), False), ctx)
+        self.gate = column_parallel(ColumnLinear(f"{name}.gate", hidden, (size,), False), ctx)
+        self.proj = row_parallel(RowLinear(f"{name}.proj", size, hidden, False), ctx)
+        self.layernorm = build_norm(f"{name}.layernorm", hidden, config, ctx)
+        self.approximate = GATES.get(config.activation, "none")
+        self.scales = hidden**-0.5, rounded(sqrt(size), ctx.dtype)
+        self.context_layernorm = None
+        """Weight of the norm of projections in all layers; None except in layer 0."""
+        if ctx.layer == 0:
+            partial_over = sequence_partial(ctx.sequence_parallel)
+            weight = ParamMeta(f"{name}.context_layernorm.weight", (size,), partial_over=partial_over, role="norm")
+            self.context_layernorm = make_parameter(weight, ctx)
+
+    def forward(self, x: Tensor, carried: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """x [s, b, h] and carried [s, b, h + e] -> the same; [s/tp, b, ...] under sequence parallelism"""
+        words, weight = carried.split((carried.shape[-1] - self.size, self.size), dim=-1)
+        if self.context_layernorm is not None:
+            weight = self.context_layernorm.expand_as(weight)
+            carried = torch.cat((words, weight), dim=-1)
+        gated = self._activated(self.gate(x)) * self._inputs(words.contiguous(), weight[0, 0], context)
+        return x + self.layernorm(self.proj(gated)), carried
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self.approximate == "silu" else F.gelu(gate, approximate=self.approximate)
+
+    def _inputs(self, words: Tensor, weight: Tensor, context: BatchContext) -> Tensor:
+        """words [s, b, h], [s/tp, b, h] under sequence parallelism, and the norm weight [e] -> p [s, b, e/tp]"""
+        of_words, of_rows = self.scales
+        assert context.tokens is not None
+        rows = EmbeddingFunction.apply(context.tokens.t(), self.table, LOCAL, Axis())
+        return (self._normed(self.context_proj(words) * of_words, weight) + rows * of_rows) * 2**-0.5
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [s, b, e/tp], normalized over the channels of all ranks, times this rank's part of the weight [e]."""
+        wide = x.float() if x.itemsize == 2 else x
+        # every rank's computation uses the sum of all ranks, so the sum's gradient is a sum over ranks too
+        squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
+        # under sequence parallelism a rank's stream has tokens of its own, and the gradients of ranks are added up
+        weight = weight if self.sequence_parallel else copy_to(weight, self.tp)
+        own = weight.chunk(self.tp.size)[self.tp.rank].to(wide.dtype)
+        return (wide * torch.rsqrt(squares / self.size + self.eps) * own).to(x.dtype)

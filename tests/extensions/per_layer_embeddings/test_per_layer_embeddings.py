@@ -1,0 +1,14 @@
+"""Per-layer embeddings: layouts against one process. The tests of Hugging Face families compare logits and gradients
+with those of transformers."""
+
+from __future__ import annotations
+
+from megatron.testing.parity import main as parity
+
+FLAGS = "--per-layer-embedding-size 8 --swiglu --norm-placement sandwich --position-embedding-type rope --num-layers 2"
+
+
+def test_layouts_compute_the_same() -> None:
+    """The norm weight of all layers is a parameter of the first stage."""
+    rows = ["tp2", "tp2-sp", "pp2-1f1b"]
+    assert parity(["--layouts", *rows, "--steps", "1", "--", *FLAGS.split()]) == 0
