@@ -85,7 +85,7 @@ def test_modules_keep_the_layer_kind_of_the_checkpoint(tmp_path: Path) -> None:
 def test_without_a_checkpoint_the_flags_hold(tmp_path: Path) -> None:
     given = parse_args(["--lr", "1", "--load", str(tmp_path), *ASKS])
     config, notes = with_saved_flags(given)
-    assert config == given and "so the flags hold" in notes[0]
+    assert config == given and "so the flags apply" in notes[0]
     for damaged in ("{", "[1, 2]", '{"config": {"num_layers": 3}}'):
         (tmp_path / "metadata.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"metadata.json is damaged: it holds no configuration"):

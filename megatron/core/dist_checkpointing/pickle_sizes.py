@@ -17,7 +17,7 @@ _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""Maps a kind of argument that states its own length to the bytes of that length."""
+"""Maps each kind of argument with a length prefix to the size of the prefix in bytes."""
 
 _SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
 _NAMES = {ord(each.code): each.name for each in pickletools.opcodes}

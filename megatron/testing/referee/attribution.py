@@ -28,7 +28,7 @@ twice."""
 
 
 UNRELATED = 0.9
-"""Difference from which on a gradient without an explanation does not resemble the right one."""
+"""Smallest difference at which a gradient without an explanation does not resemble the right one."""
 
 
 @dataclass(frozen=True)

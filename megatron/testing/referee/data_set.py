@@ -30,7 +30,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class Chosen(NamedTuple):
-    """Samples of a run: those with the given numbers, or those of a step."""
+    """Samples of a run: the samples with the given numbers, or the samples of a step."""
 
     samples: tuple[int, ...] = ()
     """Numbers in the order in which the run consumes samples, from 0."""

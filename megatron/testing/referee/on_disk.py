@@ -20,7 +20,7 @@ LARGE = 1 << 16
 """Bytes from which on a tensor is in a file."""
 
 M_MMAP_THRESHOLD = -3
-"""Parameter of glibc's mallopt: bytes from which on a block is mapped by itself."""
+"""Parameter of glibc's mallopt: size in bytes from which a block is mapped separately."""
 
 FACTORIES: tuple[Callable[..., Tensor], ...] = (torch.empty, torch.zeros, torch.full, torch.ones)
 

@@ -67,7 +67,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
         return config, notes  # the checkpoint determines the model's flags anyway
     if saved is None:
-        return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
+        return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags apply"]
     before = config_of_sections(saved)
     for values in (
         dict(_model_fields(before)) if wanted[0] else {},

@@ -58,7 +58,7 @@ class Meeting:
 
 
 class HangAnalysis:
-    """Base class of the hang analyses that callbacks provide. This class finds nothing."""
+    """Base class of the hang analyses that callbacks provide. The methods of this class find nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status

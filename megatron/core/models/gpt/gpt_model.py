@@ -173,7 +173,7 @@ class GPTModel(nn.Module):
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the rotary embeddings by those of `config`.
+        """Replace the rotary embeddings by the embeddings of `config`.
 
         `config` may differ from the model's only in rotary flags and sequence length.
         """
