@@ -198,7 +198,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
     """Yield lines on the tests and variables that the values in the command depend on."""
     if script and script.choices:
-        yield "\nDepends on a test that is not known:"
+        yield "\nValues that depend on an unknown test:"
         for name, values in script.choices.items():
             yield f"  {name}: {' or '.join(dict.fromkeys(value or 'nothing' for value in values))}; read as the last"
     if script and script.variables.read_as_unset:

@@ -87,7 +87,8 @@ def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | N
 
 
 def along(points: Points, positions: Points) -> list[tuple[float, float]]:
-    """Convert points over iterations to points over the resources used until the last log line at or before each."""
+    """Convert points over iterations to points over used resources, taken from the last log line at or before each
+    point."""
     at = [iteration for iteration, _ in positions]
     places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
     return [(positions[place][1], value) for place, value in places if place >= 0]

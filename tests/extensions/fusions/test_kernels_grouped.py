@@ -85,7 +85,7 @@ CASES = (
     ([0, 0, 600, 0], 16, 24),  # a tile split into four parts
     ([290, 2, 0, 0], 20, 64),  # two tiles split into two parts each
     ([40, 33, 32, 48, 17], 40, 40),
-    ([9], 136, 64),  # more rows of tiles than share their operands
+    ([9], 136, 64),  # more rows of tiles than a group that shares operands has
 )
 """Rows of each expert, outputs and inputs; some are no multiples of a tile."""
 

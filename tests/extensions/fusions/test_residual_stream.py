@@ -1,4 +1,4 @@
-"""Residual stream between layers: with --compile, the next norm does the addition that a layer leaves. Regions run
+"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. Regions run
 uncompiled here and are compared with the model of plain additions."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Placement of copies for random sizes: never two on one host, balanced, and nothing sent that a replica holds."""
+"""Placement of copies for random sizes: no host has two copies of a part, hosts are balanced, and a part that a replica
+holds is not sent."""
 
 from __future__ import annotations
 
