@@ -185,6 +185,12 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+def blocks(*attentions: dict[str, object], **mlp: object) -> str:
+    """Text of the layers' shapes, with two query groups where a layer states none."""
+    layers = [{"attention": {"num_query_groups": 2} | each, "mlp": mlp} for each in attentions]
+    return json.dumps({"block_configs": layers})
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "its optimizer state is in dp_reshardable": save_by_buckets,
     "common.pt is refused": lambda folder: torch.save({"args": Attack()}, folder / "common.pt"),
@@ -202,6 +208,16 @@ CASES: dict[str, Callable[[Path], object]] = {
     "has shape [2, 24, 8], not [2, 40, 8]": lie("ffn_hidden_size", 20),
     "decoder.layers.0.mlp.router.weight is missing": lie("num_experts", 4),
     "muP": lie("use_mup", True),
+    "layers with [1, 2] query groups": lie(
+        "heterogeneous_layers_config_encoded_json", blocks({}, {"num_query_groups": 1})
+    ),
+    "layers without attention or without an MLP": lie(
+        "heterogeneous_layers_config_encoded_json", blocks({"no_op": True})
+    ),
+    "cannot be read (JSONDecodeError)": lie("heterogeneous_layers_config_encoded_json", "{"),
+    "has shape [2, 24, 8], not [2, 1024, 8]": lie(
+        "heterogeneous_layers_config_encoded_json", blocks({}, {}, ffn_mult=90.0)
+    ),
     "position_embedding_type mrope": lie("position_embedding_type", "mrope"),
     "hybrid_layer_pattern MW: layers W": lie("hybrid_layer_pattern", "MW"),
     "its argument hidden_size is a Tensor": lie("hidden_size", torch.zeros(1)),

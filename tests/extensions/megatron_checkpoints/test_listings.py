@@ -26,8 +26,10 @@ def as_they_save(name: str, folder: Path) -> Path:
         prefix + key: torch.randn(shape, generator=draw)
         for prefix in STATES[:-1]
         for key, shape in listing["tensors"].items()
-        if not prefix or not key.endswith("expert_bias")
+        if not prefix or not key.endswith(("expert_bias", "tid2eid"))
     }
+    for key in (key for key in tensors if key.endswith("tid2eid")):
+        tensors[key] = torch.randint(listing["args"]["num_experts"], tensors[key].shape, generator=draw).int()
     moments = [key.removeprefix(STATES[1]) for key in tensors if key.startswith(STATES[1])]
     tensors |= {STATES[-1] + key: tensors[key] for key in moments}
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)

@@ -12,18 +12,22 @@ import torch
 
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stage_parameters import stage_metas
-from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible, unequal_parts
 from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     Names,
     Way,
     find_ways,
     stacked_misfits,
+    their_shape,
+    with_rows,
 )
+from megatron.training.config.flags import run_of
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import GPT, STYLES
 from tests.pure.test_path_kind import LATEST, check_kind
 
 FOUND = ["gpt", "qwen3", "sinks", "latent", "latent-whole-queries", "multi-token", "sparse", "delta-net", "mamba"]
+FOUND += ["own-widths", "streams", "hybrid-multi-token"]
 
 
 @pytest.mark.parametrize("style", FOUND)
@@ -51,9 +55,52 @@ def test_a_sink_has_the_name_it_has_there() -> None:
     assert (piece.names, layer) == (["decoder.layers.self_attention.core_attention.softmax_offset"], 3)
 
 
+def test_each_sublayer_of_a_hybrid_module_is_a_layer() -> None:
+    ours = [
+        f"mtp.layers.1.transformer_layer.{name}" for name in ("self_attention.linear_proj.weight", "mlp.router.weight")
+    ]
+    metas = [ParamMeta(name, (4, 4), role="hidden") for name in ours]
+    pieces = [Names(metas, hybrid=True).written(meta, stacked=False)[0][0] for meta in metas]
+    front = "mtp.layers.1.mtp_model_layer.layers"
+    assert [piece.names for piece in pieces] == [
+        [f"{front}.0.self_attention.linear_proj.weight"],
+        [f"{front}.1.mlp.router.weight"],
+    ]
+    (alone,), _ = Names(metas[1:], hybrid=True).written(metas[1], stacked=False)
+    assert alone.names == [f"{front}.0.mlp.router.weight"]
+
+
+def test_a_table_of_tokens_gains_rows_for_padding() -> None:
+    table = torch.tensor([[3, 1], [0, 2]])
+    assert torch.equal(with_rows(table, 3), torch.tensor([[3, 1], [0, 2], [0, 0]]))
+    assert torch.equal(with_rows(table, 1), table[:1])
+
+
+def test_biases_of_experts_have_a_row_for_each() -> None:
+    bias = ParamMeta("decoder.layers.0.mlp.experts.linear_fc1.bias", (4, 2, 6), role="bias", expert=True)
+    ways = [way.names for way in Names([bias], hybrid=False).ways(bias)]
+    experts = "decoder.layers.0.mlp.experts.experts"
+    assert their_shape(bias) == (4, 12)
+    assert ("decoder.layers.mlp.experts.experts.linear_fc1.bias",) in ways
+    assert tuple(f"{experts}.{each}.linear_fc1.bias_{half}" for each in range(4) for half in "wv") in ways
+
+
 @pytest.mark.parametrize("files", [f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt", "common.pt metadata.json"])
 def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str) -> None:
     check_kind(tmp_path, files, "", "megatron")
+
+
+UNEQUAL = {
+    "streams-mean": "--enable-mhc-connections and --mtp-num-layers",
+    "hybrid-multi-token": "of modules that differ",
+    "own-widths": "--ffn-hidden-size-pattern",
+}
+
+
+@pytest.mark.parametrize("style", UNEQUAL)
+def test_parts_without_names_are_listed(style: str) -> None:
+    parts = unequal_parts(run_of(replace(STYLES[style], mtp_num_layers=STYLES[style].mtp_num_layers or 1)))
+    assert any(UNEQUAL[style] in part for part in parts)
 
 
 def test_models_that_megatron_has_not_are_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing.pickle_errors import why_refused
 from megatron.core.dist_checkpointing.torch_file import load_torch_file
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import DATA
 
 
 class _Plain:
@@ -24,20 +25,7 @@ class _Plain:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-HARMLESS = (
-    ("megatron.core.enums", "ModelType"),
-    ("megatron.core.transformer.enums", "AttnBackend"),
-    ("megatron.core.transformer.enums", "AttnMaskType"),
-    ("megatron.core.transformer.enums", "LayerType"),
-    ("megatron.core.transformer.enums", "CudaGraphScope"),
-    ("megatron.core.rerun_state_machine", "RerunMode"),
-    ("megatron.core.rerun_state_machine", "RerunState"),
-    ("megatron.core.rerun_state_machine", "RerunDiagnostic"),
-    ("megatron.core.optimizer.optimizer_config", "ParamKey"),
-    ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
-    ("_io", "BytesIO"),
-    ("types", "SimpleNamespace"),
-)
+HARMLESS = tuple((module, name) for module, names in DATA["unpickled"].items() for name in names.split())
 """(module, name) of the classes whose values Megatron-LM stores among its arguments. None of them is imported."""
 
 

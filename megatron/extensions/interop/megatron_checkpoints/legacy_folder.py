@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.stage_parameters import model_states, stage_metas
+from megatron.core.pipeline_parallel.stage_parameters import stage_metas
 from megatron.extensions.interop.megatron_checkpoints.common_state import args_of, load_common, load_pickle
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN, Held, states_of
 from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
@@ -29,6 +29,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     find_ways,
     is_skipped,
     their_shape,
+    their_states,
 )
 
 FILE = "model_optim_rng.pt"
@@ -175,15 +176,14 @@ class LegacyTensors:
     # Parameters
 
     def find(self, model: TransformerConfig) -> list[str]:
-        states = {meta.name: meta for meta, _ in model_states(model)}
+        states = {name: meta for name, (meta, _) in their_states(model).items()}
         present = {name for table in self.tables.values() for name in table}
-        found = [name for name in states if name in present]
-        self.metas = {meta.name: meta for meta in stage_metas(model)} | {name: states[name] for name in found}
-        used = {*found, "output_layer.weight"} if model.tied_embeddings else found
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | states
+        used = ("output_layer.weight",) * model.tied_embeddings
         self.names = Names(self.metas.values(), hybrid=model.stated_layers is not None)
-        self.ways = find_ways(self.metas, self._ways, present, self._misfits, used)
-        self.buffers = found
-        return found
+        self.ways = find_ways(self.metas, self._ways, present, self._misfits, states, used)
+        self.buffers = [name for name in states if name in self.ways]
+        return self.buffers
 
     def _boxes(self, meta: ParamMeta) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
         """((TP, EP) rank, offset, shape) of each box of a parameter. Replicas are left out."""
@@ -226,11 +226,10 @@ class LegacyTensors:
         experts, (front, linear) = range(box[0]), meta.name.rsplit("experts.", 1)
         yield Way(tuple(f"{front}experts.local_experts.{expert}.{linear}" for expert in experts), shape[1:])
         yield Way(tuple(f"{front}experts.{linear}{expert}" for expert in experts), shape[1:])
-        out, inner = shape[1:]
         if linear == "linear_fc1.weight":
-            yield Way((f"{front}experts.weight1",), (inner, len(experts) * out), transposed=True)
-        else:
-            yield Way((f"{front}experts.weight2",), (len(experts) * inner, out), transposed=True)
+            yield Way((f"{front}experts.weight1",), (shape[2], len(experts) * shape[1]), transposed=True)
+        elif linear == "linear_fc2.weight":
+            yield Way((f"{front}experts.weight2",), (len(experts) * shape[2], shape[1]), transposed=True)
 
     def dtype(self, name: str) -> torch.dtype:
         first = self.ways[name].names[0]

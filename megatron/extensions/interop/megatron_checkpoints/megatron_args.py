@@ -1,71 +1,49 @@
-"""Megatron-LM's arguments as a configuration of ours. This module does not import torch.
+"""Megatron-LM's arguments as a configuration of ours, and the reverse. This module does not import torch.
 
 Fields of the configuration have the names of Megatron-LM's arguments, so that most values are taken as they are.
+`arguments.json` has what differs: arguments with `also` another name, or that are `refused` for the part of the model
+they ask for; fields of the model which Megatron-LM is `lacking`, so that only their default can be expressed; and
+values that are `written` into every checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.moe import ROUTERS, router_of
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.training.config.flags import config_of_sections, flags_of, named_value, spelling_table, value_of
+from megatron.training.config.flags import (
+    config_of_sections,
+    flags_of,
+    flat_values,
+    named_value,
+    spelling_table,
+    value_of,
+)
 from megatron.training.config.run_config import RunConfig
 from megatron.training.progress import Progress
 
-TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
-"""Fields of the training section that are taken."""
-
-SECTIONS = ("model", "optimizer", "tokenizer")
-"""Sections that are taken as a whole."""
-
-WITHOUT_EQUAL = {
-    "apply_residual_connection_post_layernorm": "residual connections after the norm",
-    "heterogeneous_layers_config_path": "layers of different shapes",
-    "heterogeneous_layers_config_encoded_json": "layers of different shapes",
-    "add_bias_linear_fc": "biases in some layers",
-    "use_mup": "muP",
-    "head_wise_attn_gate": "gates of attention's heads",
-    "scale_embeddings": "scaled embeddings",
-    "fp32_residual_connection": "an fp32 residual stream",
-    "apply_query_key_layer_scaling": "query-key layer scaling",
-    "enable_hyper_connections": "hyper-connections",
-    "enable_mhc_connections": "hyper-connections",
-    "moe_n_hash_layers": "routing by hashes of tokens",
-}
-"""Argument -> the part of the model it asks for, which this program has not."""
-
-LACKING = (
-    *("position_offset", "qk_layernorm_after_rotary", "attention_temperature_everywhere"),
-    *("moe_output_norm", "moe_expert_bias_on_logits", "moe_zero_experts"),
-    *("attention_gate_function", "moe_router_group_score_topk", "moe_router_topk_normalization"),
-    "moe_router_topk_epsilon",
-    *("add_output_layer_bias", "parallel_residual_shared_norm"),
-    *("norm_parameters", "clip_qkv", "add_attention_output_bias", "add_mlp_bias"),
-    *("embed_layernorm", "parallel_residual", "attention_chunk_size", "attention_temperature_coeff", "softmax_scale"),
-    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_word_embeddings", "value_channels"),
-    *("attention_value_scale", "final_logit_softcapping", "attn_logit_softcapping", "window_rotary_base"),
-    *("window_rotary_percent", "window_softmax_type", "window_num_attention_heads", "window_num_query_groups"),
-    *("window_kv_channels",),
-    *("mla_head_gate", "mla_latent_gate", "mla_scale_latents", "latent_norm_epsilon", "mtp_layer_kind"),
-    "linear_allow_neg_eigval",
-    *("linear_num_householder", "linear_norm_epsilon", "linear_norm_placement", "mamba_conv_kernel_dim"),
-    *("mamba_min_step_size", "mamba_norm", "mamba_norm_before_gate", "mamba_multipliers"),
-)
-"""Fields of the model which Megatron-LM has not: with another value than the default it cannot be expressed."""
+DATA = json.loads(Path(__file__).with_name("arguments.json").read_text())
+LACKING = frozenset(" ".join(DATA["lacking"]).split())
+YARN = {ours: "yarn_" + ours.removeprefix("yarn_") for ours in DATA["yarn"].split()}
+"""Our argument of YaRN, which latent attention has there too -> that of a GPTModel's other attention."""
 
 ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
 MIXERS = ("gated_delta_net", "dsa", "mamba2")
-HYBRID_LETTERS = frozenset("M*-EG")
-"""Letters of the layers of a HybridModel that are converted."""
+LETTERS = frozenset("M*-EG/|")
+"""Letters of a HybridModel's layers that are converted, and the signs between them."""
 
-YARN = (
-    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
-    *("mscale_all_dim", "correction_range_round_to_int"),
+OTHER_FORMULAS = (
+    "hyper-connections: names and bits are those of Megatron-LM, whose formulas add other epsilons, so that outputs "
+    "differ slightly"
 )
-"""YaRN arguments of a GPTModel without latent attention; each name has the prefix `yarn_`."""
+
+WIDTHS = "heterogeneous_layers_config"
+HASHED = "moe_n_hash_layers"
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
@@ -74,39 +52,14 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
     `padding_counts`: rows of the embedding that only pad the vocabulary count as tokens. Megatron-LM's loss includes
     them and ours does not, so that a run continues exactly only if they are tokens.
     """
-    problems = [f"{name} {args[name]}: {what}" for name, what in WITHOUT_EQUAL.items() if args.get(name)]
-    args = _translated(args)
-    pattern = args.get("hybrid_layer_pattern")
-    if args.get("is_hybrid_model") and not pattern:
-        problems.append("is_hybrid_model without hybrid_layer_pattern: layers by ratios")
-    if pattern and (unknown := set(str(pattern)) - HYBRID_LETTERS):
-        problems.append(f"hybrid_layer_pattern {pattern}: layers {' '.join(sorted(unknown))}")
-    if (variant := args.get("experimental_attention_variant")) not in (None, *MIXERS):
-        problems.append(f"experimental_attention_variant {variant}")
-    if variant == "dsa" and (args.get("dsa_indexer_rope_interleaved") is not False):
-        problems.append("experimental_attention_variant dsa without dsa_indexer_rope_interleaved False")
-    if args.get("apply_layernorm_1p") and (variant == "gated_delta_net" or "G" in str(pattern)):
-        problems.append("apply_layernorm_1p True: norms of gated delta nets around 1")
-    if "M" in str(pattern) and args.get("norm_epsilon", 1e-5) != 1e-5:
-        problems.append("norm_epsilon: norms of Mamba-2 with 1e-5, and others with another value")
-    positions = args.get("position_embedding_type", "learned_absolute")
-    if positions not in POSITIONS:
-        problems.append(f"position_embedding_type {positions}")
-    if args.get("qk_l2_norm") and args.get("no_rope_freq"):
-        problems.append("qk_l2_norm True with no_rope_freq: norms in layers without rotary embedding")
-    if args.get("num_experts") and args.get("add_bias_linear", True):
-        problems.append("add_bias_linear True: biases of experts, which are not converted")
-    if problems:
-        raise ValueError("its model cannot be expressed: " + "; ".join(problems))
+    _check(args := _translated(args))
     values: dict[str, dict[str, object]] = {}
-    training = (flag for flag in flags_of("training") if flag.field in TRAINING)
-    for flag in (*(flag for section in SECTIONS for flag in flags_of(section)), *training):
+    training = (flag for flag in flags_of("training") if flag.field in DATA["training"].split())
+    for flag in (*(flag for section in DATA["sections"].split() for flag in flags_of(section)), *training):
         if (value := args.get(flag.field)) is not None:
             values.setdefault(flag.section, {})[flag.field] = _plain(value, flag.kind, flag.field)
     model = values.setdefault("model", {})
     model |= _vocabulary(args, padding_counts)
-    if "norm_epsilon" not in args and "layernorm_epsilon" in args:
-        model["norm_epsilon"] = args["layernorm_epsilon"]
     if not args.get("group_query_attention"):
         model["num_query_groups"] = None
     values["parallel"] = {name: bool(args.get(name)) for name in ("fp16", "bf16")}
@@ -116,38 +69,116 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
         raise ValueError(f"its arguments cannot be read: {error}") from None
 
 
+def _check(args: Mapping[str, object]) -> None:
+    """Raises ValueError for the arguments that ask for a part which this program has not."""
+    variant, positions = args.get("experimental_attention_variant"), args.get("position_embedding_type", POSITIONS[0])
+    pattern = str(args.get("hybrid_layer_pattern") or "")
+    unknown = " ".join(sorted(set(pattern) - LETTERS))
+    problems = {f"{name} {args.get(name)}: {what}": args.get(name) for name, what in DATA["refused"].items()} | {
+        "is_hybrid_model without hybrid_layer_pattern: layers by ratios": args.get("is_hybrid_model") and not pattern,
+        f"hybrid_layer_pattern {pattern}: layers {unknown}": unknown,
+        f"experimental_attention_variant {variant}": variant not in (None, *MIXERS),
+        "experimental_attention_variant dsa without dsa_indexer_rope_interleaved False": variant == "dsa"
+        and args.get("dsa_indexer_rope_interleaved") is not False,
+        f"position_embedding_type {positions}": positions not in POSITIONS,
+        f"{WIDTHS}_path without {WIDTHS}_encoded_json": args.get(f"{WIDTHS}_path")
+        and not args.get(f"{WIDTHS}_encoded_json"),
+    }
+    if found := [problem for problem, holds in problems.items() if holds]:
+        raise ValueError("its model cannot be expressed: " + "; ".join(found))
+
+
 def _translated(args: Mapping[str, object]) -> dict[str, object]:
-    """Arguments with YaRN, patterns of layers and gated delta nets as they are called here."""
+    """Arguments under the names and with the values that they have here."""
     found = dict(args)
+    for name, ours in DATA["also"].items():
+        if args.get(name) is not None and not found.get(ours):
+            found[ours] = args[name]
     if found.get("position_embedding_type") == "yarn":
         found |= {"position_embedding_type": "rope", "rope_type": "yarn"}
-        given = {_our_yarn(name): args.get(f"yarn_{name}") for name in YARN}
-        found |= {name: value for name, value in given.items() if value is not None}
+        found |= {ours: args[name] for ours, name in YARN.items() if args.get(name) is not None}
     elif not found.get("multi_latent_attention"):
         found["rope_type"] = None
-    if (pattern := found.get("hybrid_layer_pattern") or found.get("hybrid_override_pattern")) is not None:
-        found |= {"hybrid_layer_pattern": str(pattern).replace("|", ""), "experimental_attention_variant": None}
     if found.get("experimental_attention_variant") == "gdn":
         found["experimental_attention_variant"] = "gated_delta_net"
-    return found
+    if args.get("mhc_learned_output_contract") is False:
+        found["mhc_output_contract"] = "mean"
+    if (pattern := found.get("hybrid_layer_pattern")) is not None:
+        modules, depths = args.get("mtp_hybrid_override_pattern"), args.get("mtp_num_layers")
+        pattern = str(pattern).replace("|", "")
+        if modules and isinstance(depths, int) and "/" not in pattern:
+            pattern += f"/{modules}" * depths
+        found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
+        if hashed := found.get(HASHED):  # counted here among all layers, there among those with experts
+            experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
+            found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
+    return found | _widths(args)
 
 
-def yarn_arguments(config: RunConfig) -> dict[str, object]:
-    """The arguments of YaRN of a GPTModel, beside those under our names, which latent attention has."""
-    if not config.model.yarn or config.model.attention != "self_attention":
+def _widths(args: Mapping[str, object]) -> dict[str, object]:
+    """Our arguments for layers of different shapes. Raises ValueError for what differs beside the widths of MLPs."""
+    text = args.get(f"{WIDTHS}_encoded_json")
+    if not text:
         return {}
-    values = {name: named_value(config, _our_yarn(name)) for name in YARN}
-    return {"position_embedding_type": "yarn"} | {f"yarn_{name}": value for name, value in values.items()}
+    groups, widths = set[Any](), list[Any]()
+    try:
+        for block in json.loads(str(text))["block_configs"]:
+            attention, mlp = block["attention"], block.get("ffn") or block["mlp"]
+            if any(part.get(way) for part in (attention, mlp) for way in ("no_op", "replace_with_linear")):
+                raise ValueError(f"{WIDTHS}: layers without attention or without an MLP")
+            if (heads := attention.get("n_heads_in_group")) is not None:
+                groups.add(args["num_attention_heads"] // heads)
+            else:
+                groups.add(attention.get("num_query_groups") or args["num_query_groups"])
+            if (factor := mlp.get("ffn_mult")) is not None:
+                widths.append(-(int(2 * factor * args["hidden_size"] / 3) // -256) * 256)
+            else:
+                widths.append(mlp.get("ffn_hidden_size") or args["ffn_hidden_size"])
+    except (LookupError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{WIDTHS} cannot be read ({type(error).__name__})") from None
+    if len(groups) != 1:
+        raise ValueError(f"{WIDTHS}: layers with {sorted(groups)} query groups")
+    return {"group_query_attention": True, "num_query_groups": groups.pop(), "ffn_hidden_size_pattern": str(widths)}
 
 
-def _our_yarn(name: str) -> str:
-    return f"yarn_{name}" if name == YARN[-1] else name
+def arguments_of(config: RunConfig) -> dict[str, object]:
+    """A configuration as Megatron-LM's arguments."""
+    model = config.model
+    found = flat_values(config)
+    pattern, text = _pattern(config), model.linear_attention_freq
+    linear = [int(each) for each in model.linear_pattern] if text and not text.isdecimal() else text and int(text)
+    freq = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
+    found |= DATA["written"] | {
+        "padded_vocab_size": model.padded_vocab_size,
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "max_position_embeddings": model.max_positions,
+        "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
+        "moe_layer_freq": freq if not pattern and len({*freq}) > 1 else 1,
+        "linear_attention_freq": None if pattern else linear,
+        "is_hybrid_model": bool(pattern),
+        "hybrid_layer_pattern": pattern,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "mhc_learned_output_contract": named_value(config, "mhc_output_contract") != "mean",
+    }
+    if model.yarn and model.attention == "self_attention":
+        found |= {"position_embedding_type": "yarn"} | {name: found[ours] for ours, name in YARN.items()}
+    if model.ffn_hidden_size_pattern:
+        heads = {"num_query_groups": model.query_groups}
+        blocks = [{"attention": heads, "mlp": {"ffn_hidden_size": width}} for width in model.ffn_sizes]
+        found |= {f"{WIDTHS}_path": "in encoded_json", f"{WIDTHS}_encoded_json": json.dumps({"block_configs": blocks})}
+    if hashed := found.get(HASHED):
+        found |= dict.fromkeys(("actual_vocab_size", "hash_moe_vocab_size"), model.padded_vocab_size)
+        found[HASHED] = sum(model.expert_pattern[:hashed]) if pattern else hashed
+    return found | {name: found[ours] for name, ours in DATA["also"].items() if ours in found}
 
 
-def _with_value(config: RunConfig, name: str) -> str:
-    """A flag with its value; a switch, and text that is more than a flag, as it is."""
-    flag, _ = spelling_table().get(name, (None, True))
-    return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
+def _pattern(config: RunConfig) -> str | None:
+    """The pattern of a HybridModel's layers, with that of each module of multi-token prediction."""
+    text = named_value(config, "hybrid_layer_pattern")
+    layers, *modules = (text or "").replace("|", "").split("/")
+    return "/".join((layers, *(modules or layers[-1:] * config.model.mtp_depths))) or None
 
 
 def refuse_inexpressible(config: RunConfig) -> None:
@@ -155,7 +186,6 @@ def refuse_inexpressible(config: RunConfig) -> None:
     model = config.model
     lacking = (flag for flag in flags_of("model") if flag.field in LACKING)
     problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
-        "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
         f"--qk-layernorm-scope {model.qk_layernorm_scope}": model.qk_layernorm and model.qk_layernorm_scope != "head",
         f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type not in POSITIONS,
@@ -168,38 +198,45 @@ def refuse_inexpressible(config: RunConfig) -> None:
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
-    pattern = named_value(config, "hybrid_layer_pattern") or ""
-    mixers = MIXERS if pattern else MIXERS[:-1]
-    used = {kind.linear for kind in model.layers if kind.linear is not None}
-    unwritten = {
-        "--head-wise-attn-gate": model.head_wise_attn_gate,
-        "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
-        f"--hybrid-layer-pattern {pattern}": set(pattern) - HYBRID_LETTERS,
-        **{f"{mixer} layers": mixer not in mixers for mixer in sorted(used)},
-        "--enable-mhc-connections": model.residual == "mhc",
-        "--moe-shortcut": model.residual == "moe_shortcut",
-        "--moe-n-hash-layers": any(getattr(each, "moe_n_hash_layers", 0) for each in model.extension_options),
-        "--layer-module": model.layer_module != "transformer_layer",
-        **_unwritten_parts(model),
-        "--apply-layernorm-1p and gated delta nets": model.apply_layernorm_1p and "gated_delta_net" in used,
-        "--norm-epsilon other than 1e-5 and Mamba-2": model.norm_epsilon != 1e-5 and "mamba2" in used,
-        "--hybrid-layer-pattern with --mtp-num-layers": bool(pattern) and model.mtp_depths,
-        "biases of experts": model.add_bias_linear and any(model.expert_pattern),
-    }
-    if found := [flag for flag, used in unwritten.items() if used]:
+    if found := unequal_parts(config):
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
 
 
-def _unwritten_parts(model: TransformerConfig) -> dict[str, bool]:
-    """The parts of a model's function that the format has no names for, by flag."""
+def unequal_parts(config: RunConfig) -> list[str]:
+    """The parts of a model that have no names in the format, or another function."""
+    return [part for part, used in _unequal(config) if used]
+
+
+def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """(part, whether the model has it)"""
+    model, pattern = config.model, _pattern(config) or ""
     kinds = (*model.layers, *model.mtp_layers)
+    used = {kind.linear for kind in kinds if kind.linear is not None}
     routers = {router_of(model, number, in_training=False) for number, kind in enumerate(kinds) if kind.experts}
-    return {
-        f"--normalization {model.normalization}": not NORMALIZATIONS.facts(model.normalization).standard,
-        f"--attention-module {model.attention}": model.attention not in ATTENTION,
-        f"residual stream {model.residual}": model.residual is not None,
-        **{f"router {name}": name != "top_k" for name in routers},
-    }
+    softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    other = routers or used or pattern or model.residual or model.mtp_depths or model.attention != "self_attention"
+    yield from ((f"{mixer} layers", mixer not in MIXERS[: 3 if pattern else 2]) for mixer in sorted(used))
+    yield from ((f"router {router}", router not in ("top_k", "hash")) for router in sorted(routers))
+    yield "--head-wise-attn-gate", model.head_wise_attn_gate
+    yield f"--hybrid-layer-pattern {pattern}", set(pattern) - LETTERS
+    yield f"--hybrid-layer-pattern {pattern}, of modules that differ", len({*pattern.split("/")[1:]}) > 1
+    yield f"--layer-module {model.layer_module}", model.layer_module != "transformer_layer"
+    yield f"--normalization {model.normalization}", not NORMALIZATIONS.facts(model.normalization).standard
+    yield f"--attention-module {model.attention}", model.attention not in ATTENTION
+    yield f"residual stream {model.residual}", model.residual not in (None, "mhc")
+    yield "--enable-mhc-connections and --mtp-num-layers", model.residual == "mhc" and model.mtp_depths
+    yield f"--ffn-hidden-size-pattern {model.ffn_hidden_size_pattern}", model.ffn_hidden_size_pattern and other
+    yield "--moe-n-hash-layers and scores of softmax over the chosen experts", "hash" in routers and softmax
+    yield "biases of shared experts", model.add_bias_linear and model.moe_shared_expert_intermediate_size
+    yield "--qk-l2-norm in some layers", model.qk_l2_norm and not all(model.rope_pattern)
+    yield "--apply-layernorm-1p and gated delta nets", model.apply_layernorm_1p and "gated_delta_net" in used
+    yield "--norm-epsilon other than 1e-5 and Mamba-2", model.norm_epsilon != 1e-5 and "mamba2" in used
+
+
+def _with_value(config: RunConfig, name: str) -> str:
+    """A flag with its value; a switch, and text that is more than a flag, as it is."""
+    flag, _ = spelling_table().get(name, (None, True))
+    return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
 
 
 def _plain(value: object, kind: type, field: str) -> object:

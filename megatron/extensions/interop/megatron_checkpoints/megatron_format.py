@@ -26,8 +26,19 @@ from megatron.extensions.interop.megatron_checkpoints.common_state import (
 from megatron.extensions.interop.megatron_checkpoints.flags import COMMON, iteration_folder
 from megatron.extensions.interop.megatron_checkpoints.legacy_folder import LegacyTensors
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import FROZEN
-from megatron.extensions.interop.megatron_checkpoints.megatron_args import config_of, progress_of
-from megatron.extensions.interop.megatron_checkpoints.megatron_names import Names, find_ways, stacked_misfits
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import (
+    OTHER_FORMULAS,
+    config_of,
+    progress_of,
+    unequal_parts,
+)
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
+    Names,
+    find_ways,
+    stacked_misfits,
+    their_states,
+    with_rows,
+)
 
 for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
@@ -86,14 +97,13 @@ class TorchDistTensors:
         self.prefixes: dict[str, str] = {}
 
     def find(self, model: TransformerConfig) -> list[str]:
-        states = {meta.name: meta for meta, _ in model_states(model)}
+        states = {name: meta for name, (meta, _) in their_states(model).items()}
         shapes = {k: shape for k, shape in self.shapes.items() if not k.startswith("optimizer.")}
-        found = {k: meta for k, meta in states.items() if {k, re.sub(r"layers\.\d+\.", "layers.", k)} & shapes.keys()}
-        self.metas = {meta.name: meta for meta in stage_metas(model)} | found
+        self.metas = {meta.name: meta for meta in stage_metas(model)} | states
         misfits = partial(stacked_misfits, shapes, model.num_layers)
         names = Names(self.metas.values(), hybrid=model.stated_layers is not None)
-        self.ways = find_ways(self.metas, names.ways, shapes, misfits)
-        return list(found)
+        self.ways = find_ways(self.metas, names.ways, shapes, misfits, states)
+        return [name for name in states if name in self.ways]
 
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.tensors[self.stored[self.ways[name].names[0]]].dtype
@@ -161,8 +171,11 @@ class MegatronSource(Source):
             for name, count in (("num_layers", model.num_layers), ("num_experts", model.num_experts or 0)):
                 if count > max(self.tensors.sizes, default=0):
                     raise ValueError(f"its arguments say {name} {count}, and no tensor is that large")
+            if parts := unequal_parts(self.config):
+                raise ValueError(f"its model cannot be expressed: {'; '.join(parts)}")
             self.metas = {meta.name: meta for meta in stage_metas(model)}
             self.states = self.tensors.find(model)
+            self.rows = {meta.name: meta.global_shape[0] for meta, _ in model_states(model)}
         except (ValueError, AssertionError, ZeroDivisionError) as error:
             raise ValueError(f"{self.folder}: {str(error) or type(error).__name__}") from None
         self.checks_states = False
@@ -181,6 +194,8 @@ class MegatronSource(Source):
             )
         if self.args.get("fp8"):
             yield f"histories of fp8 scaling are not carried; continue with --fp8-format {self.args['fp8']}"
+        if self.config.model.residual == "mhc":
+            yield OTHER_FORMULAS
         if not options.weights_only and not self.tensors.common.get("optimizer"):
             yield "it has no optimizer state, so that a run starts at iteration 0"
 
@@ -188,7 +203,8 @@ class MegatronSource(Source):
         return wanted or self.tensors.dtype(name)
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        return self.tensors.read(name).to(self.dtype(name, wanted))
+        tensor = self.tensors.read(name)
+        return with_rows(tensor, self.rows.get(name, len(tensor))).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
         """Checks which state belongs to which parameter; a checkpoint of Megatron-LM has no checksums."""

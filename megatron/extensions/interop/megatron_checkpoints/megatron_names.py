@@ -5,7 +5,8 @@ of ours in another shape: query groups, heads and channels are one dim there, an
 what differs: names `renamed` in a layer, by their beginnings, where the layer also has a parameter that begins with
 `beside`; under all of `theirs` they are written, and under any they are read. `kinds` of channels are tensors of their
 own, each for all groups, where ours has those of a group together; their number is the last dim of a parameter of the
-module, divided by the groups, or an equal part of the rest. `older` are names from before the core.
+module, divided by the groups, or an equal part of the rest. `older` are names from before the core. A HybridModel has
+a layer for each sublayer, also in its modules of multi-token prediction, and hyper-connections wrap it there.
 """
 
 from __future__ import annotations
@@ -13,21 +14,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.interop.conversion.formats import few
 
 EXTRA_STATE = "_extra_state"
 """Ends the names of what Transformer Engine keeps for fp8."""
 
 LAYERS = "decoder.layers."
+STACKED = re.compile(r"^decoder\.layers\.\d+\.")
+CONNECTION = "_hyper_connection."
+
+OF_TOKENS = ".tid2eid"
+"""Ends the names of tables that have a row for each token."""
 
 IN_LAYER = re.compile(
     r"(?P<front>decoder\.layers\.(?P<number>\d+)\."
@@ -85,10 +94,11 @@ def find_ways(
     ways_of: Callable[[ParamMeta], Iterable[Way]],
     present: Collection[str],
     misfits: Callable[[ParamMeta, Way], Iterable[str]],
+    optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """The first way of each parameter whose tensors are all present. Raises ValueError for all that is missing, of
-    another shape, or unknown: present and in no way, and not `used` either."""
+    """The first way of each parameter whose tensors are all present. Raises ValueError for all that is missing and not
+    `optional`, of another shape, or unknown: present and in no way, and not `used` either."""
     found = dict[str, Way]()
     problems = []
     known = set(used)
@@ -96,7 +106,7 @@ def find_ways(
         ways = list(ways_of(meta))
         way = next((way for way in ways if all(each in present for each in way.names)), None)
         if way is None:
-            problems.append(f"{name} is missing")
+            problems += [] if name in optional else [f"{name} is missing"]
             continue
         known |= {each for way in ways for each in way.names}
         found[name] = way
@@ -115,29 +125,41 @@ def is_skipped(key: str) -> bool:
 def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
     """Problems of the shapes of a parameter's tensors in torch_dist."""
     expected, count = their_shape(meta), len(way.names)
+    parts = count > 1 and not way.kinds
     for number, name in enumerate(way.names):
+        rows = (meta.global_shape[0] * way.kinds[number], *expected[1:]) if way.kinds else expected
+        wanted = (*(() if way.layer is None else (num_layers,)), *rows)
         shape = shapes[name]
-        if way.kinds and count > 1:
-            if shape != (rows := (meta.global_shape[0] * way.kinds[number], *expected[1:])):
-                yield f"{name} has shape {list(shape)}, not {list(rows)}"
-        elif count == 1:
-            wanted = (*(() if way.layer is None else (num_layers,)), *expected)
-            if shape != wanted:
-                yield f"{name} has shape {list(shape)}, not {list(wanted)}"
-        elif prod(shape) * count != meta.numel or shape[-1:] != expected[-1:]:
-            yield f"{name} has shape {list(shape)}, one of {count} parts of {list(expected)}"
+        fits = prod(shape) * count == meta.numel and (not meta.matrix or shape[-1:] == expected[-1:])
+        if not (fits if parts else shape == wanted):
+            yield f"{name} has shape {list(shape)}, not {f'one of {count} parts of ' * parts}{list(wanted)}"
 
 
 def their_shape(meta: ParamMeta) -> tuple[int, ...]:
     """Shape of a parameter of one layer in their checkpoints."""
-    shape = meta.global_shape
-    if meta.expert:
-        return (shape[0], prod(shape[1:-1]), shape[-1])
+    experts, shape = meta.global_shape[: meta.expert], meta.global_shape[meta.expert :]
+    if meta.role == "state":
+        return shape
     if meta.name.endswith("bias") or not meta.matrix:
-        return (prod(shape),)
-    if meta.role == "convolution":
-        return (prod(shape[:-1]), 1, shape[-1])
-    return (prod(shape[:-1]), shape[-1])
+        return (*experts, prod(shape))
+    between = (1,) if meta.role == "convolution" else ()
+    return (*experts, prod(shape[:-1]), *between, shape[-1])
+
+
+def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.dtype]]:
+    """The tensors of a model that are not trained, as they keep them: a table of tokens has int32 and rows for the
+    tokens that pad the vocabulary."""
+    found = {}
+    for meta, dtype in model_states(model):
+        table = meta.name.endswith(OF_TOKENS)
+        meta = replace(meta, global_shape=(model.padded_vocab_size, *meta.global_shape[1:])) if table else meta
+        found[meta.name] = meta, torch.int32 if table else getattr(torch, dtype)
+    return found
+
+
+def with_rows(table: Tensor, rows: int) -> Tensor:
+    """The first rows of a table, followed by zeros if it has fewer."""
+    return table if len(table) == rows else F.pad(table[:rows], (0, 0, 0, max(0, rows - len(table))))
 
 
 def _in_layer(name: str) -> tuple[str, int | None, str]:
@@ -172,11 +194,23 @@ class Names:
             self.layers.setdefault(front, {})[inside] = meta
 
     def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
-        """Their names of a parameter in its layer, by each rule for it, and its own."""
+        """Their names of a parameter of a layer, by each rule for it, and its own."""
+        theirs = self._front(front, inside)
         for rule in RENAMED:
             if rule.holds(inside, self.layers[front], self.hybrid):
-                yield [each + inside.removeprefix(rule.ours) for each in rule.theirs]
-        yield [inside]
+                yield [theirs + each + inside.removeprefix(rule.ours) for each in rule.theirs]
+        yield [theirs + inside]
+
+    def _front(self, front: str, inside: str) -> str:
+        """Their name of the layer that has a parameter."""
+        siblings = self.layers[front]
+        if not self.hybrid:
+            return front
+        mixes = any(each.startswith("self_attention.") for each in siblings)
+        second = mixes and inside.startswith(("mlp.", "pre_mlp_"))
+        wrapped = CONNECTION not in inside and any(CONNECTION in each for each in siblings)
+        front = front.replace(".transformer_layer.", f".mtp_model_layer.layers.{int(second)}.")
+        return front + "inner_layer." * wrapped
 
     def kinds(self, meta: ParamMeta) -> dict[str, int]:
         """Kind of channels -> its number in each group, of a parameter whose kinds they keep apart."""
@@ -199,8 +233,8 @@ class Names:
     def written(self, meta: ParamMeta, stacked: bool) -> tuple[list[Piece], int | None]:
         """The tensors that megatron-core looks for, and their place in the stack of layers if there is one."""
         front, number, inside = _in_layer(meta.name)
-        layer = number if stacked else None
-        names = [(front if layer is None else LAYERS) + each for each in next(self._renamed(front, inside))]
+        layer, names = number if stacked else None, next(self._renamed(front, inside))
+        names = names if layer is None else [STACKED.sub(LAYERS, each) for each in names]
         shape, start = their_shape(meta), 0
         pieces: list[Piece] = []
         for kind, width in self.kinds(meta).items():
@@ -212,21 +246,15 @@ class Names:
     def inside(self, meta: ParamMeta) -> Iterator[str]:
         """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
         front, _, inside = _in_layer(meta.name)
-        yield from dict.fromkeys(front + each for theirs in self._renamed(front, inside) for each in theirs)
+        yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
     def ways(self, meta: ParamMeta) -> Iterator[Way]:
         """Every way in which torch_dist may store a parameter."""
-        front, number, _ = _in_layer(meta.name)
-        kinds = self.kinds(meta)
+        number, kinds = _in_layer(meta.name)[1], self.kinds(meta)
         for own in self.inside(meta):
-            stack = own.replace(front, LAYERS, 1)
-            if kinds:
-                yield Way(tuple(f"{stack}.{kind}" for kind in kinds), layer=number, kinds=tuple(kinds.values()))
-                yield Way(tuple(f"{own}.{kind}" for kind in kinds), kinds=tuple(kinds.values()))
-                continue
-            if number is not None:
-                yield Way((stack,), layer=number)
-            yield Way((own,))
+            for name, layer in {STACKED.sub(LAYERS, own): number, own: None}.items():
+                names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
+                yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
             if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
                 experts = range(meta.global_shape[0])

@@ -17,17 +17,28 @@ from megatron.core.dist_checkpointing.storage import save
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.interop.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.extensions.interop.conversion.streaming import Made, StreamedTensor, StreamingWriter, share
 from megatron.extensions.interop.megatron_checkpoints.common_state import scaler_state
 from megatron.extensions.interop.megatron_checkpoints.flags import COMMON
 from megatron.extensions.interop.megatron_checkpoints.legacy_states import BUFFER_KINDS
-from megatron.extensions.interop.megatron_checkpoints.megatron_args import refuse_inexpressible, yarn_arguments
-from megatron.extensions.interop.megatron_checkpoints.megatron_names import EXTRA_STATE, Names
+from megatron.extensions.interop.megatron_checkpoints.megatron_args import (
+    DATA,
+    OTHER_FORMULAS,
+    arguments_of,
+    refuse_inexpressible,
+)
+from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
+    EXTRA_STATE,
+    LAYERS,
+    Names,
+    their_states,
+    with_rows,
+)
 from megatron.training.config.batch_size import legal_sizes
-from megatron.training.config.flags import flat_values, named_value
+from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
+from megatron.training.progress import Progress
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
@@ -39,7 +50,7 @@ Place = tuple[tuple[str, ...], int | None]
 
 
 class TorchDistTarget(Target):
-    """A folder with one checkpoint. Layers are stacked under one name if all are of one kind."""
+    """A folder with one checkpoint. Layers are stacked under one name if all have the same tensors."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source = source
@@ -56,22 +67,20 @@ class TorchDistTarget(Target):
                 "Megatron-LM's state has no groups as --param-group and --weight-decay-on make them; give "
                 "--weights-only to leave the optimizer's state out"
             )
-        model = self.config.model
-        sublayers = {(kind.linear, kind.experts) for kind in model.layers}
-        self.stacked = len(sublayers) == 1 and model.stated_layers is None
-        self.states = {meta.name: (meta, getattr(torch, dtype)) for meta, dtype in model_states(model)}
-        self.names = Names((*source.metas.values(), *(meta for meta, _ in self.states.values())), not self._is_gpt)
+        model, self.states = self.config.model, their_states(self.config.model)
+        metas = (*source.metas.values(), *(meta for meta, _ in self.states.values()))
+        self.names = Names(metas, hybrid=model.stated_layers is not None)
+        layers = [layer for front, layer in self.names.layers.items() if front.startswith(LAYERS)]
+        kinds = {frozenset((name, meta.global_shape) for name, meta in layer.items()) for layer in layers}
+        self.stacked = len(kinds) == 1 and not self.names.hybrid and model.ffn_hidden_size_pattern is None
         self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
                 "--decoupled-lr: its groups of parameters are marked is_decoupled_lr, by which megatron-core 0.16 does "
                 "not tell groups apart; compare the learning rates that it logs",
             )
+        self.notes += (OTHER_FORMULAS,) * (model.residual == "mhc")
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
-
-    @property
-    def _is_gpt(self) -> bool:
-        return self.config.model.stated_layers is None
 
     def _tensors(self) -> Iterator[tuple[Place, Made]]:
         """All tensors, by their names and their place in a stack of layers."""
@@ -80,7 +89,8 @@ class TorchDistTarget(Target):
             yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
         for name, (meta, dtype) in self.states.items():
             if name in source.states:
-                yield from self._pieces("", meta, dtype, partial(source.read, name, dtype))
+                read = partial(source.read, name, dtype)
+                yield from self._pieces("", meta, dtype, partial(_rows, read, meta.global_shape[0]))
         for theirs, ours in BUFFER_KINDS.items() if self.training else ():
             for name, meta in source.metas.items():
                 prefix = f"optimizer.state.{theirs}."
@@ -148,18 +158,18 @@ class TorchDistTarget(Target):
 
     def common(self) -> dict[str, object]:
         """Everything of the checkpoint that is not a tensor."""
-        content = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "non_homogeneous_layers": not self.stacked,
+        progress = self.training.progress if self.training else Progress()
+        arguments = arguments_of(self.config) | {
+            "iteration": self.iteration,
+            "consumed_train_samples": progress.consumed_samples,
+            "no_save_optim": self.training is None,
         }
         common = {
-            "args": argparse.Namespace(**self.arguments()),
+            "args": argparse.Namespace(**arguments),
             "checkpoint_version": 3.0,
             "iteration": self.iteration,
             "num_floating_point_operations_so_far": 0,
-            "content_metadata": content,
+            "content_metadata": DATA["content"] | {"non_homogeneous_layers": not self.stacked},
         }
         if self.training is None:
             return common
@@ -174,24 +184,13 @@ class TorchDistTarget(Target):
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
         """State of Megatron-LM's optimizer beside tensors: groups of parameters with and without decay."""
         options = self.config.optimizer
-        group: dict[str, object] = {
+        group = DATA["group"] | {
             "is_expert_parallel": expert,
-            "default_config": True,
-            "lr_mult": 1.0,
-            "is_decoupled_lr": False,
             "max_lr": options.lr,
             "min_lr": options.min_lr,
             "lr": options.lr,
             "betas": (options.adam_beta1, options.adam_beta2),
             "eps": options.adam_eps,
-            "bias_correction": True,
-            "amsgrad": False,
-            "maximize": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
-            "decoupled_weight_decay": True,
             "step": step_count,
         }
         groups = [group]
@@ -202,57 +201,15 @@ class TorchDistTarget(Target):
         groups = [each | decay for decay in decays for each in groups]
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
 
-    def arguments(self) -> dict[str, object]:
-        """The configuration under Megatron-LM's names, with what its loader asks for."""
-        model, progress = self.config.model, self.training.progress if self.training else None
-        freq = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
-        return (
-            flat_values(self.config)
-            | yarn_arguments(self.config)
-            | {
-                "padded_vocab_size": model.padded_vocab_size,
-                "ffn_hidden_size": model.ffn_size,
-                "kv_channels": model.kv_channels or model.hidden_size // model.num_attention_heads,
-                "num_query_groups": model.query_groups,
-                "max_position_embeddings": model.max_positions,
-                "moe_ffn_hidden_size": model.moe_ffn_size if model.moe_layers else None,
-                "moe_layer_freq": freq if self._is_gpt and len({*freq}) > 1 else 1,
-                "linear_attention_freq": self._linear_attention_freq(),
-                "is_hybrid_model": not self._is_gpt,
-                "dsa_indexer_rope_interleaved": False,
-                "hybrid_override_pattern": named_value(self.config, "hybrid_layer_pattern"),
-                "add_position_embedding": model.position_embedding_type == "learned_absolute",
-                "iteration": self.iteration,
-                "consumed_train_samples": progress.consumed_samples if progress else 0,
-                "consumed_valid_samples": 0,
-                "skipped_train_samples": 0,
-                "tensor_model_parallel_size": 1,
-                "pipeline_model_parallel_size": 1,
-                "virtual_pipeline_model_parallel_size": None,
-                "context_parallel_size": 1,
-                "expert_model_parallel_size": 1,
-                "data_parallel_size": 1,
-                "world_size": 1,
-                "no_save_optim": self.training is None,
-                "no_save_rng": True,
-                "ckpt_format": "torch_dist",
-                "ckpt_fully_parallel_save": False,
-                "use_distributed_optimizer": True,
-            }
-        )
-
-    def _linear_attention_freq(self) -> int | list[int] | None:
-        """The pattern of linear attention as their parser reads it."""
-        model = self.config.model
-        text = model.linear_attention_freq
-        if text is None or not self._is_gpt:
-            return None
-        return int(text) if text.isdecimal() else [int(linear) for linear in model.linear_pattern]
-
 
 def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
     """Some channels of each group of a parameter."""
     return read()[:, channels]
+
+
+def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
+    """A table with another number of rows."""
+    return with_rows(read(), rows)
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
