@@ -12,18 +12,19 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class BestRate:
-    """The learning rate with the lowest loss for one model size."""
+    """Learning rate with the lowest loss for one model size."""
 
     parameters: float
     rate: float
     bracketed: bool
-    """True if both higher and lower rates were worse. Otherwise it is the first or the last rate that was tried."""
+    """True if both higher and lower rates were worse; False if the best rate is the first or the last one of the
+    sweep."""
 
 
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
     """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
 
-    With muP the rate `transfers`: the result is the geometric mean of the rates of the sizes, with their range. Without
+    With muP (`transfers`), the result is the geometric mean of the sizes' rates, with their range. Without
     muP, the result follows a power law in the parameters, and the range covers the laws fitted with each size left out.
     If there is only one size, its rate is returned."""
     known = [each for each in found if each.bracketed]

@@ -1,4 +1,4 @@
-"""A ladder's prediction as a run reads it: the validation loss curve with a band.
+"""Prediction of a ladder as a run reads it: the validation loss curve with a band.
 
 This module does not import torch.
 """
@@ -19,7 +19,7 @@ PREDICTION = "ladder.json"
 
 @dataclass(frozen=True)
 class Expected:
-    """A predicted loss with the bounds of its band."""
+    """Predicted loss with the bounds of its band."""
 
     tokens: float
     loss: float
@@ -35,20 +35,20 @@ class Expected:
 
 @dataclass(frozen=True)
 class Expectation:
-    """The predicted loss curve of a run."""
+    """Predicted loss curve of a run."""
 
     hidden_size: int
     num_layers: int
     parameters: int
     tokens: int
     batch_size: int | None
-    """Samples; None if the file does not state them. The same holds for the rate."""
+    """Number of samples in a batch; None if the file does not state it. The learning rate may be None too."""
 
     rate: float | None
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
-        """The prediction after a number of tokens; None before the first predicted point and after the last."""
+        """Return the prediction after a number of tokens; None before the first predicted point and after the last."""
         place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
         if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
             return None

@@ -1,4 +1,4 @@
-"""Compares validation losses of a run with the predicted curve (--expect)."""
+"""Comparison of a run's validation losses with the predicted curve (--expect)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron.training.reliability.run_status import record_event
 
 
 class ExpectedLoss(Callback):
-    """Logs the distance of each validation loss from the prediction, and warns when it leaves the band."""
+    """Callback that logs the distance of each validation loss from the prediction, and warns when a loss leaves the
+    band."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The flag of runs that are compared with a prediction. This module does not import torch."""
+"""Flag for the comparison of a run with a prediction. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM array job with one task per rung. This module does not import torch."""
+"""SLURM array job with one task per rung. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run."""
+    """Finished run."""
 
     parameters: float
     """N: number of active parameters."""
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law. Each term has a scale, an exponent and the unit of its variable."""
+    """Fitted law. Each term has a scale, an exponent and the unit of its variable."""
 
     floor: float
     """E: the irreducible loss."""
@@ -77,7 +77,7 @@ class Law:
 
 
 def variables(point: Point, terms: int) -> tuple[float, ...]:
-    """Returns the variables of a law's terms: (C,) or (N, D)."""
+    """Return the variables of a law's terms: (C,) or (N, D)."""
     return (point.compute,) if terms == 1 else (point.parameters, point.tokens)
 
 
@@ -109,7 +109,7 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     """Fit the law with the smallest Huber loss. Raises ValueError for fewer than three points, and without scipy.
 
     Args:
-        start: Begin there alone, as for losses that differ by noise.
+        start: Only starting point of the fit, for losses that differ by noise. Default: many starting points.
     """
     try:
         from scipy.optimize import least_squares
@@ -151,15 +151,15 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Relative standard deviation of the points' losses from a law; at least `NOISE`."""
+    """Return the relative standard deviation of the points' losses from a law; at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Laws fitted to the law's own losses with resampled noise. This is a parametric bootstrap, since a few points
-    cannot be resampled."""
+    """Fit laws to the law's own losses with resampled noise. This is a parametric bootstrap, since a few points cannot
+    be resampled."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):

@@ -22,11 +22,11 @@ COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterati
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rung and its progress."""
+    """Rung with its progress."""
 
     rung: Rung
     losses: dict[int, float]
-    """Number of the evaluation, starting at 1 -> validation loss, for finite losses."""
+    """Finite validation losses by number of the evaluation, starting at 1."""
 
     evaluations: int
     diverged: bool = False
@@ -34,16 +34,16 @@ class Outcome:
 
     @property
     def loss(self) -> float | None:
-        """Last validation loss of a finished run that has not diverged; otherwise None."""
+        """Return the last validation loss of a finished run that has not diverged; otherwise None."""
         return self.losses.get(self.evaluations)
 
     @property
     def done(self) -> float:
-        """Share of the run that has been evaluated."""
+        """Return the share of the run that has been evaluated."""
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
-        """The rung as a point of a law: its size, and the loss of an evaluation (by default the last)."""
+        """Return the rung as a point of a law: its size, and the loss of an evaluation (by default the last one)."""
         size, number = self.rung.size, evaluation or self.evaluations
         return Point(size.parameters, size.tokens, self.losses[number])
 
@@ -95,7 +95,7 @@ def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
 
 
 def tuned(found: Sequence[Outcome]) -> bool:
-    """True if all sizes sweep the same two or more rates."""
+    """Return True if all sizes sweep the same rates, at least two."""
     rates: dict[Size, set[float]] = {}
     for each in found:
         rates.setdefault(each.rung.size, set()).add(each.rung.rate)

@@ -1,4 +1,4 @@
-"""The prediction of a ladder: the target's loss, its curve and its best rate, and the uncertainties of all three."""
+"""Prediction of a ladder: the target's loss, its curve and its best rate, and the uncertainties of all three."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAR = 10
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law, and laws fitted to losses with resampled noise."""
+    """Law with further laws fitted to losses with resampled noise."""
 
     points: Sequence[Point]
     form: Form
@@ -52,7 +52,7 @@ class Fitted:
         return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
 
     def coefficients(self) -> dict[str, list[float]]:
-        """Name -> [value, low, high]."""
+        """Return [value, low, high] of each coefficient by name."""
         values = [law.described() for law in self.others]
         return {
             name: [value, *interval([each[name] for each in values])] for name, value in self.law.described().items()
@@ -139,7 +139,7 @@ def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[st
 
 
 def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
-    """Describe the runs that are missing in the law."""
+    """Describe the runs that the law does not include."""
     if diverged := [each.rung.name for each in found if each.diverged]:
         yield f"not in the law, since they diverged: {', '.join(diverged)}"
     if unfinished := [each.rung.name for each in found if each.loss is None and not each.diverged]:
@@ -159,7 +159,7 @@ def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
 
 
 def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
-    """Yields one sentence for each uncertainty of the prediction."""
+    """Yield one sentence for each uncertainty of the prediction."""
     points, law = final.points, final.law
     coefficients = final.form.coefficients
     if len(points) <= coefficients:

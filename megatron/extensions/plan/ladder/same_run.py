@@ -1,4 +1,4 @@
-"""Detects runs in a ladder's folder that were started with other flags."""
+"""Detection of runs in a ladder's folder that were started with other flags."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FREE = frozenset(
 
 
 def runs_of_other_flags(ladder: Ladder, rungs: Sequence[Rung], flags: Sequence[str], folder: Path) -> list[str]:
-    """A problem if `folder` holds runs of these rungs that were started with other flags; it lists the flags of the
-    first.
+    """Return a problem if the folder contains runs of these rungs that were started with other flags. It lists the
+    flags of the first such run.
 
     The check compares each run's run_config.yaml. The layout, logs and checkpoints may differ."""
     found = {rung.name: text for rung in rungs if (text := _differences(ladder, rung, flags, folder))}
@@ -49,7 +49,7 @@ def _differences(ladder: Ladder, rung: Rung, flags: Sequence[str], folder: Path)
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """Flag -> value as `save_config` writes it: derived values appear as they were given."""
+    """Return the values by flag as `save_config` writes them. Derived values appear as they were given."""
     given = dict(config.given)
     given.pop("global_batch_size", None)
     return {flag.name: given.get(flag.field, value_of(config, flag)) for flag in all_flags() if _counts(flag)}

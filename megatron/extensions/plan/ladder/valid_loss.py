@@ -1,4 +1,4 @@
-"""The validation loss of a record of metrics.jsonl. This module does not import torch."""
+"""Validation loss of a record in metrics.jsonl. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def valid_loss(record: Mapping[str, Any]) -> float | None:
-    """The validation loss of a record; None if it has none. Losses that are not finite are stored as text."""
+    """Return the validation loss of a record; None if the record has none. Losses that are not finite are stored as
+    text."""
     value = record.get("valid_loss")
     return float(value) if value in NOT_FINITE or isinstance(value, float) else None

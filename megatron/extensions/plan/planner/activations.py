@@ -34,7 +34,7 @@ class ActivationPlan(StageParts):
     """Planned activations of a micro-batch in the stages of one configuration."""
 
     def stage(self, stage: Stage) -> StageMemory:
-        """The memory of one stage. Peaks are exact to the byte if all its layers are of one kind."""
+        """Return the memory of one stage. Peaks are exact to the byte if all layers of the stage are of one kind."""
         units = self.units(stage)
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)

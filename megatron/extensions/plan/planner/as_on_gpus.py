@@ -1,4 +1,5 @@
-"""Plans execution on GPUs without a GPU: selects kernels and allocates memory as a GPU would, on valueless tensors.
+"""Planned execution on GPUs without a GPU: kernels are selected and memory is allocated as on a GPU, for valueless
+tensors.
 
 torch cannot run a backward on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 class Launches(Protocol):
-    """Records planned kernel launches that torch's own operators do not show."""
+    """Recorder of planned kernel launches that torch's own operators do not show."""
 
     any_order: bool
     """True if kernels may add in any order (nondeterministic atomics)."""
@@ -76,7 +77,7 @@ class Launches(Protocol):
             value_width: Value channels per head.
             length: Number of keys.
             backward: True for a backward pass.
-            dropout: With dropout, both backward passes are one launch.
+            dropout: Whether there is dropout. Both passes of the backward are then one launch.
             backend: Kernel; the default is the plan's backend.
         """
 
@@ -154,13 +155,13 @@ class PlannedFlash:
 
 
 class PlannedFlashKernel(FlashCUDAKernel):
-    """Packs tiles as on GPUs."""
+    """Kernel that packs tiles as on GPUs."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """Returns None: a real tensor would be kept on the fake device from one plan to the next."""
+        """Return None, because a real tensor would be kept on the fake device from one plan to the next."""
         return None
 
 
@@ -177,7 +178,7 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def seen_pairs(tile: Tile) -> float:
-    """Number of query-key pairs that a query sees; within a window, only the pairs in the tile."""
+    """Return the number of unmasked query-key pairs of a tile; within a window, only the pairs in the tile."""
     n, m = len(tile.queries), len(tile.keys)
     if tile.window is not None:
         return float(
@@ -187,7 +188,7 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Allocates a kernel's outputs and records one launch per tile. If `parts` is given, it plans parts of samples, as
+    """Kernel that allocates outputs and records one launch per tile. `parts`, if given, plans parts of samples, as
     under context parallelism. Whole samples need no packing, and take one launch at any width."""
 
     needs_places, most_queries = False, None
@@ -209,7 +210,7 @@ class FakeKernel:
         return self._launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
 
     def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
-        """Returns the kernel for parts of samples, or None if all queries and keys of all samples form one tile."""
+        """Return the kernel for parts of samples; None if all queries and keys of all samples form one tile."""
         one = len(tiles) == 1 and tiles[0].sample is None
         whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
         return None if whole else self.parts
@@ -228,7 +229,7 @@ class FakeKernel:
 
 
 def _outputs_of(q: Tensor, v: Tensor) -> Outputs:
-    """Returns the output, and the log-sum-exp of each row [..., heads]."""
+    """Return the output, and the log-sum-exp of each row [..., heads]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
 
@@ -238,7 +239,7 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 class PlannedDropoutKernel(FlashDropoutKernel):
-    """Allocates the outputs of the dropout kernel."""
+    """Kernel that allocates the outputs of the dropout kernel."""
 
     def __init__(self, launches: Launches, scale: float, dropout: Dropout) -> None:
         super().__init__(scale, dropout)
@@ -257,7 +258,7 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """An `AttentionBackend` as on GPUs. The cuDNN kernels, which need no packing, are planned as FlashAttention."""
+    """`AttentionBackend` as on GPUs. The cuDNN kernels, which need no packing, are planned as FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name
@@ -299,7 +300,7 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """A GPU that need not be present. FlashAttention takes tiles as GPUs pack them."""
+    """Planned hardware of a GPU that need not be present. FlashAttention receives tiles as GPUs pack them."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""
@@ -316,14 +317,14 @@ class PlannedGPU(PlannedHardware):
 
 
 def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Return whether GPUs are expected to compute attention with dropout in one kernel."""
+    """Return True if GPUs are expected to compute attention with dropout in one kernel."""
     dtype = getattr(torch, parallel.params_dtype)
     return parallel.attention_backend != "unfused" and fits(dtype, model.head_dim, model.value_head_dim)
 
 
 class _NormOfGPUs(torch.autograd.Function):
-    """Saves for backward what GPU norm kernels save: the input, and fp32 statistics of each row (`native_layer_norm`
-    and `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch saves other tensors."""
+    """Norm that saves the same tensors for backward as GPU kernels: the input, and fp32 statistics of each row
+    (`native_layer_norm` and `_fused_rms_norm` in torch's derivatives.yaml). On CPUs, torch saves other tensors."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -359,7 +360,7 @@ def _fused_attention(
 
 
 class PlannedRegions(TorchFunctionMode):
-    """Runs compiled regions through `live`, each as one kernel."""
+    """Mode that runs compiled regions through `live`, each as one kernel."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
@@ -373,9 +374,9 @@ class PlannedRegions(TorchFunctionMode):
 
 
 class PlannedFunctions(PlannedRegions):
-    """Replaces functions by their GPU versions: norms, fused attention, products and compiled regions. Tensors are
-    created on `device`, if one is given. `with torch.device(device)` would do the same, but a second mode doubles the
-    overhead of every function.
+    """Mode that replaces functions with their GPU versions: norms, fused attention, products and compiled regions.
+    Tensors are created on `device`, if it is given. `with torch.device(device)` would do the same, but a second mode
+    doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, whatever `gemm_choice` finds. All experts share one kernel, unless this process disables it
@@ -415,7 +416,7 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # no dispatch mode has seen these
+        if func is torch.tensor and out.is_meta:  # no dispatch mode has recorded these
             return torch.ops.aten.lift_fresh(out)
         return out
 

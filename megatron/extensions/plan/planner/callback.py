@@ -1,4 +1,4 @@
-"""The planner's callback in a run: FLOPs of the model, and the memory plan when a device runs out of memory.
+"""Callback of the planner in a run: FLOPs of the model, and the memory plan when a device runs out of memory.
 
 This module does not import torch.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PlanOfRun(Callback):
-    """Answers questions of a run with the planner, whose modules are imported on first use."""
+    """Callback that provides plans during a run. The planner's modules are imported on first use."""
 
     def flops_per_token(self, model: TransformerConfig) -> float:
         from megatron.extensions.plan.planner.flops import flops_per_token

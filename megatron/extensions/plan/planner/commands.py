@@ -1,4 +1,4 @@
-"""The commands --dry-run, --suggest and --rehearse: parsing and execution. torch is imported only to run them."""
+"""Commands --dry-run, --suggest and --rehearse: parsing and execution. torch is imported only to run them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return whether the file can be written. Checked before a long search starts."""
+    """Return True if the file can be written. This is checked before a long search starts."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
@@ -130,7 +130,7 @@ def _above_zero(given: GivenOptions, name: str, remedy: str) -> float | None:
 
 @dataclass(frozen=True)
 class DryRun(Command):
-    """Prints the plan of a run, or the best layouts for it."""
+    """Command that prints the plan of a run, or the best layouts for it."""
 
     reads_data: ClassVar[bool] = False
 
@@ -147,7 +147,7 @@ class DryRun(Command):
     failures: AskedFailures | None = None
 
     def note(self, world_size: int) -> str | None:
-        """A search covers the ranks of a cluster, whose number the layout does not state."""
+        """Return a note if a search uses the number of ranks from the flags instead of --world-size."""
         if self.suggest is None:
             return super().note(world_size)
         remedy = "add --world-size, the ranks of the cluster"
@@ -204,7 +204,7 @@ class DryRun(Command):
 
 @dataclass(frozen=True)
 class Rehearsal(Command):
-    """Rehearses ranks of a world that does not exist."""
+    """Command that rehearses the ranks of a world that does not exist."""
 
     reads_data: ClassVar[bool] = False
 

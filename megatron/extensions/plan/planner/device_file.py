@@ -1,4 +1,4 @@
-"""Speeds of one kind of device, read from `devices/*.yaml`, and the times that they predict for a kernel.
+"""Device files, `devices/*.yaml`, with the speeds of one kind of device, and the kernel times that they predict.
 
 All times are predictions. A GEMM reaches the rate of its precision, reduced for a short inner dimension and for a last
 wave that does not fill the device; attention reaches the rate of its kernel; everything else moves bytes at the
@@ -161,8 +161,8 @@ class DeviceFile:
     a step that keeps the device at its power limit."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
-    """Share of the fp8 product rate that a whole step reaches. Fp8 products take less energy per byte of operands and
-    so lower the clocks less. If None, `sustained` is used."""
+    """Share of the fp8 product rate that a whole step reaches; None: `sustained`. fp8 products need less energy per
+    byte of operands than others, so that the clocks drop less."""
 
     overlap_slowdown: float = 0.0
     """Share of a hidden collective's time by which it delays concurrent computation."""
@@ -252,8 +252,9 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Time to hash the dropout masks of this number of query-key pairs in an attention kernel. None of it is hidden
-        behind matrix products. Assumed: a quarter as many integer operations as FLOPs in fp32."""
+        """Return the time to hash the dropout masks of this number of query-key pairs in an attention kernel. It does
+        not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the fp32 FLOP
+        rate."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 
@@ -271,7 +272,8 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""The peak in a file may be the best measured rate, which the fitted rate of infinitely large products may exceed."""
+"""Largest allowed ratio of a fitted rate to the peak in a file. The peak may be the best measured rate, which the
+fitted rate of infinitely large products may exceed."""
 
 
 def device_names() -> list[str]:
@@ -329,8 +331,7 @@ def _check_keys(place: str, node: Any) -> None:
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
-    """Returns a YAML value converted to `kind`, the type of a field. `place` names the entry in errors. Raises
-    ValueError."""
+    """Convert a YAML value to `kind`, the type of a field. Raises ValueError, which calls the entry `place`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else _read(place, parts[0], value)

@@ -1,4 +1,4 @@
-"""Prints the plan of a run without starting it: no GPU and no process group. torch is imported only to measure."""
+"""Plan of a run, printed without starting the run: no GPU and no process group. torch is imported only to measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory lines of a plan: the contents of each pipeline rank, the items that are counted, and whether they fit."""
+"""Memory lines of a plan: the contents of each pipeline rank, the counted items, and whether they fit."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Fit:
 
     @classmethod
     def of(cls, memory: Sequence[RankMemory], size: float | None, device: DeviceFile | None) -> Fit:
-        """Compare with a device of `size` GiB and the host memory that the device file states."""
+        """Compare the memory with a device of `size` GiB and the host memory in the device file."""
         host = None if device is None else device.host_memory_gib
         return cls(memory, *(None if each is None else int(each * GIB) for each in (size, host)))
 
@@ -201,7 +201,7 @@ class Fit:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Lines about the device, if its memory is known, and about the host, if its memory is too small."""
+        """Yield lines about the device, if its memory is known, and about the host, if its memory is too small."""
         if self.limit is not None:
             rank = fullest(self.memory)
             where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
@@ -213,7 +213,7 @@ class Fit:
 
     @property
     def record(self) -> dict[str, object]:
-        """The comparison as JSON; empty if no memory size is known."""
+        """Return the comparison as JSON; empty if no memory size is known."""
         if self.limit is None and not self.over_host:
             return {}
         record: dict[str, object] = {"fits": not (self.over or self.over_host)}

@@ -18,7 +18,7 @@ class MicroBatch:
     parallel: ModelParallelConfig
     samples: int
     device: str = "cuda"
-    """"cuda" or "cpu"; their norms save different tensors for backward."""
+    """Device type, "cuda" or "cpu". Norms save different tensors for backward on the two."""
 
     own_positions: bool = False
     """True if samples have their own position ids (--reset-position-ids)."""
@@ -27,7 +27,7 @@ class MicroBatch:
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
 
     packs: bool = True
-    """As in `PlannedGPU`."""
+    """True if attention on parts of samples packs them, as in `PlannedGPU`."""
 
     deterministic: bool = False
     """True if no sums are added in nondeterministic order (--deterministic-mode)."""
@@ -46,11 +46,11 @@ OF_PIPELINE = (
     *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
-"""Settings that do not affect a micro-batch in a layer."""
+"""Fields that do not affect a micro-batch within a layer."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
-    """Return a key that is equal for micro-batches that do the same in equal layers, wherever the layers are."""
+    """Return a cache key. Micro-batches with equal keys do the same work in equal layers at any position."""
     values = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
     values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
     parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")

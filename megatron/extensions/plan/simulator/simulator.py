@@ -1,4 +1,4 @@
-"""Simulates action lists: the start and end of each action, idle time, and memory."""
+"""Simulation of action lists: the start and end of each action, idle time, and memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StageCosts:
     of a message between the stage and the next one. `activation` is held from F to the end of the backward; between I
     and W, only the fraction `kept_for_weight_grad` is held.
 
-    Each F, and each B or I, waits in `exchanges` expert all-to-alls at equal distances, each of time `exchange`. Passes
-    that run in turns compute in the meantime.
+    Each F, and each B or I, waits in `exchanges` expert all-to-alls at equal distances, each of time `exchange`. The
+    other of two interleaved passes computes in the meantime.
     """
 
     forward: PerStage = 1.0
@@ -50,7 +50,8 @@ class StageCosts:
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
-        """Return (time, part of it without computation) of a single action, or of two that run in turns.
+        """Return the time of a single action, or of two interleaved ones, and the part of this time without
+        computation.
 
         A pass switches to the other when it has started an all-to-all, and resumes when the other does so. All-to-alls
         run one after another.
@@ -148,8 +149,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
     """Return the largest activations that a rank holds between two actions, and the micro-batches of each stage between
     forward and backward at that time.
 
-    A list without backwards holds the activations of one action. Two passes that run in turns are one action; while
-    they run, one more micro-batch is partly held.
+    A list without backwards holds the activations of one action. Two interleaved passes are one action; while they run,
+    one more micro-batch is partly held.
     """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0

@@ -1,4 +1,4 @@
-"""Fits the constants of a device file to measured times. This module does not import torch.
+"""Fit of the constants of a device file to measured times. This module does not import torch.
 
 Each model is linear and solved by least squares. Points are weighted by relative error, and no constant is negative.
 Constants that only whole steps reveal, such as the host time per operation, are fitted to measured steps (`fit_steps`).
@@ -163,7 +163,7 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
 
 
 def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
-    """Median relative error of the device file's predictions, by measured quantity."""
+    """Return the median relative error of the device file's predictions, by measured quantity."""
     found: dict[str, list[float]] = {}
 
     def note(what: str, us: float, seconds: float) -> None:
@@ -182,7 +182,7 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
 
 
 def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
-    """The YAML of a device file, with comments at its head."""
+    """Format a device file as YAML, with comments at its head."""
     entries = {name: _rounded(value) for name, value in asdict(device).items() if value is not None}
     text: str = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {remark}\n" for remark in remarks) + text
@@ -202,7 +202,7 @@ def _in_four_digits(number: float) -> float:
 
 
 Predict = Callable[[DeviceFile], float]
-"""Predicts the seconds of a step for a device."""
+"""Function that predicts the seconds of a step for a device."""
 
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:

@@ -67,7 +67,7 @@ GPU = Sizes(
 
 
 class Clock:
-    """Times a call in rounds of many repetitions, on all ranks at once."""
+    """Clock that times a call in rounds of many repetitions, on all ranks at once."""
 
     def __init__(self, device: torch.device, round_seconds: float, rounds: int = 3) -> None:
         self.device = device
@@ -76,7 +76,7 @@ class Clock:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median over the rounds, averaged over the ranks."""
+        """Return the median time over the rounds, averaged over the ranks."""
         self._timed(call, 1)  # the first call allocates
         once = self.agreed(self._timed(call, 2) / 2)
         count = max(2, int(self.round_seconds / max(once, 1e-7)))
@@ -93,7 +93,7 @@ class Clock:
         return time.perf_counter() - start
 
     def agreed(self, seconds: float) -> float:
-        """Average over the ranks, so that all of them make the same number of calls."""
+        """Average a time over the ranks, so that all ranks make the same number of calls."""
         if self.world == 1:
             return seconds
         mine = torch.tensor([seconds], dtype=torch.float64, device=self.device)
@@ -234,7 +234,7 @@ def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.de
 
 
 def overlap_slowdown(clock: Clock, sizes: Sizes, group: dist.ProcessGroup) -> float:
-    """Share of a hidden all-reduce's time by which it delays concurrent products."""
+    """Return the share of a hidden all-reduce's time by which it delays concurrent products."""
     whole = torch.zeros(sizes.messages[-1] // 4, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     m, n, k = sizes.products[-1]

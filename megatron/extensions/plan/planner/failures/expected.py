@@ -54,12 +54,12 @@ class SaveCost:
     """Seconds from the start of a save until it can be loaded."""
 
     source: str
-    """Source of `seconds`, for the reader."""
+    """Text that names the source of `seconds`."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The wall time of a run that saves every `steps` steps; the four shares sum to 1."""
+    """Shares of the wall time of a run that saves every `steps` steps. The four shares sum to 1."""
 
     steps: int
     goodput: float
@@ -70,7 +70,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Expected:
-    """A run on devices that fail."""
+    """Expected cost of a run on devices that fail."""
 
     step_seconds: float
     between_failures: float
@@ -95,7 +95,7 @@ class Expected:
         return Shares(steps, goodput, saves, restarts, max(0.0, 1.0 - goodput - saves - restarts))
 
     def best(self) -> Shares:
-        """The save interval with the highest goodput."""
+        """Return the shares for the save interval with the highest goodput."""
         low, high = 1, max(1, math.ceil(20 * (self.between_failures + self.save.seconds) / self.step_seconds))
         while high - low > 2:  # goodput has a single maximum over the interval
             third = (high - low) // 3
@@ -108,7 +108,7 @@ class Expected:
 
 
 def measured_save(events: Sequence[Mapping[str, object]]) -> float | None:
-    """Median seconds of the successful saves in `run_events.jsonl`; None if there are none."""
+    """Return the median seconds of the successful saves in `run_events.jsonl`; None if there are none."""
     found = [event.get("seconds") for event in events if event.get("event") == "save" and "error" not in event]
     seconds = [float(each) for each in found if isinstance(each, int | float) and each > 0]
     return median(seconds) if seconds else None
@@ -121,7 +121,7 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
         shard_bytes: bytes that the fullest rank copies to its host's memory before it trains on
         bytes_per_node: bytes that a node writes
         host_gb: rate of these copies, in GB/s
-        background: whether the rest is written while the run trains
+        background: whether files are written while the run trains
         known: stated or measured seconds of a save; None to assume a rate of storage
     """
     written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOnFailing:
-    """A run on nodes that fail at a stated rate."""
+    """Planned run on nodes that fail at a stated rate."""
 
     expected: Expected
     save_interval: int | None
@@ -47,7 +47,7 @@ class RunOnFailing:
         step: StepTime,
         asked: AskedFailures,
     ) -> RunOnFailing:
-        """Create it from a plan."""
+        """Create the expectation from a plan."""
         known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
         # A save contains each rank's weights and states; replicas are written once.
         states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]

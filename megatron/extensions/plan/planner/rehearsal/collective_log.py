@@ -1,4 +1,4 @@
-"""Records the collectives of a rank as torch dispatches them, in a real or fake world.
+"""Log of a rank's collectives, recorded as torch dispatches them, in a real or fake world.
 
 All callers are covered: this library, torch's own functions, and custom layers. A collective of Python objects is
 recorded as one call, because its sizes depend on values.
@@ -49,7 +49,7 @@ WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
 
 
 class CollectiveLog:
-    """The collectives of this rank, in order. `phase` returns the rank's current phase and micro-batch (or -1)."""
+    """Collectives of this rank, in order. `phase` returns the rank's current phase and micro-batch (or -1)."""
 
     def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
         self.collectives: list[Collective] = []

@@ -1,4 +1,4 @@
-"""Rehearses ranks of a world that does not exist (`pretrain_gpt.py --rehearse`).
+"""Rehearsal of the ranks of a world that does not exist (`pretrain_gpt.py --rehearse`).
 
 It reports failed ranks, mismatched collectives, memory, and bytes sent.
 """

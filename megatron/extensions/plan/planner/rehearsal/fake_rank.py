@@ -1,4 +1,4 @@
-"""Runs the training program as one rank of a world that does not exist: fake process groups and fake tensors.
+"""Rehearsal of one rank of a world that does not exist: the training program with fake process groups and fake tensors.
 
 Groups, model, gradient buffers, optimizer, schedule and one training step are created by the same functions as in a
 run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from tensors are 0,
@@ -60,7 +60,7 @@ HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Records collectives and counts memory. Raises OutOfMemoryError above `limit` bytes."""
+    """Mode that records collectives and counts memory. Raises OutOfMemoryError above `limit` bytes."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """A world without peers: this rank also does the work that the first rank does for all."""
+    """World axis without peers: this rank also does the work that the first rank does for all."""
 
     @property
     def first(self) -> bool:
@@ -116,7 +116,7 @@ T = TypeVar("T")
 
 
 class Lost(NamedTuple):
-    """A job whose process ended without a result."""
+    """Job whose process ended without a result."""
 
     job: int
     how: str

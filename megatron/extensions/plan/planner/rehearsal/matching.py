@@ -1,4 +1,4 @@
-"""Compares rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
+"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
 import torch.
 
 All ranks of a group must call the same collectives in the same order. A message needs a receive of the same size at the
@@ -166,7 +166,8 @@ class RankRecord:
     """Processor time of the rehearsal."""
 
     def name(self) -> str:
-        """`rank 8 (pp 1, dp 0, tp 0)`, with its coordinates along the axes of size above 1."""
+        """Return the rank's name with its coordinates along the axes of size above 1, such as `rank 8 (pp 1, dp 0, tp
+        0)`."""
         coords = ", ".join(f"{axis} {value}" for axis, value in self.coords.items())
         return f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
 
@@ -301,7 +302,7 @@ def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
 
 
 def _fits(x: Collective, y: Collective, place: int, other: int) -> bool:
-    """Return whether two ranks, at these positions of the group, call the same collective."""
+    """Return True if two ranks, at these positions of the group, call the same collective."""
     if x.agreed != y.agreed:
         return False
     if x.op != "all_to_all":

@@ -1,1 +1,1 @@
-"""Evaluates the layout of a run and searches the best layouts for its model and cluster (--dry-run --suggest)."""
+"""Evaluation of a run's layout, and search for the best layouts for its model and cluster (--dry-run --suggest)."""

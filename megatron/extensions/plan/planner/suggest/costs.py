@@ -67,7 +67,7 @@ lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Prices layouts. Shared results are measured once."""
+    """Costs of layouts. Shared results are measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -143,7 +143,7 @@ class LayoutCosts:
     def _passes_alone(self) -> bool:
         """Return True if a rank's passes follow each other.
 
-        Passes that run in turns or across steps take longer, and hide more communication.
+        Interleaved passes and passes across steps take longer, and hide more communication.
         """
         return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
@@ -169,11 +169,11 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
-        """Return whether a model with these parallel sizes has a legal layout, regardless of batch and pipeline."""
+        """Return True if a model with these parallel sizes has a legal layout, regardless of batch and pipeline."""
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
-        """Return whether a family has a legal layout on this number of ranks, regardless of the batch."""
+        """Return True if a family has a legal layout on this number of ranks, regardless of the batch."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
         training = replace(config.training, global_batch_size=None, num_microbatches=None)

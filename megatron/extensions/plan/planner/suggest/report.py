@@ -1,4 +1,4 @@
-"""Prints a verdict on the layout of a run, and the best layouts for it: as lines, and as JSON."""
+"""Report with a verdict on the layout of a run and the best layouts for it, as lines and as JSON."""
 
 from __future__ import annotations
 

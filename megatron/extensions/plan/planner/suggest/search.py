@@ -1,4 +1,4 @@
-"""Searches the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
+"""Search for the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def best_first(
     candidates: Iterable[Candidate[T]],
     refine: Callable[[Candidate[T]], Iterable[Candidate[T]]],
 ) -> Iterator[Candidate[T]]:
-    """Yields final candidates by their cost, then their order.
+    """Yield final candidates by their cost, then their order.
 
     Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
     next best. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and Raphael,
@@ -126,7 +126,7 @@ class Effort:
 
 @dataclass
 class LayoutSearch:
-    """Searches the layouts of one run."""
+    """Search over the layouts of one run."""
 
     costs: LayoutCosts
     limit: int

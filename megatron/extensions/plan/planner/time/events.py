@@ -78,7 +78,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An element-wise or fused kernel, described by the bytes that it reads and writes."""
+    """Element-wise or fused kernel, described by the bytes that it reads and writes."""
 
     moved: int
 
@@ -99,7 +99,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A point where the computation needs the result of a collective."""
+    """Point at which the computation needs the result of a collective."""
 
     number: int
 
@@ -110,7 +110,7 @@ Event = Kernel | Collective | Wait
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Numbers of buffers by size in bytes."""
+    """Counts of buffers by size in bytes."""
 
     of_size: Mapping[int, int] = field(default_factory=dict)
 

@@ -22,7 +22,7 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Receives products, see `Launches`."""
+    """Recorder of products, as in `Launches`."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -34,7 +34,7 @@ def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segmen
 
 
 def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """Like `_add_products`, in fp8. Padding is not counted."""
+    """Record the products of `_add_products` in fp8. Padding is not counted."""
     launches.product("fp8_grouped_", dy.values[:, : dy.rows], x.values.t()[: x.rows], out, {})
 
 
@@ -59,7 +59,7 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""What GPUs do without a kernel, if a CPU does something else."""
+"""Replacements that represent GPUs without a kernel, if CPUs compute something else."""
 
 
 def planned_expert_products(

@@ -1,4 +1,5 @@
-"""Pipeline time: simulates the schedule's own lists with the times of each stage. This module does not import torch.
+"""Pipeline time by simulation of the schedule's own lists with the times of each stage. This module does not import
+torch.
 
 After its warm-up a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of a
 further round of micro-batches is measured between two short steps.
@@ -25,7 +26,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by name, as `build_schedule` accepts it."""
+    """Schedule with a name that `build_schedule` accepts."""
 
     name: str
     layout: PipelineLayout
@@ -42,7 +43,7 @@ class Schedule:
 
     @classmethod
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
-        """Create it from a configuration, for an isolated step."""
+        """Create a schedule from a configuration, for an isolated step."""
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         return cls(parallel.schedule, layout, group, runs_passes_in_turns(parallel))
 

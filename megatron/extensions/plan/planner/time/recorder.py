@@ -1,4 +1,4 @@
-"""Records kernels and collectives of a part of a stage for one micro-batch, together with its memory.
+"""Recorder of the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 An operation outside compiled regions is one kernel: each tensor is read or written once, and views are free. A compiled
 region, or a cast that one GPU kernel performs, counts only its inputs and outputs; its backward reads the inputs again.
@@ -149,9 +149,9 @@ class Recorder(LiveMemory):
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
         """Run only some parts of a loop if they represent the others.
 
-        If the first, the middle and the last part of an odd number do the same with sizes that grow evenly, the middle
-        one counts for all. Otherwise both halves are tried. The last two parts run first, in sequence, because memory
-        may be largest there, including what the previous part left.
+        If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
+        middle part represents all. Otherwise both halves are tried. The last two parts run first, in sequence, because
+        memory may be largest there, including what the previous part left.
         """
         outer = self.events
         passes = dict[int, list[Event]]()

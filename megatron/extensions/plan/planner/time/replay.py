@@ -209,7 +209,7 @@ class Replay:
         return self.network.seconds(event.kind, event.moved, self.groups[event.axis])
 
     def kernel(self, event: Kernel) -> tuple[str, float]:
-        """Return (subject, seconds) of a kernel, including the gap before it."""
+        """Return the subject of a kernel and its seconds, including the gap before the kernel."""
         device = self.device
         if isinstance(event, Product):
             together = event.batches * event.at_one_time

@@ -1,7 +1,7 @@
 """Exposed time of copies of weights and gradients in host memory.
 
 Both directions of the link copy at the same time, concurrently with the passes. During a pass, the parameters of the
-next one arrive. From the second micro-batch on, the gradient sums to which its backward adds arrive too, and the
+next pass arrive. From the second micro-batch on, the gradient sums to which its backward adds arrive too, and the
 previous pass's gradients leave. A pass of C seconds with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
