@@ -161,7 +161,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def test_layouts_that_do_not_fit_are_refused_once(checkpoint: str, tmp_path: Path) -> None:
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
-        ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
+        ("--tensor-model-parallel-size 4", "must be 4: the larger of PP 1 times TP 4"),
         ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ):

@@ -75,7 +75,7 @@ class Finding:
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
     def same_as(self, other: Finding | None) -> bool:
-        """Return whether another layout found the same place."""
+        """Return True if another layout found the same place."""
         return other is not None and (self.where, self.module) == (other.where, other.module)
 
     def describe(self) -> str:

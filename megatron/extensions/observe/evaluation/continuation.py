@@ -79,7 +79,7 @@ def continue_requests(
 
     A continuation ends at a stop string, at an end-of-document token, or at its number of tokens. All texts grow
     together: every new token takes one forward pass over each whole text, which any layout can compute. `next_tokens`
-    maps token sequences to the next token of each.
+    returns the next token of each token sequence.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]

@@ -15,7 +15,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 
 def is_file(name: str) -> bool:
-    """Return whether a value of --eval-tasks is a file or folder, rather than the name of a built-in task of the
+    """Return True if a value of --eval-tasks is a file or folder, rather than the name of a built-in task of the
     harness."""
     return Path(name).exists() or name.endswith((".yaml", ".yml")) or "/" in name
 

@@ -35,7 +35,7 @@ CUTS = ("tp", "expt_tp", "ep")
 
 
 def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
-    """Return whether a parameter's gradient is complete on its rank under every layout."""
+    """Return True if a parameter's gradient is complete on its rank under every layout."""
     copied = meta.role == "embedding" and bool(model.tied_embeddings or model.mtp_depths)
     return meta.matrix and len(meta.global_shape) > 1 and not copied and any(axis in meta.sharded for axis in CUTS)
 

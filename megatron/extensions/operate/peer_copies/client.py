@@ -32,7 +32,7 @@ HOST = "PEER_COPY_HOST"
 hosts."""
 
 OPENS = 120.0
-"""Maximum time in seconds in which a holder starts."""
+"""Timeout in seconds for the start of a holder."""
 
 ABANDONED = 3600.0
 """Minimum age in seconds of the newest copy after which copies without a holder are deleted."""

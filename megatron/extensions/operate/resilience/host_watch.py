@@ -55,7 +55,7 @@ ANSWER = 2.0
 """Seconds within which the kernel of a living host accepts a connection."""
 
 OPENS = 120.0
-"""Maximum time in seconds in which the heartbeat process starts."""
+"""Timeout in seconds for the start of the heartbeat process."""
 
 TOKEN_BYTES = 16
 """Number of random bytes in a heartbeat token."""

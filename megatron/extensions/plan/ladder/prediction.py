@@ -104,8 +104,8 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     """Predict the loss at each evaluation from the rungs' losses there. The exponents are the final law's.
 
     Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors with which the
-    other rungs predict the largest one, at this evaluation and later ones. It is wider if the target is farther from
-    the largest rung, in log(compute), than that rung from the next.
+    other rungs predict the largest one, at this evaluation and later ones. The band is wider if, in log(compute), the
+    target is farther from the largest rung than the largest rung is from the second largest.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []

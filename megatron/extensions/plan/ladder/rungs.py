@@ -1,4 +1,4 @@
-"""Builds the runs of a ladder: a configuration at smaller widths and depths, with its ratio of tokens to parameters."""
+"""Runs of a ladder: a configuration at smaller widths and depths, with the same ratio of tokens to parameters."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LENGTHS = tuple(
 
 @dataclass(frozen=True)
 class Size:
-    """A model size and the length of its run."""
+    """Model size, with the length of its run."""
 
     hidden_size: int
     num_layers: int
     parameters: int
-    """N: the parameters by which a token is multiplied. An embedding that does not share the output layer's weights
-    does not count."""
+    """N: the number of parameters by which a token is multiplied. An embedding that does not share the output layer's
+    weights is not counted."""
 
     iterations: int
     tokens: int
@@ -52,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Rung:
-    """A run of the ladder, or the target run."""
+    """Run of the ladder, or the target run."""
 
     size: Size
     rate: float
@@ -68,7 +68,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The requested rungs."""
+    """Requested rungs."""
 
     widths: Sequence[int] = ()
     depths: Sequence[int] = ()
@@ -79,7 +79,7 @@ class Wanted:
     """Learning rates; if empty, the target's rate."""
 
     swept: Sequence[int] = ()
-    """Widths that sweep all rates in addition to the target's rate; other widths use the target's rate alone. If empty,
+    """Widths that sweep all rates in addition to the target's rate; other widths use only the target's rate. If empty,
     all widths sweep all rates."""
 
     evaluations: int = 20
@@ -88,7 +88,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The runs of a ladder, and the target run that they predict."""
+    """Runs of a ladder, with the target run that they predict."""
 
     target: Rung
     config: RunConfig
@@ -96,7 +96,7 @@ class Ladder:
     evaluations: int
 
     def interval(self, rung: Rung) -> int:
-        """Iterations between evaluations of a rung."""
+        """Return the number of iterations between evaluations of a rung."""
         return rung.size.iterations // self.evaluations
 
     def changes(self, rung: Rung) -> list[str]:
@@ -104,15 +104,14 @@ class Ladder:
         return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
 
     def flags(self, rung: Rung, folder: Path) -> list[str]:
-        """Flags of a rung, to be placed after the target's flags. The rung saves at evaluations unless these flags say
-        otherwise."""
+        """Return the flags of a rung, which follow the target's flags. By default, the rung saves at evaluations."""
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
         return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]
 
 
 def counted_parameters(model: TransformerConfig) -> int:
-    """N of a model (`Size.parameters`)."""
+    """Return N of a model (`Size.parameters`)."""
     count = count_parameters(model)
     return active_parameters(model) - (count.embedding if count.output_layer else 0)
 
@@ -195,8 +194,8 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Field -> value at a width, for the widths that the model has. Widths of layers that the model lacks keep their
-    defaults."""
+    """Return the values of width fields at another width, for widths that the model has. Widths of layers that the
+    model lacks keep their defaults."""
     here = count_parameters(config.model)
 
     def counts(field: str) -> bool:
@@ -224,8 +223,8 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
-    """Rates of a width. If only some widths are swept, they include the target's rate, at which the law compares all
-    sizes."""
+    """Return the learning rates of a width. If only some widths are swept, the rates include the target's rate, at
+    which the law compares all sizes."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]
     alone = wanted.swept and {*wanted.swept} != {*wanted.widths}
@@ -233,7 +232,7 @@ def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
 
 
 def _lengths(config: RunConfig, before: int, iterations: int) -> dict[str, int]:
-    """Length and schedule of a rung, in the units that the target uses."""
+    """Return the length and schedule of a rung, in the units that the target uses."""
     fields = {field: getattr(config.training, field) for field in UNITS}
     fields |= {field: getattr(config.optimizer, field) for field in LENGTHS}
     given = dict(config.given)

@@ -1,4 +1,4 @@
-"""Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
+"""One pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
 
 The memory that a layer saves and allocates, and its matrix products, are measured on this stage. No figure about a
 layer is therefore repeated in the code.
@@ -65,7 +65,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class FakeGroup(dist.ProcessGroup):
-    """A process group of `size` ranks, in which this process is rank 0."""
+    """Fake process group of `size` ranks, in which this process is rank 0."""
 
     axis = ""
     """Name of the axis of the mesh."""
@@ -118,11 +118,11 @@ have their shape, and 16-bit products are added to fp32 sums. The frequent devic
 
 
 class NoValues(TorchDispatchMode):
-    """Applies `ANSWERS`, and completes collectives at once."""
+    """Mode that applies `ANSWERS`, and completes collectives immediately."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and checking for it takes long at every operation
+        return False  # nothing is compiled here, and checking for compilation at every operation is slow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -144,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of a stage that is run by itself: units, and the model ends next to them."""
+    """Piece of a stage that is run separately: units, and the model ends next to them."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False
@@ -306,7 +306,7 @@ class PlannerCache:
     """Cache of recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """Model -> for each layer, the first identical layer."""
+    """First identical layer of each layer, by model."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """Recordings by micro-batch in a layer."""

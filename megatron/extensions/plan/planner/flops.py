@@ -74,11 +74,11 @@ def model_flops(
 
 
 def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:
-    """`model_flops` as a single number."""
+    """Return `model_flops` as a single number."""
     return model_flops(config, seq_length).total
 
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """FLOPs of the matrix products in one optimizer update of the whole model, as stated by the transforms of its
-    chains. They do not depend on the layout or the batch. The ranks of a stage share them."""
+    """Return the FLOPs of the matrix products in one optimizer update of the whole model, according to the optimizer's
+    transforms. They do not depend on the layout or the batch. The ranks of a stage share them."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

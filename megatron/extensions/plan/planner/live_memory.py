@@ -1,4 +1,4 @@
-"""Counts the live memory of tensors that operations allocate, as an allocator would report it, on CPU as well.
+"""Live memory of tensors that operations allocate, counted as an allocator would report it, also on CPUs.
 
 Temporary memory inside a single kernel is not counted.
 """
@@ -65,7 +65,7 @@ class LiveMemory(TorchDispatchMode):
         self._note_peak()
 
     def _gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key, 0)  # its memory may have been freed before
+        self.now -= self.sizes.pop(key, 0)  # the storage's memory may have been freed earlier
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Track memory that is freed and allocated again while the storage object remains."""

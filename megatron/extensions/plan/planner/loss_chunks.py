@@ -1,4 +1,5 @@
-"""Chooses --loss-chunk-tokens: the chunk size of the head and the loss that saves memory at almost no cost in time."""
+"""Choice of --loss-chunk-tokens: the chunk size of the head and the loss that saves memory at almost no cost in
+time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LEAST_SAVED = 0.01
 
 @dataclass(frozen=True)
 class ChunkChoice:
-    """A chunk size with its effect on the plan."""
+    """Chunk size with its effect on the plan."""
 
     config: RunConfig
     step: StepTime

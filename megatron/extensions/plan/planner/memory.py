@@ -157,7 +157,7 @@ def buffer_bytes(
 class UnitsInFlight:
     """Peak bytes of whole unit parameters (ZeRO-3) and whole unit gradients (ZeRO-2 and ZeRO-3).
 
-    Both occur for units in host memory.
+    Units in host memory need both.
     """
 
     parameters: int = 0
@@ -426,7 +426,7 @@ def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | No
 def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
     """Return the bytes of temporary tensors, whole units and fp8 weight copies.
 
-    If parameters are sharded, only the copies of whole units count.
+    If parameters are sharded, weight copies are counted only for whole units.
     """
     copies = held.weight_copies
     if config.ddp.drops_parameters(config.parallel) and plan.in_flight.parameters:

@@ -60,7 +60,7 @@ class ParameterSquares:
     def before_update(self, factor: Tensor) -> None:
         """Measure the gradients, which the optimizer will multiply by `factor`.
 
-        Keeps a copy of this rank's main parameters until `after_update`.
+        A copy of this rank's main parameters is kept until `after_update`.
         """
         grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
         self._gradients = self._squares(grads) * factor.square()
@@ -113,7 +113,7 @@ def _placed(piece: Piece, first: int) -> tuple[str, int, int]:
 
 
 def _counts(meta: ParamMeta, state: ParallelState) -> bool:
-    """Return whether this rank adds its replica, or its copy among the tensor-parallel ranks."""
+    """Return True if this rank adds its replica, or its copy among the tensor-parallel ranks."""
     if meta.expert:
         return meta.is_first_replica(state.coords)
     return not meta.shared_stages or state.pp.rank == 0

@@ -86,7 +86,7 @@ def flow_events(number: int, name: str, source: Event, target: Event) -> list[Ev
     """Return the events of an arrow from one slice to a later one: a message and the action that uses it."""
     events = []
     for phase, at, more in (("s", source, {}), ("f", target, {"bp": "e"})):
-        # within the slice, and not before the message was sent
+        # within the slice, and no earlier than the send
         ts = max(at["ts"], source["ts"]) if phase == "f" else at["ts"]
         place = {"pid": at["pid"], "tid": at["tid"], "ts": ts}
         events.append({"ph": phase, "id": number, "name": name, "cat": "message"} | place | more)
@@ -110,7 +110,7 @@ ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 
 
 def why_unreadable(trace: object) -> str | None:
-    """Return why a trace is unreliable for readers; None if it is valid.
+    """Return the reason why a trace is not valid; None if it is valid.
 
     Checks the ranks in `otherData` and the fields of each event.
     """
@@ -140,7 +140,7 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Return whether sizes and pipelines contradict a world of `count` ranks."""
+    """Return the reason why sizes and pipelines contradict a world of `count` ranks; None if they fit."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):

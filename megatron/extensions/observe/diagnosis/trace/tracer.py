@@ -1,11 +1,11 @@
-"""Records some steps of all ranks and writes them to one file (--trace).
+"""Tracer that records some steps of all ranks and writes them to one file (--trace).
 
 Clock offsets between hosts are measured by ping-pong over the rendezvous store. Processes of one host share a clock
 (Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock with rank 0's. It reads its clock, sends a
 message, and reads its clock again when the answer with rank 0's time arrives. If both directions take equally long,
-rank 0's time is the middle of the two readings. In any case it lies between them, so half of the round trip bounds the
-error. The shortest of several round trips counts (NTP, RFC 5905, section 10). Both messages pass through the store
-once, and neither rank polls the store before it has read its clock.
+rank 0's time is the middle of the two readings. In any case, rank 0's time lies between the two readings, so half of
+the round trip bounds the error. The shortest of several round trips is used (NTP, RFC 5905, section 10). Both messages
+pass through the store once, and neither rank polls the store before it has read its clock.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def host_identity() -> tuple[str, str]:
 def measure(
     store: dist.Store, rank: int, identities: Sequence[str], meeting: str, clock: Clock = time.perf_counter_ns
 ) -> Offset:
-    """Measure this rank's offset, if it is the first rank of its host; the result holds for all ranks of the host.
+    """Measure the offset of this rank's host, if this is the first rank of the host. The result holds for all ranks of
+    the host.
 
     Collective over the first ranks of all hosts.
 
@@ -123,7 +124,7 @@ def _ask(store: dist.Store, key: str, clock: Clock) -> Offset:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Maps a host's clock to rank 0's: a straight line through two measurements."""
+    """Map from a host's clock to rank 0's clock: a straight line through two measurements."""
 
     first: Offset
     last: Offset
@@ -151,10 +152,10 @@ PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 
 
 class Tracer(Callback):
-    """Starts after --trace-step-start iterations and stops after --trace-step-end. All methods are collective.
+    """Callback that traces from --trace-step-start to --trace-step-end. All methods are collective.
 
-    While it records, it observes pipeline actions, the parts of the step, saves and evaluations, and wraps
-    torch.distributed. It restores everything afterwards.
+    During the traced steps, the callback observes pipeline actions, the parts of the step, saves and evaluations, and
+    wraps torch.distributed. Afterwards, it restores everything.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -327,7 +328,7 @@ class Tracer(Callback):
     def _lists(self) -> Callable[[int], Lists] | None:
         """Return the action lists of a step with this many micro-batches.
 
-        Returns None if passes run in turns, because only their combined time is known.
+        Returns None if passes are interleaved, because only their combined time is known.
         """
         pipeline = self.pipeline
         if pipeline.passes.pair.in_turns:
@@ -354,7 +355,7 @@ class Tracer(Callback):
 def held_bytes(run: RunView) -> dict[str, int]:
     """Return the bytes that this rank holds by category, and on GPUs the remainder at the peak.
 
-    On CPU, it includes all memory of the process, with torch's code and data.
+    On CPUs, the result includes all memory of the process, with torch's code and data.
     """
     ddp = run.optimizer.ddp
     parameters, gradients, of_units = ddp.nbytes

@@ -250,7 +250,7 @@ class Report:
 
     @property
     def _covered(self) -> bool | None:
-        """Return whether the ranks write each element of a checkpoint once; None if that is unknown."""
+        """Return True if the ranks write each element of a checkpoint once; None if this is unknown."""
         whole = sum(record.failure is None for record in self.records) == self.rehearsal.world_size
         return not coverage_problems(self.records, True) if whole else None
 

@@ -365,9 +365,9 @@ def step_bound(
 ) -> float:
     """Return a lower bound on the seconds of any schedule of these stages.
 
-    The first forward of a rank waits for the earlier stages. After the last backward of its first stage, the earlier
-    stages still have their own to do. In between, the rank does all its work, except that deferred weight gradients may
-    wait.
+    The first forward of a rank waits for the earlier stages. After the last backward of the rank's first stage, the
+    earlier stages still have to run their own backward. In between, the rank does all its work, except that deferred
+    weight gradients may wait.
 
     Args:
         stages: For each stage, seconds of a micro-batch in the forward, in the backward (or only the input gradient),

@@ -89,11 +89,11 @@ class _Recorded(dist.Work):
 
 
 class Recorder(LiveMemory):
-    """Appends the events of executed operations to `events`."""
+    """Mode that appends the events of executed operations to `events`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and checking for it takes long at every operation
+        return False  # nothing is compiled here, and checking for compilation at every operation is slow
 
     def __init__(self, fp32_sums: bool, backend: str, any_order: bool = True) -> None:
         """Create a recorder.
@@ -177,7 +177,7 @@ class Recorder(LiveMemory):
             self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
-        """Return whether the current operation is part of a launch, of a compiled region, or of its backward."""
+        """Return True if the current operation is part of a launch, of a compiled region, or of its backward."""
         node = running_node()
         within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within
@@ -320,7 +320,7 @@ class _InputsContext(AutogradContext):
 
 
 class _Inputs(torch.autograd.Function):
-    """The inputs of a compiled region. Its backward calls `record` with their gradients."""
+    """Function on the inputs of a compiled region, whose backward calls `record` with the gradients of the inputs."""
 
     @staticmethod
     def forward(ctx: _InputsContext, record: Callable[[object], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ class _Inputs(torch.autograd.Function):
 
 
 def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
-    """Return whether each event of the middle part is halfway between the events of the first and last part."""
+    """Return True if each event of the middle part is halfway between the events of the first and last part."""
     if not len(first) == len(middle) == len(last):
         return False
     for three in zip(first, middle, last, strict=True):

@@ -1,4 +1,4 @@
-"""Times a list of events on one kind of device and placement of ranks. This module does not import torch.
+"""Times of a list of events on one kind of device and placement of ranks. This module does not import torch.
 
 Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
 node each rank has its own link. Between nodes, the ranks of a node share its adapters, and all groups of the node are
@@ -164,7 +164,7 @@ class Times(dict[str, float]):
 
 @dataclass(frozen=True)
 class Replay:
-    """Evaluates events on one device and placement of groups."""
+    """Evaluation of events on one device and placement of groups."""
 
     device: DeviceFile
     network: Network

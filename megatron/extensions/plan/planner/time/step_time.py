@@ -1,4 +1,4 @@
-"""Predicts the time of a training step from kernels, collectives, the pipeline schedule and work between steps.
+"""Predicted time of a training step from kernels, collectives, the pipeline schedule and work between steps.
 
 All numbers are derived from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md
 describes the model and its error on published runs.
@@ -51,7 +51,7 @@ AXES = ("tp", "cp", "ep", "expt_tp")
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step. `parts` are the seconds of the busiest pipeline rank, by `SUBJECTS`; they sum to `seconds`."""
+    """Predicted step. `parts` are the seconds of the busiest pipeline rank, by `SUBJECTS`; they sum to `seconds`."""
 
     seconds: float
     tokens_per_second: float
@@ -77,7 +77,7 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """The category that takes longest."""
+        """Return the category that takes the most time."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
@@ -300,7 +300,7 @@ class Step:
         size *= DTYPE_BYTES[parallel.params_dtype]
         nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
         places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
-        # Of a node's ranks, those send to another node whose pipeline continues there.
+        # Ranks whose pipeline continues on another node send to that node.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [
             self.network.seconds("send", size, within if here == there else between)

@@ -1,8 +1,8 @@
 """Exposed time of copies of weights and gradients in host memory.
 
 Both directions of the link copy at the same time, concurrently with the passes. During a pass, the parameters of the
-next pass arrive. From the second micro-batch on, the gradient sums to which its backward adds arrive too, and the
-previous pass's gradients leave. A pass of C seconds with `coming` and `leaving` bytes takes
+next pass arrive. From the second micro-batch on, the gradient sums to which the next backward adds arrive too, and the
+gradients of the previous pass leave. A pass of C seconds with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
 
@@ -73,7 +73,7 @@ def copies_beside(
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
     back = []
     for number in reversed(range(len(elements))):
-        numel, kept = elements[number], number == len(elements) - 1  # from its forward
+        numel, kept = elements[number], number == len(elements) - 1  # the weights are still there from the forward
         needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
         back.append(UnitPass(seconds[number][1], needed, gradient * numel))
     found = exposed([*ahead, *back], rate)

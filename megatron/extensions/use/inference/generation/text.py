@@ -25,7 +25,7 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """Number of returned characters of the text of the tokens from `_first` on."""
+        """Number of characters of the decoded text of tokens[_first:] that have been returned."""
         self._held = ""
         self.stopped = False
         """True if a stop string has been found."""
