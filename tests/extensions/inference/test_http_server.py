@@ -215,8 +215,11 @@ WRONG: list[tuple[Any, str]] = [
     ({"prompt": "a", "temprature": 1}, "did you mean temperature"),
     ({"prompt": "a", "temperature": -1}, "temperature: -1.0 must be 0 or from 1e-06 to 1,000,000"),
     ({"prompt": "a", "temperature": 1e-320}, "temperature: 1e-320 must be 0 or from 1e-06 to 1,000,000"),
-    ({"prompt": "a", "repetition_penalty": 1e-320}, "repetition_penalty: 1e-320 must be from 0.001 to 1,000; 1 is"),
-    ({"prompt": "a", "repetition_penalty": 1e308}, "repetition_penalty: 1e+308 must be from 0.001 to 1,000; 1 is"),
+    (
+        {"prompt": "a", "repetition_penalty": 1e-320},
+        "repetition_penalty: 1e-320 must be from 0.001 to 1,000; 1 applies",
+    ),
+    ({"prompt": "a", "repetition_penalty": 1e308}, "repetition_penalty: 1e+308 must be from 0.001 to 1,000; 1 applies"),
     ({"prompt": "a", "presence_penalty": 1e-320}, "presence_penalty: 1e-320 is not supported"),
     ({"prompt": "a", "temperature": 10**400}, "temperature: is too large"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty: 1 is not supported"),
