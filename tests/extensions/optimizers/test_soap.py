@@ -15,7 +15,7 @@ from megatron.core.optimizer.transforms import ParameterUpdate, Place
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optim.optimizers.soap import Soap
+from megatron.extensions.optim.optimizers.soap import Soap, followed
 from tests.dist.test_chains import LAYOUTS, OfMatrices, load_and_compare, skipped_step, train_and_save
 from tests.dist.toy import DECAY, LR, Oracle, build, optimizer_config, run_step
 from tests.forked import run_program
@@ -77,8 +77,12 @@ class TheirSoap(torch.optim.Optimizer):
         for dim, (factor, old) in enumerate(zip(state["GG"], state["Q"], strict=True)):
             if factor is not None:
                 order = torch.argsort(torch.diag(old.T @ factor @ old), descending=True)
-                state["sq"] = state["sq"].index_select(dim, order)
                 found, sizes = torch.linalg.qr(factor @ old[:, order])
+                if self.repaired:  # directions of size 0 are the last, or all behind them are rounding errors
+                    zero = sizes.diag().abs() < 1e-13 * sizes.diag().abs().max()
+                    order = torch.cat((order[~zero], order[zero]))
+                    found, sizes = torch.linalg.qr(factor @ old[:, order])
+                state["sq"] = state["sq"].index_select(dim, order)
                 state["Q"][dim] = self.repair(found, sizes.diag().abs(), old[:, order])
 
     def repair(self, vectors: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
@@ -222,3 +226,21 @@ def test_sizes_of_factors() -> None:
     shapes = {state.name: state.shape for state in link.states(meta)}
     assert shapes["left"] == shapes["left_basis"] == (3, 4, 4) and shapes["right"] == (3, 6, 6)
     assert shapes["rotated_avg"] == shapes["rotated_avg_sq"] == (3, 4, 6)
+
+
+def test_rounding_errors_do_not_move_directions() -> None:
+    """Directions 4 and 5 of the old basis have images in the span of others, before the last ones that matter: QR
+    computes rounding errors for the two, and for those that come after them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    old, images = torch.linalg.qr(draw(12, 12))[0], draw(6, 12)
+    images[:, 4:6] = 0.9 * images[:, :2]
+    images[:, :6] *= 10
+    factor = old @ images.mT @ images @ old.mT
+    (basis, _), (moved, _) = (followed((factor + noise) @ old, old) for noise in (0, 1e-14 * draw(12, 12)))
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(12, dtype=torch.float64))
+    torch.testing.assert_close(basis[:, :6] @ (basis[:, :6].mT @ factor), factor)
+    torch.testing.assert_close(moved, basis, rtol=1e-9, atol=1e-9)

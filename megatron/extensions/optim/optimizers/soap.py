@@ -32,6 +32,9 @@ from megatron.extensions.optim.optimizers.flags import SoapFlags
 
 SIDES = ("left", "right")
 
+NOISE = 4.0
+"""Eigenvalues below this multiple of the rounding error of the largest one are noise."""
+
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
     """Build --optimizer soap for the matrices of hidden layers."""
@@ -132,13 +135,28 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
         if side in states:
             old = states[f"{side}_basis"]
             power = states[side] @ old
-            order = torch.argsort((old * power).sum(0), descending=True, stable=True)
-            found, sizes = torch.linalg.qr(power[:, order])
-            new = completed(found, sizes.diagonal().abs(), old[:, order])
+            new, order = followed(power, old)
             states[f"{side}_basis"].copy_(new)
             states["rotated_avg_sq"].copy_(states["rotated_avg_sq"].index_select(dim, order))
     new_basis = [states.get(f"{side}_basis") for side in SIDES]
     states["rotated_avg"].copy_(rotate(average, new_basis))
+
+
+def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the orthonormal basis of `power`, a factor times its old basis, and the order of directions in it.
+
+    Directions that the factor lacks are last and follow from the old basis. QR computes rounding errors for them, and
+    for all directions that come after them.
+    """
+    values = (old * power).sum(0)
+    order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
+    basis, triangle = torch.linalg.qr(power[:, order])
+    sizes = triangle.diagonal().abs()
+    found = sizes > noise_of(sizes)
+    if found.all():
+        return basis, order
+    order = torch.cat((order[found], order[~found]))
+    return completed(power[:, order], int(found.sum()), old[:, order]), order
 
 
 def eigenbasis(factor: Tensor) -> Tensor:
@@ -148,14 +166,18 @@ def eigenbasis(factor: Tensor) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(factor.double())
     values, vectors = values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
-    return completed(vectors, values, torch.eye(len(values), dtype=factor.dtype, device=factor.device))
-
-
-def completed(columns: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-    """Return orthonormal columns. Columns that are only rounding noise relative to the largest are replaced with the
-    help of `others`."""
-    noise = 4 * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
-    found = sizes > noise
+    found = values > noise_of(values)
     if found.all():
-        return columns
-    return torch.linalg.qr(torch.where(found, columns, others))[0]
+        return vectors
+    unit_vectors = torch.eye(len(values), dtype=factor.dtype, device=factor.device)
+    return completed(vectors, int(found.sum()), unit_vectors)
+
+
+def noise_of(sizes: Tensor) -> Tensor:
+    """Return the size up to which others are rounding errors of the largest."""
+    return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
+
+
+def completed(columns: Tensor, count: int, others: Tensor) -> Tensor:
+    """Return the orthonormal basis of the first `count` columns, completed by the others from there on."""
+    return torch.linalg.qr(torch.cat((columns[:, :count], others[:, count:]), dim=1))[0]
