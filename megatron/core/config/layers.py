@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron.core.config.flag_spec import Section
@@ -51,18 +52,21 @@ class ResidualFacts:
     """Facts about a residual stream. Functions are called with the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
-    when: Callable[..., bool]
-    """Returns True if the model has this residual stream. The model uses the first registered stream whose `when`
-    returns True."""
+    switch: str
+    """Flag that selects this residual stream. A model has at most one: `residual_streams` in
+    `megatron/training/config/rules/model.py` refuses two."""
 
-    width: Callable[..., int]
+    when: Callable[..., bool]
+    """Returns True if the model has this residual stream."""
+
+    width: Callable[..., int] = attrgetter("hidden_size")
     """Returns the number of channels of the stream between layers, which pipeline stages send to each other."""
+
+    layers: tuple[str, ...] | None = ("transformer_layer",)
+    """Values of --layer-module that leave the addition of outputs to the stream; None if every one is supported."""
 
     recomputed: str = ""
     """Name of the stream's part that --recompute-modules accepts; empty if there is none."""
-
-    recomputed_with: str = ""
-    """Flag that adds the part `recomputed` to a model."""
 
     experts_apart: bool = False
     """True if a layer with experts passes the outputs of the shared expert and of the routed experts to the stream

@@ -38,7 +38,7 @@ class RecomputedParts(Collection[str]):
         """Return, for each part of a mixer or a residual stream, the flag that adds it to a model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
-        found += [(facts.recomputed, facts.recomputed_with) for facts in streams]
+        found += [(facts.recomputed, facts.switch) for facts in streams]
         return {part: flag for part, flag in found if part}
 
     def __iter__(self) -> Iterator[str]:

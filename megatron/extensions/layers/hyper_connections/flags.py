@@ -20,9 +20,6 @@ SWITCH = "--enable-mhc-connections"
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(HyperConnectionFlags)
-    if own.enable_mhc_connections and (module := config.model.layer_module) != "transformer_layer":
-        why = "a layer of your own adds outputs to hidden states by itself"
-        yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
     if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
         with suppress(ValueError):  # if other rules refuse the pattern
             if not any(kind.mixes and kind.mlp for kind in config.model.layers):
@@ -78,8 +75,8 @@ def stream_size(config: TransformerConfig) -> int:
 RESIDUALS.register(
     "mhc",
     f"{__package__}.hyper_connection:HyperConnection",
+    switch=SWITCH,
     when=is_chosen,
     width=stream_size,
     recomputed="mhc",
-    recomputed_with=SWITCH,
 )

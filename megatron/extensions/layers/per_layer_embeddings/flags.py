@@ -17,12 +17,9 @@ from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
-NAME, SWITCH = "per_layer_embeddings", "--per-layer-embedding-size"
+SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
 """Activation functions of MLPs, and the function of their gates: silu, or GELU with this approximation."""
-
-LAYERS_WITH_IT = ("transformer_layer", "scaled_layer")
-"""Values of --layer-module that leave the addition of outputs to the residual stream."""
 
 
 def size_of(config: TransformerConfig) -> int:
@@ -39,11 +36,6 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.activation not in GATES:
         rule = f"gates embeddings with the function that gates the MLP; known are {', '.join(GATES)}"
         yield Problem(SWITCH, size, rule, f"use one of them, not {m.activation}")
-    if m.layer_module not in LAYERS_WITH_IT:
-        why = "a layer of another kind adds outputs to hidden states by itself"
-        yield Problem.exclusive(SWITCH, size, f"--layer-module {m.layer_module}", why)
-    if others := [name for name in RESIDUALS.wanted(m) if name != NAME]:
-        yield Problem.exclusive(SWITCH, size, f"the residual stream {others[0]}", "both replace the plain one")
     with suppress(ValueError):  # if other rules refuse the pattern
         if not all(kind.mixes and kind.mlp for kind in m.layers):
             yield Problem(SWITCH, size, "follows the MLP of each layer, and some layers have none", "remove it")
@@ -77,8 +69,10 @@ class PerLayerEmbeddingFlags:
 
 
 RESIDUALS.register(
-    NAME,
+    "per_layer_embeddings",
     f"{__package__}.residual:PerLayerEmbeddings",
+    switch=SWITCH,
     when=lambda config: size_of(config) > 0,
     width=lambda config: 2 * config.hidden_size + size_of(config),
+    layers=("transformer_layer", "scaled_layer"),
 )

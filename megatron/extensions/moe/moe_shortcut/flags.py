@@ -5,31 +5,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Condition, flag
 from megatron.core.config.layers import RESIDUALS
-from megatron.training.config.problem import Problem
-from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import extension_flags
 
-SWITCH = "--moe-shortcut"
 
-
-def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    own = config.options(ShortcutFlags)
-    if not own.moe_shortcut:
-        return
-    if (module := config.model.layer_module) != "transformer_layer":
-        why = "a layer of your own adds outputs to hidden states by itself"
-        yield Problem.exclusive(SWITCH, None, f"--layer-module {module}", why)
-    if others := [name for name in RESIDUALS.wanted(config.model) if name != "moe_shortcut"]:
-        rule = f"cannot be combined with another residual stream ({others[0]})"
-        yield Problem(SWITCH, None, rule, "keep one of them")
-
-
-@extension_flags("shortcut-connected experts", part_of="model", rules=rules)
+@extension_flags("shortcut-connected experts", part_of="model")
 @dataclass(frozen=True)
 class ShortcutFlags:
     """Shortcut-connected mixture of experts (ScMoE, arXiv 2404.05019)."""
@@ -55,6 +38,7 @@ class ShortcutFlags:
 RESIDUALS.register(
     "moe_shortcut",
     f"{__package__}.delayed:DelayedExperts",
+    switch="--moe-shortcut",
     when=lambda config: config.options(ShortcutFlags).moe_shortcut,
     width=lambda config: 2 * config.hidden_size,
     experts_apart=True,

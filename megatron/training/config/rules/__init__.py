@@ -18,6 +18,7 @@ RULES: tuple[Rule, ...] = (
     *(parallel.sequence, parallel.context),
     *(
         model.positions,
+        model.residual_streams,
         model.layers,
         model.yarn,
         model.mixers,

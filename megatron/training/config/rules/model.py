@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from megatron.core.config.activations import ACTIVATIONS
+from megatron.core.config.layers import RESIDUALS
 from megatron.core.config.losses import LOSSES
 from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.norms import NORMALIZATIONS
-from megatron.training.config.flags import dashed, flags_of, value_of
+from megatron.training.config.flags import dashed, flags_of, spelling_table, value_of
 from megatron.training.config.problem import Problem, divides, multiples, problems_of, unless_multiple
 from megatron.training.config.run_config import RunConfig
 
@@ -278,6 +279,24 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
         if int(width * float(share)) < near:  # rounded down
             share = f"{math.ceil(near / width * 1e6) / 1e6:g}"
         yield Problem(flag, percent, rule, f"nearest: {shown}{share}")
+
+
+def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Refuse two residual streams in a model, and layers that may not use the stream."""
+    module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
+    for facts in streams[1:]:
+        value = _value_of_switch(c, facts.switch)
+        yield Problem.exclusive(facts.switch, value, streams[0].switch, "a model has one residual stream")
+    for facts in streams:
+        if facts.layers is not None and module not in facts.layers:
+            why = "such a layer may add outputs to hidden states by itself"
+            yield Problem.exclusive(facts.switch, _value_of_switch(c, facts.switch), f"--layer-module {module}", why)
+
+
+def _value_of_switch(c: RunConfig, switch: str) -> object:
+    """Return the value that follows a flag on the command line; None if it takes none."""
+    value: object = value_of(c, spelling_table()[switch][0])
+    return None if value is True else value
 
 
 def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
