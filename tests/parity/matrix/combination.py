@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Set
+from collections.abc import Container, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
 
+from megatron.core.config.activations import ACTIVATIONS
+from megatron.core.config.layers import LAYERS
+from megatron.core.config.mixers import MIXERS
 from megatron.core.config.model_fields import RECOMPUTED_PARTS
+from megatron.core.config.optimizers import OPTIMIZERS
 from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 from megatron.extensions import load
 from megatron.training.config.flags import home_of, spelling_table
@@ -25,6 +30,14 @@ MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
 """Flags that each choice of each factor adds."""
 
+REGISTRIES: dict[str, Container[str]] = {
+    "--activation-func": ACTIVATIONS,
+    "--attention-module": MIXERS,
+    "--layer-module": LAYERS,
+    "--optimizer": OPTIMIZERS,
+    "--pipeline-schedule": PIPELINE_SCHEDULES,
+}
+"""Flags whose values name parts that an extension may have registered."""
 
 load()  # loads the flags and parts of extensions, which this module looks for
 
@@ -33,7 +46,7 @@ def _is_there(choice: str) -> bool:
     """Return True if no flag of a choice, and no part that it recomputes, belongs to a deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
-    gone |= words[:1] == ["--pipeline-schedule"] and words[1] not in PIPELINE_SCHEDULES
+    gone |= any(flag in REGISTRIES and name not in REGISTRIES[flag] for flag, name in pairwise(words))
     return not gone and all(part in RECOMPUTED_PARTS for part in ("mla_up_proj", "mhc") if part in words)
 
 
