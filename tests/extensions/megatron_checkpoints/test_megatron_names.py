@@ -82,7 +82,10 @@ def test_biases_of_experts_have_a_row_for_each() -> None:
     experts = "decoder.layers.0.mlp.experts.experts"
     assert their_shape(bias) == (4, 12)
     assert ("decoder.layers.mlp.experts.experts.linear_fc1.bias",) in ways
-    assert tuple(f"{experts}.{each}.linear_fc1.bias_{half}" for each in range(4) for half in "wv") in ways
+    halves = tuple(f"{experts}.{each}.linear_fc1.bias_{half}" for each in range(4) for half in "wv")
+    assert halves in ways
+    assert not list(stacked_misfits(dict.fromkeys(halves, (6,)), 1, bias, Way(halves)))
+    assert len(list(stacked_misfits(dict.fromkeys(halves, (5,)), 1, bias, Way(halves)))) == 8
 
 
 @pytest.mark.parametrize("files", [f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt", "common.pt metadata.json"])
