@@ -151,7 +151,7 @@ def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:
 def test_a_beginning_that_is_no_number_is_refused(tmp_path: Path) -> None:
     for wrong in ("[1, 2]", "{a: 1}", "soon", "true"):
         found = problems(tmp_path / "s.yaml", f"- {{}}\n- {{from-samples: {wrong}}}\n")
-        assert any("from-samples" in each and "must be a whole number, 0 or above" in each for each in found)
+        assert any("from-samples" in each and "must be an integer, at least 0" in each for each in found)
 
 
 def test_every_mistake_at_once(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "FILE: phase 3 (d): has more than one beginning",
         "FILE: phase 3 (d): lr-decay-style cubic: must be one of",
         "FILE: phase 4: is not a mapping; write a list of phases",
-        "FILE: phase 2 (a): name a: is another phase's too; give each its own",
+        "FILE: phase 2 (a): name a: is also the name of another phase; give each phase its own name",
         "FILE: phase 1 (b): from-tokens 0: must be after the beginning of phase a, sample 0; use a larger number",
         "--lr 0.0: must be above 0",
     ):
@@ -190,7 +190,7 @@ def test_rules_of_a_run_judge_each_phase(tmp_path: Path) -> None:
         "FILE: phase 1 (long): --seq-length 34: must be a multiple of",
         "FILE: phase 1 (long): --global-batch-size 10: must be a multiple of",
         "FILE: phase 2 (late): from-iterations 4000: begins at sample",
-        "and the run ends at sample 400; begin it earlier, remove it, or train for longer",
+        "and the run ends at sample 400; begin it earlier, remove it, or train longer",
     ):
         assert part in text, f"{part}\n\nin\n\n{text}"
 

@@ -399,7 +399,7 @@ def test_text_is_recognized_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tools_and_plans_tell_text_too(tmp_path: Path) -> None:
     text, more = tmp_path / "x.jsonl", "--dry-run --vocab-size 1000 --tokenizer-type ByteTokenizer --data-path"
     done = run_program("pretrain_gpt.py", *TINY.replace("--mock-data", "").split(), *more.split(), text, code=2)
-    assert f"--data-path {text}: there is no such file; the path is taken from" in done.stderr
+    assert f"--data-path {text}: there is no such file; the path is relative to" in done.stderr
     text.write_text("")
     done = run_program("tools/inspect_checkpoint.py", text)
     assert done.returncode and "x.jsonl is text; give a checkpoint" in done.stdout + done.stderr

@@ -298,7 +298,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, gpt2_files, foreign_model):
         "vocab.json": "is the vocab.json of a BPE",
         "merges.txt": "is the merges.txt of a BPE",
         "tokenizer.json": "is a tokenizer.json",
-        CONFIG: "is a configuration of a tokenizer",
+        CONFIG: "is a tokenizer configuration",
     }
     for file in (*(str(tmp_path / name) for name in files), *others):
         for kind, own in (("HuggingFaceTokenizer", "tokenizer.json"), ("SentencePieceTokenizer", "foreign.model")):

@@ -1,6 +1,6 @@
-"""Self-attention whose output gates have a bias for each head, with queries scaled by their positions, as in Beam.
+"""Self-attention with one output gate bias per head, and queries scaled by position, as in Beam.
 
-Switched on by --attention-module biased_gates; --query-growth-exponent and --query-growth-length are its flags.
+Enabled by --attention-module biased_gates. Flags: --query-growth-exponent and --query-growth-length.
 
 Read `biased_gates.py`.
 """

@@ -1,4 +1,4 @@
-"""Self-attention with biases of output gates, and queries that grow with their positions."""
+"""Self-attention with output gate biases, and queries scaled by position."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.extensions.attention.biased_gates.flags import BiasedGatesFlags
 
 
 class BiasedGateAttention(SelfAttention):
-    """`SelfAttention` with gate_bias [heads], a number that is added to all gates of a head. Heads are sharded over
-    the tensor-parallel ranks."""
+    """`SelfAttention` with gate_bias [heads]: one number per head, added to all output gates of the head. Heads are
+    sharded over the tensor-parallel ranks."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -36,7 +36,8 @@ class BiasedGateAttention(SelfAttention):
         return self._grown(q, context) if self.grows else q, gate, k, v
 
     def _grown(self, q: Tensor, context: BatchContext) -> Tensor:
-        """q [s, b, heads/tp, d] times a power of one plus the share of --query-growth-length, in fp32 for 16 bits."""
+        """Scale queries q [s, b, heads/tp, d] at position p by (1 + (p + 1) / length)^exponent; 16-bit queries are
+        scaled in fp32."""
         positions = context.position_ids if context.position_ids is not None else context.places
         positions = torch.arange(len(q), device=q.device) if positions is None else positions
         share = ((positions[None] if positions.ndim == 1 else positions).t().float() + 1) / self.length

@@ -1,4 +1,4 @@
-"""The flags of self-attention with biased gates, its rules, and its registration. No torch."""
+"""Flags, rules and registration of self-attention with biased gates. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHOICE = f"--attention-module {NAME}"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with biased gates."""
+    """Check models with biased gates."""
     m = config.model
     if not m.attention_output_gate:
-        yield Problem("--attention-module", NAME, "adds biases to gates of outputs", "add --attention-output-gate")
+        yield Problem("--attention-module", NAME, "adds a bias to output gates", "add --attention-output-gate")
     if m.attention_temperature_coeff and config.options(BiasedGatesFlags).query_growth_exponent:
         flag = f"--attention-temperature-coeff {m.attention_temperature_coeff:g}"
         yield Problem.exclusive("--query-growth-exponent", None, flag, "both scale queries by their positions")
@@ -29,17 +29,17 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("biased gates", part_of="model")
 @dataclass(frozen=True)
 class BiasedGatesFlags:
-    """Self-attention with a bias of output gates for each head (Beam)."""
+    """Self-attention with one output gate bias per head (Beam)."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(CHOICE, lambda config: config.model.attention == NAME)
 
     query_growth_exponent: float = flag(0.0, at_least=0)
-    """Biased gates: exponent e of the scale of queries. In layers without rotary embedding, queries at position p,
-    counted from 0, are multiplied by (1 + (p + 1) / N)^e, where N is --query-growth-length. 0 leaves them as they are;
-    Beam has 0.1."""
+    """Biased gates: exponent e of the query scale. In layers without rotary embedding, queries at position p, counted
+    from 0, are multiplied by (1 + (p + 1) / N)^e, where N is --query-growth-length. 0 disables the scale; Beam uses
+    0.1."""
 
     query_growth_length: int = flag(2048, above=0)
-    """Biased gates: N of --query-growth-exponent."""
+    """Biased gates: length N in the query scale of --query-growth-exponent."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:BiasedGateAttention", attention=AttentionFacts(), rules=rules)

@@ -1,4 +1,4 @@
-"""Self-attention with a bias of its output in the last layer."""
+"""Self-attention with an output bias in the last layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron.core.transformer.self_attention import SelfAttention
 
 
 class BiasedLastAttention(SelfAttention):
-    """`SelfAttention` whose linear_proj has a bias in the last layer, whatever the flags of biases say of others."""
+    """`SelfAttention` whose linear_proj always has a bias in the last layer. The bias flags apply to the other
+    layers."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         last = ctx.layer == config.num_layers - 1

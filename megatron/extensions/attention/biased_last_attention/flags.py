@@ -1,4 +1,4 @@
-"""Registers self-attention with a bias in the last layer. No torch."""
+"""Registration of self-attention with an output bias in the last layer. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Attention over context-parallel ranks that gather keys and values, or that exchange sequence shards for heads.
+"""Context-parallel attention by all-gather of keys and values, or by all-to-all of heads.
 
 All-gather (as in Llama 3, arXiv:2407.21783): the forward all-gathers keys and values before attention; the backward
-reduce-scatters their gradients. This is cheap if there are few key groups. The communication does not overlap with
-computation.
+reduce-scatters their gradients. The fewer key groups there are, the fewer bytes are communicated. Communication does
+not overlap with computation.
 
 All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all exchanges sequence shards for head shards, so that
-each rank computes the whole sequence for some heads; another one returns the output. The more ranks there are, the
-fewer bytes each rank sends. The number of ranks must divide both the heads and the key groups.
+each rank computes the whole sequence for some heads; a second one restores the sequence shards of the output. The bytes
+that each rank sends decrease with the number of ranks. The number of ranks must divide both the heads and the key
+groups.
 
 Both (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): an all-to-all among neighbouring ranks, such as those
-of one node, and a ring among the ranks with the same place in each group. Fewer bytes cross nodes than with one ring,
+of one node, and a ring among the ranks with the same index in each group. Fewer bytes cross nodes than with one ring,
 and fewer heads are needed than with all-to-all alone.
 """
 
@@ -31,8 +32,19 @@ from megatron.core.parallel_state import Axis
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads] ->
-    [s/cp, b, heads, dv]"""
+    """Attention after an all-gather of keys and values.
+
+    Args:
+        q: [s/cp, b, heads, d], the queries of this rank's shard of `causal.shards`.
+        k: [s/cp, b, groups, d].
+        v: [s/cp, b, groups, dv].
+        cp: Context-parallel ranks.
+        causal: Mask of attention, and the sequence shards of the ranks.
+        sinks: [heads], logits of attention sinks.
+
+    Returns:
+        [s/cp, b, heads, dv]
+    """
     if causal.shards is not None:
         return _gathered(q, torch.cat((k, v), dim=-1), k.shape[-1], cp, causal, causal.shards, sinks)
     kv = from_rank_order(all_gather_sequence(torch.cat((k, v), dim=-1), cp), cp.size)
@@ -43,8 +55,8 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Attention for the rows of any shards, to keys of `width` channels and values that `kv` [s/cp, b, groups, d + dv]
-    holds together. Keys that no other rank attends to are not gathered."""
+    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] holds keys of `width` channels, followed
+    by values. Only the keys that another rank attends to are gathered."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:
@@ -63,7 +75,7 @@ def _gathered(
 
 
 def _rows(x: Tensor, rows: Spans) -> Tensor:
-    """x [m, ...] -> [n, ...]: selected rows"""
+    """x [m, ...] -> [n, ...]: the selected rows"""
     return torch.cat([x[each.start : each.stop] for each in rows])
 
 
@@ -84,10 +96,20 @@ def to_rank_order(x: Tensor, size: int) -> Tensor:
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads / cp] of this
-    rank's heads -> [s/cp, b, heads, dv]
+    """Attention that exchanges sequence shards for heads by an all-to-all (DeepSpeed Ulysses).
 
     Rank r computes the heads from r * heads / cp to (r + 1) * heads / cp - 1.
+
+    Args:
+        q: [s/cp, b, heads, d], the queries of this rank's shard of `rank_spans`.
+        k: [s/cp, b, groups, d].
+        v: [s/cp, b, groups, dv].
+        cp: Context-parallel ranks.
+        causal: Mask of attention.
+        sinks: [heads / cp], logits of attention sinks of the heads that this rank computes.
+
+    Returns:
+        [s/cp, b, heads, dv]
     """
     qkv, split = _by_rank(q, k, v, cp)
     q, k, v = split(sequence_to_heads(qkv, cp))
@@ -95,8 +117,19 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
 
 
 def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads / inner] of this
-    rank's heads -> [s/cp, b, heads, dv], for inner ranks that share heads and outer ranks that form rings"""
+    """Attention with an all-to-all of heads among inner ranks, and a ring of outer ranks.
+
+    Args:
+        q: [s/cp, b, heads, d], the queries of this rank's shard of `causal.shards`.
+        k: [s/cp, b, groups, d].
+        v: [s/cp, b, groups, dv].
+        cp: Context-parallel ranks; `cp.levels` are the inner and the outer ranks.
+        causal: Mask of attention, and the sequence shards of the ranks.
+        sinks: [heads / inner], logits of attention sinks of the heads that this rank computes.
+
+    Returns:
+        [s/cp, b, heads, dv]
+    """
     inner, outer = cp.levels
     shards = causal.shards_of(q.shape[0], cp.size)
     groups = [tuple(chain(*shards.held[rank : rank + inner.size])) for rank in range(0, cp.size, inner.size)]
@@ -110,8 +143,8 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
 
 def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...], and a
-    function that splits one rank's [s, b, heads/ranks * d + ...] into queries, keys and values."""
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...]. The
+    returned function splits one rank's [s, b, heads/ranks * d + ...] into queries, keys and values."""
     parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
     widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
 
@@ -126,13 +159,14 @@ def _start(span: range) -> int:
 
 
 def _ascending(x: Tensor, spans: Spans) -> Tensor:
-    """x [m, ...] of rows at the positions `spans` -> [m, ...] in ascending order of positions"""
+    """x [m, ...] with rows at the positions `spans` -> [m, ...] in ascending order of positions"""
     parts = x.split([len(span) for span in spans])
     return torch.cat([parts[place] for place in sorted(range(len(spans)), key=lambda place: spans[place].start)])
 
 
 def _as_held(x: Tensor, spans: Spans) -> Tensor:
-    """x [m, ...] in ascending order of positions -> [m, ...] at the positions `spans`: the inverse of `_ascending`"""
+    """x [m, ...] in ascending order of positions -> [m, ...] with rows at the positions `spans`: the inverse of
+    `_ascending`"""
     order = sorted(range(len(spans)), key=lambda place: spans[place].start)
     parts = x.split([len(spans[place]) for place in order])
     return torch.cat([parts[order.index(place)] for place in range(len(spans))])
@@ -140,7 +174,7 @@ def _as_held(x: Tensor, spans: Spans) -> Tensor:
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
     """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank along dim 2"""
-    # dim 0 numbers the blocks by source rank
+    # dim 0 is the source rank of a block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 

@@ -1,4 +1,4 @@
-"""Further context parallelism methods, and their rules. This module does not import torch."""
+"""Registration and rules of more context parallelism methods. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that context ranks can share heads: with a2a all context ranks share the heads of a tensor-parallel rank,
-    with a2a+p2p groups of them do."""
+    """Check that context-parallel ranks can share heads. With a2a, all context-parallel ranks share the heads of a
+    tensor-parallel rank; with a2a+p2p, groups of context-parallel ranks do."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:
@@ -30,14 +30,16 @@ def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def nested_ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the two levels of context ranks that a2a+p2p needs."""
+    """Check the two levels of context-parallel ranks that a2a+p2p needs."""
     cp, sizes = c.parallel.context_parallel_size, c.parallel.hierarchical_context_parallel_sizes
     flag, shown = "--hierarchical-context-parallel-sizes", " ".join(map(str, sizes or ()))
     if sizes is None:
         yield Problem("--cp-comm-type", "a2a+p2p", f"needs {flag}", f"add {flag} A B with A * B = {cp}")
     elif len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
         rule = f"must be two sizes whose product is --context-parallel-size {cp}"
-        yield Problem(flag, shown, rule, "give the ranks that exchange heads, then those of each ring")
+        yield Problem(
+            flag, shown, rule, "give the number of ranks that exchange heads, then the number of ranks per ring"
+        )
     else:
         yield from heads_over_context(c, world_size)
 

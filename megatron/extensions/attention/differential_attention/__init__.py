@@ -1,6 +1,6 @@
-"""Differential attention: the difference of two softmaxes of attention scores, as in the Differential Transformer.
+"""Differential attention: the difference of two softmax attention maps, as in the Differential Transformer.
 
-Switched on by --attention-module differential_attention; --differential-lambda-std is its flag.
+Enabled by --attention-module differential_attention. Flag: --differential-lambda-std.
 
 Read first: `differential_attention.py`, the module.
 """

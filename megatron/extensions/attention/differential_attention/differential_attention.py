@@ -1,4 +1,5 @@
-"""Differential attention (arXiv 2410.05258, section 2.1): groups of a pair are on one tensor-parallel rank."""
+"""Differential attention (arXiv 2410.05258, section 2.1). Both query groups of a pair are on the same tensor-parallel
+rank."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DifferentialAttention(nn.Module):
     """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2] for each pair of heads, divided by its root mean square.
 
-    Query group p and the group half of all groups behind it are a pair. linear_qkv is [pairs, 2, q_per_group + 2,
-    head_dim, h]: the query heads of a group, then its key, then its value. lambda is a number of the layer: exp(q1 k1)
-    - exp(q2 k2), of vectors that are trained, and a constant that grows with the number of the layer.
+    Query groups p and p + pairs form a pair, where pairs is half of the number of groups. linear_qkv is [pairs, 2,
+    q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. lambda is one number per
+    layer, exp(q1 k1) - exp(q2 k2) of trained vectors, plus a constant that grows with the layer number.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -43,7 +44,7 @@ class DifferentialAttention(nn.Module):
         of_output = bias or config.add_attention_output_bias
         self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", heads * width, hidden, of_output), ctx)
         init = Init("normal", std=config.options(DifferentialAttentionFlags).differential_lambda_std)
-        # Each rank computes the factor for its own heads.
+        # # Each rank computes lambda for its own heads, so that gradients are partial sums over the ranks.
         metas = [ParamMeta(f"{name}.{of}", (width,), init=init, partial_over=("tp",), role="vector") for of in VECTORS]
         self.lambdas = nn.ParameterList(make_parameter(meta, ctx) for meta in metas)
         self.core = CoreAttention(name, config, ctx)
@@ -66,12 +67,13 @@ class DifferentialAttention(nn.Module):
         return self.linear_proj(normed.flatten(2), addend=addend)
 
     def _factor(self) -> Tensor:
-        """lambda, in fp32 for 16 bits."""
+        """Return lambda, in fp32 if the vectors have 16 bits."""
         q1, k1, q2, k2 = (each.float() if each.itemsize == 2 else each for each in self.lambdas)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """[s, b, heads/tp * 2 d]; in generation over the earlier tokens too."""
+        """Return the outputs of all heads [s, b, heads/tp * 2 d]. In generation, queries attend to cached tokens
+        too."""
         if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
             k, v = seen
             return self.core.behind_cache(q, k, v, context.cache)

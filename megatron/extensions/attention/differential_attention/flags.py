@@ -1,4 +1,4 @@
-"""The flag of differential attention, its rules, and facts about it before it is imported. No torch."""
+"""Flag, rules and registration of differential attention. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOICE = f"--attention-module {NAME}"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with differential attention."""
+    """Check models with differential attention."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     pairs = 2 * max(tp, 1)
     if m.num_attention_heads > 0 and m.query_groups > 0 and m.query_groups % pairs:
@@ -37,7 +37,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--softmax-type", m.softmax_type != "vanilla"),
     ):
         if given:
-            yield Problem.exclusive(CHOICE, None, name, "it is a part of other attention only")
+            yield Problem.exclusive(CHOICE, None, name, "other attention modules have it")
 
 
 @extension_flags("differential attention", part_of="model")
@@ -48,12 +48,12 @@ class DifferentialAttentionFlags:
     NO_EFFECT_WITHOUT: ClassVar = Condition(CHOICE, lambda config: config.model.attention == NAME)
 
     differential_lambda_std: float = flag(0.1, at_least=0, training_only=True)
-    """Differential attention: standard deviation of the initial vectors from whose products the factor of the second
-    softmax is computed."""
+    """Differential attention: standard deviation of the initial values of the vectors that determine lambda, the factor
+    of the second softmax."""
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Both heads of a pair attend to the values of both."""
+    """Return the head widths: both heads of a pair attend to the values of both."""
     key = config.kv_channels or config.hidden_size // config.num_attention_heads
     return HeadWidths(key, key, 2 * key)
 

@@ -1,4 +1,4 @@
-"""Flags and rules of multi-latent attention, and the facts that are needed before its module is imported.
+"""Flags, rules and registration of multi-latent attention.
 
 This module does not import torch.
 """
@@ -31,20 +31,20 @@ class LatentAttentionFlags:
 
     multi_latent_attention: bool = flag(False, effective="attention")
     """Use multi-latent attention (MLA): the keys and values of all heads are projected from one narrow latent per
-    token. With --q-lora-rank, the queries are projected from a latent too. Short for --attention-module
+    token. With --q-lora-rank, the queries are projected from a latent too. Shorthand for --attention-module
     multi_latent_attention. --qk-layernorm normalizes the latents."""
 
     q_lora_rank: int | None = flag(None, above=0)
-    """MLA: query latent width. Default: queries are projected from hidden states directly."""
+    """MLA: query latent width. By default, queries are projected from the hidden states directly."""
 
     kv_lora_rank: int = flag(32, above=0)
     """MLA: key-value latent width."""
 
     qk_head_dim: int = flag(128, above=0)
-    """MLA: channels per query and key head without rotary embedding."""
+    """MLA: non-rotary channels per query and key head."""
 
     qk_pos_emb_head_dim: int = flag(64, above=0)
-    """MLA: channels per query and key head with rotary embedding. All heads share the rotary channels of the key."""
+    """MLA: rotary channels per query and key head. All heads share the rotary channels of the key."""
 
     v_head_dim: int = flag(128, above=0)
     """MLA: channels per value head."""
@@ -69,13 +69,13 @@ class LatentAttentionFlags:
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Channels of multi-latent attention heads."""
+    """Return the numbers of channels of the heads of multi-latent attention."""
     own = config.options(LatentAttentionFlags)
     return HeadWidths(own.qk_head_dim + own.qk_pos_emb_head_dim, own.qk_pos_emb_head_dim, own.v_head_dim)
 
 
 def latents(config: TransformerConfig) -> str:
-    """Text for a plan: the latent widths."""
+    """Describe the latent widths for a plan."""
     own = config.options(LatentAttentionFlags)
     queries = f" for queries {own.q_lora_rank}," if own.q_lora_rank else ""
     return f", latents{queries} for keys and values {own.kv_lora_rank}"
@@ -90,7 +90,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.attention_module not in ("self_attention", "multi_latent_attention"):
         yield Problem.exclusive(MLA, None, f"--attention-module {m.attention_module}")
     if m.group_query_attention:
-        why = "all heads share one latent, and each has keys and values of its own"
+        why = "all heads share one latent, and each head has its own keys and values"
         yield Problem.exclusive(MLA, None, "--group-query-attention", why)
     for name, given in (
         ("--attention-output-gate", m.attention_output_gate),
@@ -102,24 +102,24 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--window-num-query-groups {m.window_num_query_groups}", m.window_num_query_groups),
     ):
         if given:
-            yield Problem.exclusive(MLA, None, name, "it is a part of other attention only")
+            yield Problem.exclusive(MLA, None, name, "other attention modules have it")
     if m.qk_layernorm and m.qk_layernorm_scope != "head":
-        rule = f"is not known to {MLA}, whose norms are those of latents"
+        rule = f"is not supported by {MLA}, which normalizes latents"
         yield Problem("--qk-layernorm-scope", m.qk_layernorm_scope, rule, "remove it")
     if m.alibi:
         why = "latent attention rotates --qk-pos-emb-head-dim channels of each head"
         yield Problem.exclusive(MLA, None, "--position-embedding-type alibi", why)
     idle = {
-        "--kv-channels": (m.kv_channels, "whose heads are --qk-head-dim + --qk-pos-emb-head-dim wide"),
+        "--kv-channels": (m.kv_channels, "whose head width is --qk-head-dim + --qk-pos-emb-head-dim"),
         "--rotary-interleaved": (m.rotary_interleaved, "which always rotates pairs of neighbouring channels"),
-        "--add-qkv-bias": (m.add_qkv_bias, "whose projections to heads have no biases"),
+        "--add-qkv-bias": (m.add_qkv_bias, "whose up-projections have no biases"),
     }
     for name, (value, why) in idle.items():
         if value:
             shown = None if value is True else value
             yield Problem(name, shown, f"has no effect with {MLA}, {why}", "remove it", harmless=True)
     if m.qk_l2_norm:
-        yield Problem.exclusive("--qk-l2-norm", None, MLA, "its heads are made of latents")
+        yield Problem.exclusive("--qk-l2-norm", None, MLA, "its heads are projected from latents")
     own, variant = c.options(LatentAttentionFlags), m.experimental_attention_variant
     for name, given, others in (
         ("--mla-head-gate", own.mla_head_gate, ("dsa", "dsv4_hybrid")),
@@ -136,8 +136,8 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
-    """Check that each rank's matrices have aligned dimensions if they have another format, and that the number of its
-    tokens that are projected to latents is aligned too."""
+    """Check that the matrix dimensions of each rank are multiples that the linear format needs, and that the number of
+    tokens that are projected to latents is too."""
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size

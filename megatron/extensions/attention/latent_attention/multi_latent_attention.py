@@ -1,10 +1,10 @@
 """Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
 
 Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Query
-and key heads have channels without a position, and rotary channels. The rotary channels of the key are projected
-directly from the hidden states, and all heads share them.
+and key heads have non-rotary channels and rotary channels. The rotary channels of the key are projected directly from
+the hidden states, and all heads share them.
 
-Every tensor-parallel rank computes the whole latents and its own heads: the down-projections are replicated, and the
+Every tensor-parallel rank computes the full latents and its own heads: the down-projections are replicated, and the
 up-projections are sharded by heads.
 """
 
@@ -35,18 +35,18 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Latents(NamedTuple):
-    """Latents and rotary key of tokens, from which the heads are projected."""
+    """Latents of tokens, from which the heads are projected, and the rotary channels of their keys."""
 
     q: Tensor
-    """[s, b, q_lora_rank], or the hidden states [s, b, h] without a query latent; [s/tp, ...] under sequence
-    parallelism. With --mla-latent-gate [s, b, 2 * q_lora_rank]: the normalized latent, then the latent itself."""
+    """[s, b, q_lora_rank]: query latents, or the hidden states [s, b, h] if there is no query latent; [s/tp, ...] under
+    sequence parallelism. With --mla-latent-gate [s, b, 2 * q_lora_rank]: the normalized latent, then the latent before
+    normalization."""
 
     kv: Tensor
-    """[s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
+    """[s, b, kv_lora_rank]: key-value latents; [s/tp, ...] under sequence parallelism."""
 
     key: Tensor
-    """[s, b, 1, qk_pos_emb_head_dim]: the channels of the key, shared by all heads, to which the rotary embedding is
-    applied."""
+    """[s, b, 1, qk_pos_emb_head_dim]: rotary channels of the key, shared by all heads."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class LatentLinears:
     biases."""
 
     q_down: ReplicatedLinear | None
-    """linear_q_down_proj; None without a query latent."""
+    """linear_q_down_proj; None if there is no query latent."""
 
     q: ColumnLinear
-    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
-    [..., h]; with --mla-latent-gate [..., 2 * q_lora_rank]."""
+    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank], or [..., 2 * q_lora_rank] with
+    --mla-latent-gate; linear_q_proj [..., h] if there is no query latent."""
 
     kv_down: ReplicatedLinear
     """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
@@ -98,8 +98,8 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
-    """linear_gate: [heads, h], one number for each head, or [heads, v_head_dim, 2 * q_lora_rank], one for each channel
-    of their outputs; None if outputs have no gates."""
+    """Return linear_gate, or None if the head outputs have no gates: [heads, h] projects to one gate per head, and
+    [heads, v_head_dim, 2 * q_lora_rank] to one gate per channel of each head."""
     own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
     if own.mla_latent_gate and own.q_lora_rank:
         return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
@@ -107,7 +107,7 @@ def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
 
 
 class MultiLatentAttention(nn.Module):
-    """Multi-latent attention: down-projections, latent norms, up-projections, positions, core attention, output
+    """Multi-latent attention: down-projections, latent norms, up-projections, rotary embedding, core attention, output
     projection.
 
     Adjacent rotary channels form a pair, as in DeepSeek's weights.
@@ -163,14 +163,15 @@ class MultiLatentAttention(nn.Module):
         return self._projected_back(out, latents, x)
 
     def _projected_back(self, out: Tensor, latents: Latents, x: Tensor) -> Tensor:
-        """The output of heads [s, b, heads/tp * v_head_dim], gated where heads have gates, as hidden states."""
+        """Apply the gates, if there are any, and the output projection to the head outputs [s, b, heads/tp *
+        v_head_dim]."""
         if self.linear_gate is None:
             return self.linear_proj(out)
         gate = self.linear_gate(latents.q if self.gates_latents else x)
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Number of rows of the up-projections. All heads share the rotary key."""
+        """Return the kinds of rows of the up-projections. All heads share the rotary key."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -186,7 +187,7 @@ class MultiLatentAttention(nn.Module):
         return latent * self.scales[of] if of in self.scales else latent
 
     def _attend(self, latents: Latents, context: BatchContext) -> Tensor:
-        """[s, b, heads/tp * v_head_dim]"""
+        """Return the head outputs [s, b, heads/tp * v_head_dim]."""
         return self.core(*self._heads(latents, context), context)
 
     def _heads(self, latents: Latents, context: BatchContext) -> Heads:
@@ -194,7 +195,7 @@ class MultiLatentAttention(nn.Module):
         return self.rotate(self._queries(latents, context), kv, latents.key, *self._tables(context))
 
     def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
-        """Cosines and sines; None in a layer without rotary embedding."""
+        """Return the cosines and sines; an empty tuple in a layer without rotary embedding."""
         return () if self.rotation is None else context.rotary[self.rotation]
 
     def _queries(self, latents: Latents, context: BatchContext) -> Tensor:
@@ -205,10 +206,10 @@ class MultiLatentAttention(nn.Module):
         return scaled_queries(q, context.query_scales)
 
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
-        """Attention with a cache of latents: [s, b, heads/tp * v_head_dim]
+        """Return the head outputs [s, b, heads/tp * v_head_dim] of attention with a latent cache.
 
-        The latents serve all heads as the keys and values of one group. The up-projection of keys is applied to the
-        queries instead, and the up-projection of values to the output, so that no earlier token is projected again
+        The latents are the keys and values of one group that all heads share. The up-projection of keys is applied to
+        the queries instead, and the up-projection of values to the output, so that no earlier token is projected again
         (section 2.1.2).
         """
         key = rotated(latents.key, *self._tables(context))
@@ -222,7 +223,7 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Returns queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] that attend to latents instead of keys,
+        """Return queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] that attend to latents instead of keys,
         and the up-projection of values [heads/tp, v_head_dim, kv_lora_rank]."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
@@ -231,13 +232,22 @@ class MultiLatentAttention(nn.Module):
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:
-    """x [s, b, heads, r], rotated unless there are no cosines and sines."""
+    """Rotate x [s, b, heads, r] by the cosines and sines; return x if there are none."""
     return apply_rotary_interleaved(x, *tables) if tables else x
 
 
 def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
-    """q [s, b, heads, d + r], keys and values kv [s, b, heads, d + v], shared rotary channels key [s, b, 1, r] ->
-    rotated queries and keys [s, b, heads, d + r], values [s, b, heads, v]. Each result has its own memory."""
+    """Assemble the heads and rotate their last channels.
+
+    Args:
+        q: [s, b, heads, d + r], queries.
+        kv: [s, b, heads, d + v], non-rotary channels of keys, followed by values.
+        key: [s, b, 1, r], rotary channels of the keys, shared by all heads.
+        tables: Cosines and sines; none in a layer without rotary embedding.
+
+    Returns:
+        Queries and keys [s, b, heads, d + r], and values [s, b, heads, v]. Each tensor has its own memory.
+    """
     rotary = key.shape[-1]
     plain = q.shape[-1] - rotary
     q, q_rotary = q.split((plain, rotary), dim=-1)

@@ -1,6 +1,6 @@
-"""Self-attention with normalized values, and layers whose keys are the values too, as in Gemma 4.
+"""Self-attention with normalized values, and layers whose keys also serve as values, as in Gemma 4.
 
-Switched on by --attention-module normed_values; --global-keys-as-values is its flag.
+Enabled by --attention-module normed_values. Flag: --global-keys-as-values.
 
 Read `normed_values.py`.
 """

@@ -1,4 +1,4 @@
-"""The flag of self-attention with normalized values, its rules, and its registration. No torch."""
+"""Flag, rules and registration of self-attention with normalized values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHARED = "--kv-shared-layers"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rules of a model with normalized values."""
+    """Check models with normalized values."""
     m = config.model
     if m.clip_qkv is not None:
-        yield Problem.exclusive(CHOICE, None, f"--clip-qkv {m.clip_qkv:g}", "values are normalized before the clip")
+        yield Problem.exclusive(CHOICE, None, f"--clip-qkv {m.clip_qkv:g}", "values would be clipped after their norm")
     if config.options(NormedValuesFlags).kv_shared_layers:
         yield from _shared_layers(config)
     if not config.options(NormedValuesFlags).global_keys_as_values:
@@ -33,7 +33,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--value-channels {m.value_channels}", m.value_channels not in (None, m.head_dim)),
     ):
         if given:
-            yield Problem.exclusive("--global-keys-as-values", None, name, "keys are the only values")
+            yield Problem.exclusive("--global-keys-as-values", None, name, "keys serve as values")
 
 
 def source_of(config: TransformerConfig, number: int) -> int | None:
@@ -102,8 +102,8 @@ class NormedValuesFlags:
     NO_EFFECT_WITHOUT: ClassVar = Condition(CHOICE, lambda config: config.model.attention == NAME)
 
     global_keys_as_values: bool = False
-    """Normalized values: layers without a sliding window or chunks have no projection of values. Their keys, before
-    norm and rotary embedding, are the values."""
+    """Normalized values: layers without a sliding window or attention chunks have no value projection. Their keys,
+    before norm and rotary embedding, serve as values."""
 
     kv_shared_layers: int = flag(0, at_least=0)
     """Normalized values: number of last layers that project queries only. Each attends to the keys and values of the

@@ -22,9 +22,10 @@ from megatron.extensions.attention.normed_values.flags import NormedValuesFlags,
 class NormedValueAttention(SelfAttention):
     """`SelfAttention` that divides each value head by its root mean square.
 
-    With --global-keys-as-values a layer without window or chunks has linear_qk [groups, q_per_group + 1, head_dim, h]
-    in place of linear_qkv: the query heads of a group, then its key, from which the value is made too. A layer of
-    --kv-shared-layers has linear_q [groups, q_per_group, head_dim, h], and keys and values of an earlier layer.
+    With --global-keys-as-values, a layer without a window or chunks has linear_qk [groups, q_per_group + 1, head_dim,
+    h] instead of linear_qkv: the query heads of a group, then its key, which is also its value. A layer of
+    --kv-shared-layers has only linear_q [groups, q_per_group, head_dim, h], and attends to the keys and values of an
+    earlier layer.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -1,13 +1,13 @@
-"""Compressed attention of DeepSeek-V4, sections 2.3.1 (CSA) and 2.3.2 (HCA) of its report.
+"""Compressed attention of DeepSeek-V4: sections 2.3.1 (CSA) and 2.3.2 (HCA) of its technical report.
 
-A query attends to the last tokens of its document, and to compressed keys, which are computed from consecutive earlier
-tokens. With a ratio of 4 an indexer selects the compressed keys, each of which covers two windows of 4 tokens; with a
-larger ratio the query attends to all of them. One key, which is also the value, serves all heads. Its last channels are
-rotated by its position, which for a compressed key is the position of its first token. Outputs are rotated back by the
-query's position. The formulas are those of Hugging Face's DeepSeek-V4.
+A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
+consecutive tokens. With a ratio of 4, an indexer selects the compressed keys, each of which covers two windows of 4
+tokens; with a larger ratio, the query attends to all of them. One key, which is also the value, serves all heads. Its
+last channels are rotated by its position; the position of a compressed key is that of its first token. Outputs are
+rotated back by the query's position. The formulas are those of Hugging Face's DeepSeek-V4.
 
-Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys, and the inputs
-of the compressed keys. No compressed key spans two documents.
+Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
+the compressed keys. No compressed key spans two documents.
 """
 
 from __future__ import annotations
@@ -71,8 +71,15 @@ class Windows(NamedTuple):
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
-    """Return the windows of whole samples of `length` tokens. Tokens at the end of a document that do not fill a window
-    belong to none."""
+    """Return the windows of whole samples. Tokens at the end of a document that do not fill a window belong to no
+    window.
+
+    Args:
+        documents: First tokens of the documents of each sample; None if every sample is one document.
+        length: Tokens per sample.
+        ratio: Tokens per window; 0 for no windows.
+        device: Device of the results.
+    """
     if documents is not None:
         return _windows_of_documents(documents, length, ratio, device)
     numbers = torch.arange(length // ratio if ratio else 0, device=device)[:, None]
@@ -109,9 +116,18 @@ class Compressor(nn.Module):
         width: int,
         partial_over: tuple[str, ...],
     ) -> None:
-        """Each `ratio` tokens give a key of `width` channels. `partial_over` is the value for parameters that act on
-        whole sequences. If a key covers two windows, rows come in pairs: the rows for the next window's key, then the
-        rows for the window's own key."""
+        """Create the projections. If a key covers two windows, their rows come in pairs: the rows for the next window's
+        key, then the rows for the window's own key.
+
+        Args:
+            name: Prefix of the parameter names.
+            config: Model configuration.
+            ctx: Context of the layer.
+            ratio: Tokens per window.
+            width: Channels per key.
+            partial_over: Axes over which the gradients of the parameters are partial sums, because they act on whole
+            sequences.
+        """
         super().__init__()
         rows = width * (2 if ratio == SELECTED else 1)
         hidden = config.hidden_size
@@ -119,7 +135,7 @@ class Compressor(nn.Module):
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
-        """Added to the logits of the weights."""
+        """[ratio, rows]: position biases, added to the logits of the weights."""
         self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
         self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
         self.width = width
@@ -131,8 +147,14 @@ class Compressor(nn.Module):
         return torch.cat((self.linear_wkv(x), self.linear_wgate(x)), dim=-1)
 
     def keys(self, made_of: Tensor, windows: Windows, packed: bool, *tables: Tensor) -> Tensor:
-        """made_of [s, b, 2 * rows], and cosines and sines [s, b, r / 2], of whole samples -> compressed keys [windows,
-        b, width]"""
+        """Compute compressed keys [windows, b, width] of whole samples.
+
+        Args:
+            made_of: [s, b, 2 * rows], the inputs that `forward` returns.
+            windows: Windows of the samples.
+            packed: True if windows may begin at any token, because samples contain several documents.
+            tables: Cosines and sines [s, b, r / 2].
+        """
         ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
         if packed:
             at = windows.first[:, None] + torch.arange(ratio, device=made_of.device)[:, None]
@@ -170,15 +192,15 @@ class CompressedIndexer(nn.Module):
         )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [s, b, h], q [s, b, q_lora_rank] or x again -> indexer queries, inputs of its compressed keys, head
-        weights"""
+        """x [s, b, h], q [s, b, q_lora_rank] or x if there is no query latent -> indexer queries, inputs of its
+        compressed keys, head weights"""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
 
 
 class CompressedKeys(SelectedKeys):
-    """Attention to the last tokens and to compressed keys, followed by the projections of groups of heads."""
+    """Attention to the last tokens and to compressed keys, followed by the output projection of each head group."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # Sinks start at zero, as in Megatron-LM.
@@ -193,12 +215,19 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Compressors of keys and of indexer keys. Other modules own them."""
+        """Compressors of keys and of indexer keys, which are submodules of other modules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """q [s, b, heads/tp, d] and kv [s, b, d], both rotated; with compressed keys, their inputs; with an indexer,
-        the inputs of its keys, its queries and its weights, which under sequence parallelism cover this rank's tokens
-        only; and the context -> [s, b, groups/tp * o_lora_rank]. s/cp under context parallelism."""
+        """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank]. s is s/cp under context
+        parallelism.
+
+        Args:
+            q: [s, b, heads/tp, d], rotated.
+            kv: [s, b, d], rotated.
+            more: Inputs of the compressed keys, if the layer has any; inputs of the indexer's keys, its queries and its
+                head weights, if the layer has an indexer; and the context. Under sequence parallelism, the queries and
+                weights of the indexer cover this rank's tokens only.
+        """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
         tables = context.rotary[self.rotation]
@@ -232,7 +261,7 @@ class CompressedKeys(SelectedKeys):
     def _seen(
         self, q: Tensor, kv: Tensor, windows: Windows, cache: EarlierTokens | None, context: BatchContext
     ) -> tuple[Queries, Queries]:
-        """The tokens and compressed keys that this rank's queries may attend to."""
+        """Return the tokens and the compressed keys that this rank's queries may attend to."""
         (n, b, heads, width) = q.shape
         length = len(kv)
         window = self.near
@@ -268,7 +297,7 @@ class CompressedAttention(MultiLatentAttention):
     weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer has other parameters than its base class
+        nn.Module.__init__(self)  # this layer does not have the parameters of its base class
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp
@@ -279,7 +308,7 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        """Projects to the key, which is also the value, of all heads."""
+        """Projection to the key of all heads, which is also their value."""
         self.linear_gate = None
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
@@ -337,6 +366,6 @@ class CompressedAttention(MultiLatentAttention):
 
 
 def rotated_last(x: Tensor, width: int, *tables: Tensor) -> Tensor:
-    """x [s, b, heads, d], with its last `width` channels rotated by the cosines and sines"""
+    """Rotate the last `width` channels of x [s, b, heads, d] by the cosines and sines."""
     plain, rotary = x.split((x.shape[-1] - width, width), dim=-1)
     return torch.cat((plain, apply_rotary_interleaved(rotary, *tables)), dim=-1)

@@ -1,4 +1,4 @@
-"""Flags and rules of sparse and compressed attention, and the facts that are needed before either is imported.
+"""Flags, rules and registration of sparse and compressed attention.
 
 This module does not import torch.
 """
@@ -49,11 +49,11 @@ class SparseAttentionFlags:
     """DSA: number of indexer query heads."""
 
     dsa_indexer_head_dim: int = flag(128, above=0)
-    """DSA: channels per indexer head. --qk-pos-emb-head-dim of them are rotated: the first ones, or with compressed
-    keys the last ones."""
+    """DSA: channels per indexer head. The number of rotated channels is --qk-pos-emb-head-dim; they are the first
+    channels, or with compressed keys the last ones."""
 
     dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
-    """DSA: number of keys that each query attends to, those with the largest indexer scores."""
+    """DSA: number of keys that each query attends to: the keys with the largest indexer scores."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
     """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
@@ -66,16 +66,15 @@ class SparseAttentionFlags:
             "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
         ),
     )
-    """DSA: number of first layers that all select. --dsa-indexer-topk-freq counts from the last of them; 0 counts from
-    the first layer."""
+    """DSA: every one of the first N layers selects keys. --dsa-indexer-topk-freq counts from the last of these layers;
+    0 counts from the first layer."""
 
     dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
-    """DSA: coefficient of the indexer loss, the divergence of the indexer's distribution over keys from that of
-    attention. The indexer learns from this loss alone, and nothing else learns from it: with 0, the indexer does not
-    learn."""
+    """DSA: coefficient of the indexer loss, the KL divergence of the indexer's distribution over keys from the
+    attention distribution. This loss trains the indexer and no other parameter; with 0, the indexer is not trained."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
-    """DSA: compare the two distributions over the selected keys only, instead of over all keys that a query may attend
+    """DSA: compute the indexer loss over the selected keys only, instead of over all keys that a query may attend
     to."""
 
 
@@ -96,7 +95,7 @@ class CompressedAttentionFlags:
     default they equal the last layer's."""
 
     csa_window_size: int = flag(128, above=0)
-    """Compressed attention: number of last tokens, including its own, that a query attends to besides compressed
+    """Compressed attention: number of most recent tokens, including its own, that a query attends to besides compressed
     keys."""
 
     csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
@@ -104,15 +103,15 @@ class CompressedAttentionFlags:
     layers use --rotary-base, without YaRN."""
 
     o_groups: int = flag(8, above=0)
-    """Compressed attention: number of groups of heads. The outputs of each group are first projected separately."""
+    """Compressed attention: number of head groups. The outputs of each group are first projected separately."""
 
     o_lora_rank: int = flag(1024, above=0)
-    """Compressed attention: width to which the outputs of a group of heads are projected."""
+    """Compressed attention: width to which the outputs of each head group are projected."""
 
 
 def ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Compression ratio of each layer and multi-token prediction module. Raises ValueError if the list cannot be
-    read."""
+    """Return the compression ratio of each layer and multi-token prediction module. Raise ValueError if the list cannot
+    be read."""
     found, layers = listed_ratios(config), config.num_layers
     if len(found) < layers:
         raise ValueError(f"the list must have a number for each of {layers} layers, and has {len(found)} entries")
@@ -120,13 +119,13 @@ def ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the numbers of the list. Raises ValueError if it cannot be read."""
+    """Return the numbers in --csa-compress-ratios. Raise ValueError if the list cannot be read."""
     return layer_numbers(config.options(CompressedAttentionFlags).csa_compress_ratios or "", None, least=0)
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the rotary embedding of a layer. The window counts as the whole attention range of a layer, because
-    compressed keys are few."""
+    """Return the layer kind with the layer's rotary embedding and window. The window stands for the attention range,
+    because compressed keys are few."""
     own, ratio = config.options(CompressedAttentionFlags), 0
     with suppress(ValueError):
         ratio = ratios(config)[number]
@@ -136,15 +135,15 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def selects(config: TransformerConfig, number: int) -> bool:
-    """Return True if a layer, or a multi-token prediction module, has an indexer. The others reuse the keys that the
-    last indexer before them selected."""
+    """Return True if a layer, or a multi-token prediction module, has an indexer. A layer without one reuses the keys
+    that the nearest earlier indexer selected."""
     own = config.options(SparseAttentionFlags)
     since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
 
 
 def indexer(config: TransformerConfig) -> str:
-    """Text for a plan: the indexer."""
+    """Describe the indexer for a plan."""
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
     found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
@@ -152,14 +151,14 @@ def indexer(config: TransformerConfig) -> str:
 
 
 def compressed_keys(config: TransformerConfig) -> str:
-    """Text for a plan: windows and compressed keys."""
+    """Describe windows and compressed keys for a plan."""
     window, kinds = config.options(CompressedAttentionFlags).csa_window_size, {*ratios(config)} - {0}
     found = f", windows of {window}" + "".join(f", keys of {ratio} tokens" for ratio in sorted(kinds))
     return found + (indexer(config) if SELECTED in kinds else "")
 
 
 def has_loss(c: RunConfig) -> bool:
-    """Return True if the indexer loss is trained and logged."""
+    """Return True if the indexer loss is computed and logged."""
     return has_indexer(c) and c.options(SparseAttentionFlags).dsa_indexer_loss_coeff > 0
 
 
@@ -167,8 +166,8 @@ VARIANT = "--experimental-attention-variant"
 
 
 def with_head_dim(config: RunConfig) -> RunConfig:
-    """Derive --qk-head-dim as Megatron-LM does: with compressed attention keys serve as values, so they must be equally
-    wide. A value other than the default is kept."""
+    """Derive --qk-head-dim as Megatron-LM does: keys of compressed attention serve as values, so both must have the
+    same width. A value other than the default is kept."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -191,10 +190,10 @@ class KeySet(NamedTuple):
 
 
 class SparseShape(NamedTuple):
-    """Shape of attention to selected keys in one layer on one rank."""
+    """Shape of attention to selected keys, for one layer on one rank."""
 
     length: int
-    """Tokens per sample, whose keys context parallelism gathers."""
+    """Tokens per sample; context parallelism gathers the keys of all of them."""
     heads: int
     width: int
     """Channels of keys; the first `values` are the values."""
@@ -204,7 +203,7 @@ class SparseShape(NamedTuple):
 
 
 def sparse_shapes(config: RunConfig) -> list[SparseShape]:
-    """Return the shapes in a run, one for each kind of layer."""
+    """Return the shapes of attention to selected keys in a run, one for each kind of layer."""
     model, own = config.model, config.options(SparseAttentionFlags)
     latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
     length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size
@@ -227,9 +226,9 @@ def sparse_shapes(config: RunConfig) -> list[SparseShape]:
 
 
 def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
-    """Return a notice if the indexer does not learn because its own loss is off."""
+    """Report an indexer that is not trained because its loss is disabled."""
     if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
-        coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer as it is initialized"
+        coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer untrained"
         remedy = "add --dsa-indexer-loss-coeff 1 to train it"
         yield Problem("--dsa-indexer-loss-coeff", coeff, rule, remedy, harmless=True)
 
@@ -242,18 +241,18 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     shown = "dsa" if m.experimental_attention_variant == "dsa" else None
     name = name if shown else "D in --hybrid-layer-pattern"
     if m.attention != MLA:
-        yield Problem(name, shown, "selects the latents of --multi-latent-attention", "add --multi-latent-attention")
+        yield Problem(name, shown, "needs the latents of --multi-latent-attention", "add --multi-latent-attention")
     for other, given, why in (
-        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
-        (f"--softmax-type {m.softmax_type}", m.softmax_type != "vanilla", "its rows have no sinks"),
-        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it does not support dropout"),
+        (f"--softmax-type {m.softmax_type}", m.softmax_type != "vanilla", "it does not support sinks"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "it does not cap scores"),
         (f"--window-size {m.window_size}", m.window_size, "the indexer selects among all earlier keys"),
         (
             f"--attention-chunk-size {m.attention_chunk_size}",
             m.attention_chunk_size,
             "the indexer selects among all earlier keys",
         ),
-        ("--fp8-param-gather", gathered_format(c.parallel), "it multiplies by weights of linear_kv_up in 16 bits"),
+        ("--fp8-param-gather", gathered_format(c.parallel), "it needs the 16-bit weights of linear_kv_up"),
     ):
         if given:
             yield Problem.exclusive(name, shown, other, why)
@@ -266,29 +265,29 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _shared_selections(c: RunConfig) -> Iterator[Problem]:
-    """Check that no pipeline stage needs keys that another stage has selected."""
+    """Check that no pipeline stage needs keys selected in another stage."""
     m = c.model
     if m.vocab_size is None:
-        return  # the stages depend on it; this rule runs again when the tokenizer is known
+        return  # the stages depend on the vocabulary size; this rule runs again when the tokenizer is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
         stages = pipeline_stages(m, c.parallel)
         kinds = [each.linear == "dsa" for each in m.stated_layers] if m.stated_layers else m.linear_pattern
     except (ArithmeticError, AssertionError, ValueError):
-        return  # another rule reports the stages, or the pattern of layers
+        return  # another rule reports invalid stages or layer patterns
     first = (next((number for number in stage.layers if kinds[number]), None) for stage in stages)
     if not (without := [number for number in first if number is not None and not selects(m, number)]):
         return
     frequency, sparse = c.options(SparseAttentionFlags).dsa_indexer_topk_freq, kinds.index(True)
     if without[0] == sparse:
-        rule = f"would leave layer {sparse}, the first one with sparse attention, without keys that another selects"
+        rule = f"leaves layer {sparse}, the first layer with sparse attention, without selected keys"
         near = f"use --dsa-indexer-skip-topk-offset {sparse % frequency + 1}"
     else:
-        rule = f"would leave layer {without[0]}, the first one of its pipeline stage, without keys that another selects"
+        rule = f"leaves layer {without[0]}, the first sparse layer of its pipeline stage, without selected keys"
         ends = [number for number in range(m.num_layers) if kinds[number] and selects(m, number)]
         shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
-        near = f"layers {shown} select: begin stages with some of them by --pipeline-model-parallel-layout"
+        near = f"layers {shown} select keys: begin stages with such layers, by --pipeline-model-parallel-layout"
     yield Problem("--dsa-indexer-topk-freq", frequency, rule, near)
 
 
@@ -303,11 +302,11 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     of_index = c.options(SparseAttentionFlags)
     yield from untrained_indexer(c)
     if m.attention != MLA:
-        rule = "has the heads and the latent of queries of --multi-latent-attention"
+        rule = "needs the heads and the query latent of --multi-latent-attention"
         yield Problem(VARIANT, COMPRESSED, rule, "add --multi-latent-attention")
     if text is None:
-        rule, example = "needs a ratio of compression for each layer", f'"([4,128]*{m.num_layers // 2})"'
-        yield Problem(VARIANT, COMPRESSED, rule, f"add for example --csa-compress-ratios {example}")
+        rule, example = "needs a compression ratio for each layer", f'"([4,128]*{m.num_layers // 2})"'
+        yield Problem(VARIANT, COMPRESSED, rule, f"for example, add --csa-compress-ratios {example}")
     else:
         try:
             ratios(m)
@@ -317,16 +316,24 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem("--csa-compress-ratios", text, str(error), "correct the list")
     for other, given, why in (
-        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it drops no weights"),
-        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "its scores have no cap"),
+        (f"--attention-dropout {m.attention_dropout:g}", m.attention_dropout, "it does not support dropout"),
+        (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "it does not cap scores"),
         (f"--window-size {m.window_size}", m.window_size, "--csa-window-size is the window of all layers"),
-        (f"--attention-chunk-size {m.attention_chunk_size}", m.attention_chunk_size, "its layers have windows"),
-        (f"--linear-attention-freq {m.linear_attention_freq}", m.linear_attention_freq, "it is that of all layers"),
-        (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "positions of compressed keys are rotations"),
+        (f"--attention-chunk-size {m.attention_chunk_size}", m.attention_chunk_size, "its layers use a sliding window"),
+        (
+            f"--linear-attention-freq {m.linear_attention_freq}",
+            m.linear_attention_freq,
+            "all layers use compressed attention",
+        ),
+        (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "compressed keys need rotary positions"),
         ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
-        ("--mla-scale-latents", latent.mla_scale_latents, "it has no latent of keys"),
-        ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "each of its indexers selects"),
-        ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound its scores"),
+        ("--mla-scale-latents", latent.mla_scale_latents, "it has no key latent"),
+        ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "every one of its indexers selects keys"),
+        (
+            "--qk-clip",
+            any(getattr(each, "qk_clip", False) for each in c.extension_options),
+            "its norms bound the scores",
+        ),
     ):
         if given:
             yield Problem.exclusive(VARIANT, COMPRESSED, other, why)
@@ -339,7 +346,7 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be the {m.head_dim} channels of --qk-head-dim and --qk-pos-emb-head-dim: keys are values too"
         yield Problem("--v-head-dim", m.value_head_dim, rule, f"use {m.head_dim}")
     if m.yarn and m.rotary_scaling_factor > 1 and (m.mscale or m.mscale_all_dim):
-        rule = "scales rotations of keys, which are values too, and would not be undone"
+        rule = "scales the rotated keys, which are also values, and outputs would not be scaled back"
         yield Problem("--rotary-scaling-factor", m.rotary_scaling_factor, rule, "add --mscale 0 --mscale-all-dim 0")
     width = of_index.dsa_indexer_head_dim
     if has_indexer(c) and width < latent.qk_pos_emb_head_dim:

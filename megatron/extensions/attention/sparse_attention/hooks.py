@@ -1,4 +1,4 @@
-"""Callback that scales the indexer loss and logs its mean."""
+"""Callback that scales the gradients of the indexer loss and logs its mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 
 
 class IndexerLoss(Callback):
-    """Scale the indexer loss, and log it."""
+    """Scale the gradients of the indexer loss, and log its mean."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         return (IndexerTallies(run),)
@@ -33,9 +33,9 @@ class IndexerTallies(Tallies):
         super().__init__(tallies, 1, counts, run.runtime.device)
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches with the factor for gradients of auxiliary losses."""
+        """Return the micro-batches with the scale of auxiliary loss gradients."""
         return [replace(batch, aux_scale=scale) for batch in batches]
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Mean divergence per token and layer, in nats; None if no indexer is trained."""
+        """Return the mean divergence per token and layer, in nats; None if no indexer is trained."""
         return {"indexer_loss": means(summed)[0]}

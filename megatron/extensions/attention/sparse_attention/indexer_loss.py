@@ -1,8 +1,10 @@
-"""The indexer loss, in chunks of queries. Over selected keys, GPU kernels compute it (`kernels/divergence.py`).
+"""The indexer loss, computed in chunks of queries. GPU kernels compute the loss over selected keys
+(`kernels/divergence.py`).
 
-DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)). p is the mean over heads
-of the attention weights, over the selected keys or over all keys that the query may attend to (equations 3 and 4). If
-attention has several sets of keys, p consists of the weights of the selected keys, divided by their sum.
+The equations are those of DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
+p is the mean over heads of the attention weights, over the selected keys or over all keys that the query may attend to
+(equations 3 and 4). If attention has several key sets, p consists of the weights of the selected keys, divided by their
+sum.
 """
 
 from __future__ import annotations
@@ -24,30 +26,32 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """The attention with which the indexer is compared."""
+    """Attention whose weights are the target of the indexer."""
 
     q: Tensor
-    """[n, b, h, w]: all queries of this rank's part of the sequence, for its heads; `k` is [s, b, w]."""
+    """[n, b, h, w]: all queries of this rank's sequence shard, for its heads. `k` is [s, b, w]."""
     k: Tensor
     picked: Tensor | None
-    """Selected keys; None for all keys."""
+    """[n, b, topk]: selected keys; None for all keys."""
     queries: Queries
     scale: float
     heads: Axis
-    """The ranks that hold the other heads."""
+    """Ranks that hold the other heads."""
     own: range
-    """The rows whose queries this rank's indexer holds."""
+    """Rows whose queries are in this rank's indexer."""
     beside: Tensor | None = None
-    """[n, b, h]: log-sum-exps of the scores of everything else that is attended to."""
+    """[n, b, h]: log-sum-exps of the scores of all other attended keys and sinks."""
     lse: Tensor | None = None
-    """[n, b, h]: log-sum-exps over all that is attended to, if that is `picked` and the rest."""
+    """[n, b, h]: log-sum-exps of the scores of all attended keys and sinks; None if the loss is not over `picked`
+    keys."""
 
 
 @operation
 @torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Sum over this rank's queries of KL(p, softmax(scores)), and its gradients. With G = softmax(scores) - p, the
-    gradients of the weights are G ReLU(q · k), and those of q · k are G w where q · k is above 0."""
+    """Return the sum of KL(p, softmax(scores)) over this rank's queries, and its gradients. With G = softmax(scores) -
+    p, the gradients of the weights are G ReLU(q · k). The gradients of q · k are G w where q · k > 0, and 0
+    elsewhere."""
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
@@ -85,8 +89,8 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return `out` unchanged. The backward adds the gradients of the indexer loss times `scale`, and adds the loss to
-    the tally [sum of divergences, tokens]; without a loss the gradients are zero."""
+    """Return `out` unchanged. The backward returns the gradients of the indexer loss times `scale`, or zeros if there
+    is no loss, and adds the loss to the tally [sum of divergences, tokens]."""
 
     @staticmethod
     def forward(

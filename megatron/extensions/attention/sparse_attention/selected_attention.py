@@ -1,11 +1,10 @@
 """Attention to selected keys, in chunks of queries.
 
-Attention has one key group, and the first channels of its keys are its values, as in the form of multi-latent attention
-that attends to latents. Several sets of keys may share a softmax, such as the tokens and the compressed keys of
-DeepSeek-V4.
+Attention has one key group, and the first channels of its keys are its values, as in multi-latent attention over
+latents. Several key sets may share a softmax, such as the tokens and the compressed keys of DeepSeek-V4.
 
-GPU kernels (`kernels/attention.py`) compute both passes where they are faster. Shapes: n queries of b samples, s keys,
-h heads.
+GPU kernels (`kernels/attention.py`) compute forward and backward if they are faster. Shapes: n queries of b samples, s
+keys, h heads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,15 @@ class Rows:
     position."""
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
-        """q [n, b, h, w], k [s, b, w], picked [n, b, topk] or None for all keys"""
+        """Select the queries of a chunk, and locate their keys.
+
+        Args:
+            q: [n, b, h, w], all queries.
+            k: [s, b, w], all keys.
+            queries: Positions of the keys that the queries may attend to.
+            chunk: Chunk of the queries.
+            picked: [n, b, topk], indices of selected keys, or -1; None for all keys.
+        """
         self.rows = chunk.rows
         self.q = q[chunk.rows]
         self.all_keys, self.samples = k, k.shape[1]
@@ -51,11 +58,11 @@ class Rows:
 
     @cached_property
     def k(self) -> Tensor:
-        """[keys, b, w], or the selected keys [rows, b, topk, w]"""
+        """Keys of the chunk [keys, b, w], or selected keys [rows, b, topk, w]."""
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
-        """[rows, b, h, keys or topk] in fp32 or fp64"""
+        """Return the scores [rows, b, h, keys or topk] in fp32 or fp64; those of hidden keys are -infinity."""
         q = self.q * scale
         wide = torch.promote_types(q.dtype, torch.float32)
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
@@ -77,7 +84,8 @@ class Rows:
             out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
 
     def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """weights [rows, b, keys or topk] of the attended keys -> [rows, b, keys], and a mask of the other keys."""
+        """weights [rows, b, keys or topk] of the attended keys -> weights [rows, b, keys], and a mask that is True for
+        all other keys"""
         if self.flat is None:
             return weights, self.hidden
         assert self.picked is not None
@@ -92,11 +100,11 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """How queries attend to a set of keys."""
+    """Key set, and the queries that attend to it."""
 
     queries: Queries
     picked: Tensor | None = None
-    """[n, b, topk]; None for all keys."""
+    """[n, b, topk]: indices of selected keys, or -1; None for all keys."""
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -104,16 +112,16 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 class Attended(NamedTuple):
-    """Result of attention for a rank's queries."""
+    """Attention outputs and log-sum-exps for a rank's queries."""
 
     out: Tensor
     """[n, b, h, width]"""
     lse: Tensor
-    """[n, b, h]: log-sum-exps of all scores and sinks; fp32 for 16-bit inputs."""
+    """[n, b, h]: log-sum-exps of all scores and sinks, in fp32 for 16-bit inputs."""
     of_first: Tensor
-    """The same, of the scores of the first set of keys and of sinks."""
+    """[n, b, h]: log-sum-exps of the scores of the first key set and of the sinks."""
     highest: Tensor | None
-    """[h]: the largest scores, if they are requested."""
+    """[h]: largest score of each head; None if it is not requested."""
 
 
 @operation
@@ -127,8 +135,17 @@ def attend_to_selected(
     width: int,
     notes: bool,
 ) -> Attended:
-    """q [n, b, h, w], sinks [h] or None, and for each entry of `seen` a set of keys k [s, b, w], whose first `width`
-    channels are values. `notes`: True to return the largest scores."""
+    """Compute attention to selected keys.
+
+    Args:
+        q: [n, b, h, w], queries.
+        sinks: [h], logits of attention sinks; None for no sinks.
+        seen: Key sets.
+        k: Keys [s, b, w] of each set.
+        scale: Factor of the scores.
+        width: Number of value channels, the first channels of a key.
+        notes: True to return the largest scores.
+    """
     out = q.new_empty(*q.shape[:3], width)
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     of_first, highest = torch.empty_like(lse), None
@@ -161,9 +178,20 @@ def selected_attention_gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, and of each set of keys in the precision of sums.
+    """Return the gradients of q and of each key set. The latter have the dtype of `lse`.
 
-    With the weights P: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO."""
+    With attention weights P: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO.
+
+    Args:
+        grad: [n, b, h, width], output gradients.
+        q: [n, b, h, w], queries.
+        out: [n, b, h, width], outputs.
+        lse: [n, b, h], log-sum-exps of all scores and sinks.
+        seen: Key sets.
+        k: Keys [s, b, w] of each set.
+        scale: Factor of the scores.
+        width: Number of value channels, the first channels of a key.
+    """
     dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
     for parts in _parts(q, k, seen):
         at = parts[0].rows
@@ -186,9 +214,15 @@ def selected_attention_gradients(
 @operation
 @torch_function
 def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """[rows, b, keys or topk]: attention weights of the keys of `rows`, whose queries are q [rows, b, h, w], summed
-    over heads. `beside` [rows, b, h] has the log-sum-exps of the scores of everything else that is attended to; `lse`
-    has those of everything, if they are known."""
+    """Return attention weights, summed over heads [rows, b, keys or topk].
+
+    Args:
+        q: [rows, b, h, w], queries of `rows`.
+        rows: Queries and keys.
+        scale: Factor of the scores.
+        beside: [rows, b, h], log-sum-exps of the scores of all other attended keys and sinks; None if there are none.
+        lse: [rows, b, h], log-sum-exps of all scores and sinks, if they are known; kernels use them.
+    """
     scores = rows.scores(scale)
     total = scores.logsumexp(-1)
     total = total if beside is None else torch.logaddexp(total, beside)
@@ -200,9 +234,9 @@ class SelectedContext(AutogradContext):
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """`attend_to_selected` with gradients. Returns the outputs, and the log-sum-exps over all scores and over those of
-    the first set. Saves the operands, outputs and log-sum-exps for the backward. Calls `note` with the largest scores
-    [h]."""
+    """`attend_to_selected` with gradients. Returns the outputs, and the log-sum-exps over all scores and over the
+    scores of the first key set. Saves the operands, outputs and log-sum-exps for the backward. Calls `note` with the
+    largest scores [h]."""
 
     @staticmethod
     def forward(
@@ -240,7 +274,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
-    """For each chunk of queries, the rows of each set of keys."""
+    """Yield, for each chunk of queries, its rows for each key set."""
     hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
     for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)

@@ -1,9 +1,10 @@
 """Key selection by an indexer, in chunks of queries.
 
-DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k per token, and head
-weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih · k_j) (equation 1).
+The equations are those of DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key
+k per token, and head weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih ·
+k_j) (equation 1).
 
-At most one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
+Only one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
-"""Largest number of elements of any tensor of a chunk of queries."""
+"""Largest number of elements of a tensor that is computed for a chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
-"""Largest number of scores, and of queries, per chunk if kernels compute it."""
+"""Largest numbers of scores and of queries per chunk that kernels compute."""
 
 
 class Chunk(NamedTuple):
@@ -31,18 +32,18 @@ class Chunk(NamedTuple):
 
     rows: slice
     keys: int
-    """The keys that any of these queries attends to are before this position."""
+    """Position after the last key that any of the queries may attend to."""
     first: int = 0
-    """The keys that any of these queries attends to begin at this position."""
+    """Position of the first key that any of the queries may attend to."""
 
     def moved(self, start: int) -> Chunk:
-        """The same queries, with rows counted from `start`."""
+        """Return a chunk of the same queries, with rows counted from `start`."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
 class Queries(NamedTuple):
-    """Positions of the keys that queries may attend to, [n, 1 or b] int64, and the chunks in which they are
-    computed."""
+    """First and last positions of the keys that queries may attend to, [n, 1 or b] int64, and the chunks in which the
+    queries are computed."""
 
     first: Tensor
     last: Tensor
@@ -52,7 +53,7 @@ class Queries(NamedTuple):
     """Largest number of keys that a query may attend to."""
 
     def hidden(self, chunk: Chunk) -> Tensor:
-        """[rows, 1 or b, keys] bool, True if the query may not attend to the key."""
+        """Return a mask [rows, 1 or b, keys] that is True where the query may not attend to the key."""
         keys = torch.arange(chunk.first, chunk.keys, device=self.last.device)
         return (keys > self.last[chunk.rows, :, None]) | (keys < self.first[chunk.rows, :, None])
 
@@ -69,8 +70,14 @@ class Index(NamedTuple):
 
 
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
-    """Chunks of at most `longest` queries at the positions `spans`, each within one of the equal shards of the rows. If
-    queries follow earlier tokens, `keys` is the total number of tokens."""
+    """Divide queries into chunks, each of which is within one shard of the rows.
+
+    Args:
+        spans: Positions of the queries.
+        shards: Number of equal shards of the rows.
+        longest: Largest number of queries per chunk.
+        keys: Total number of tokens, if the queries follow cached tokens.
+    """
     shard = sum(map(len, spans)) // shards
     found = list[Chunk]()
     row = 0
@@ -84,8 +91,8 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
-    """Join chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores: kernels store only
-    the scores of keys in memory, and need many queries to fill a GPU."""
+    """Merge chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores. Kernels store
+    only the scores of keys, and need many queries to occupy a GPU."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -100,22 +107,22 @@ def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
 
 
 def index_products(index: Index, chunk: Chunk) -> Tensor:
-    """ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16-bit inputs"""
+    """Return ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16-bit inputs."""
     q = index.q[chunk.rows].transpose(0, 1)
     products = (q.flatten(1, 2) @ index.k[: chunk.keys].permute(1, 2, 0)).unflatten(1, q.shape[1:3])
     return products.to(torch.promote_types(q.dtype, torch.float32)).relu_()
 
 
 def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
-    """[rows, b, keys]"""
+    """Return the scores [rows, b, keys]: products summed over indexer heads with the head weights."""
     weights = index.weights[chunk.rows].transpose(0, 1).to(products.dtype)
     return (weights.unsqueeze(2) @ products).squeeze(2).transpose(0, 1)
 
 
 def largest(scores: Tensor, topk: int) -> Tensor:
-    """scores [rows, b, keys] -> [rows, b, topk] int32: the keys with the largest scores in ascending order, the later
-    ones among equal scores. -1 replaces keys with a score of -inf. ReLU makes many scores equal, and the choice must
-    not depend on how queries are divided."""
+    """Return the keys with the largest scores, in ascending order: scores [rows, b, keys] -> [rows, b, topk] int32. -1
+    replaces keys with a score of -inf. Among keys with equal scores, the later ones are selected: ReLU makes many
+    scores equal, and the selection must not depend on how queries are divided."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)
@@ -129,8 +136,8 @@ def largest(scores: Tensor, topk: int) -> Tensor:
 @operation
 @torch_function
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Scores [n, b, keys] of keys k [keys, b, d] for queries q [n, b, indexer heads, d] with weights [n, b, indexer
-    heads], in fp32 for 16-bit inputs."""
+    """Return the scores [n, b, keys] of keys k [keys, b, d] for queries q [n, b, indexer heads, d] with head weights
+    [n, b, indexer heads], in fp32 for 16-bit inputs."""
     index, chunk = Index(q, k, weights), Chunk(slice(0, len(q)), len(k))
     return index_scores(index, chunk, index_products(index, chunk))
 
@@ -138,7 +145,14 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 @operation
 @torch_function
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """`largest` over the keys that queries may attend to, from `first` to `last` [n, 1 or b]."""
+    """Return the keys with the largest scores, as `largest` does, among those that a query may attend to.
+
+    Args:
+        scores: [n, b, keys].
+        first: [n, 1 or b], first key that a query may attend to.
+        last: [n, 1 or b], last key that a query may attend to.
+        topk: Number of keys to select.
+    """
     keys = torch.arange(scores.shape[-1], device=scores.device)
     hidden = (keys > last.unsqueeze(-1)) | (keys < first.unsqueeze(-1))
     return largest(scores.masked_fill(hidden, -torch.inf), topk)
@@ -147,12 +161,19 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
 @operation
 @torch_function
 def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
-    """`selected`, in the chunks of the queries."""
+    """Return the keys of `selected`, computed in the chunks of `queries`."""
     return selected_in(queries.chunks, index, queries, topk)
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """`selected`, in the given chunks."""
+    """Return the keys of `selected`, computed in the given chunks.
+
+    Args:
+        chunks: Chunks that cover all queries.
+        index: Operands of the scores.
+        queries: Positions of the keys that the queries may attend to.
+        topk: Number of keys to select for each query.
+    """
     n, b = index.q.shape[:2]
     picked = torch.full((n, b, topk), -1, dtype=torch.int32, device=index.q.device)
     for chunk in queries.hardware.each(chunks):
@@ -170,5 +191,5 @@ def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: i
 
 @torch.no_grad()
 def selected(index: Index, queries: Queries, topk: int) -> Tensor:
-    """[n, b, topk] int32: the keys that each query attends to, in ascending order, filled up with -1."""
+    """Return the keys that each query attends to, [n, b, topk] int32, in ascending order and padded with -1."""
     return keys_of_chunks(index, queries, topk)

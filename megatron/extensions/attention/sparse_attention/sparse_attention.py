@@ -1,12 +1,12 @@
 """DeepSeek sparse attention (DSA): DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 
-Multi-latent attention in which queries attend only to the keys that an indexer selects. Attention is computed with
-latents: the up-projection of keys is applied to the queries instead, and the up-projection of values to the output, so
-that all heads share the keys that are gathered for a query.
+In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Attention is
+computed over latents: the up-projection of keys is applied to the queries instead, and the up-projection of values to
+the output, so that all heads share the keys that are gathered for a query.
 
-Every tensor-parallel rank holds the indexer whole. Under sequence parallelism the indexer selects keys for the queries
-of its rank's tokens, and ranks gather the selections. Under context parallelism ranks gather the latents and indexer
-keys of the whole sequence, both of which are narrow, whatever --cp-comm-type other layers have.
+The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each indexer selects keys for the
+queries of its rank's tokens, and ranks gather the selections. Under context parallelism, ranks gather the latents and
+indexer keys of the whole sequence, both of which are narrow; --cp-comm-type applies to other layers only.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Inde
 
 
 class IndexerLinears(NamedTuple):
-    """Linear layers of the indexer, with Megatron-LM's names. Every rank holds them whole. None has a bias."""
+    """Linear layers of the indexer, with Megatron-LM's names. They are replicated on every rank and have no biases."""
 
     q: ReplicatedLinear
-    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] without a query latent."""
+    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] if there is no query latent."""
 
     k: ReplicatedLinear
     """linear_wk [channels, h]: one key for all heads."""
@@ -55,7 +55,7 @@ class IndexerLinears(NamedTuple):
 
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
-    """Return the linear layers of the indexer with this name."""
+    """Return the linear layers of an indexer; `name` is the prefix of their names."""
     own = config.options(SparseAttentionFlags)
     hidden = config.hidden_size
     heads, width = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim
@@ -68,8 +68,8 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
-    """Settings of the LayerNorm of the indexer key, which do not depend on the model's norms. Its epsilon is the
-    epsilon of latent norms."""
+    """Return a configuration for the LayerNorm of indexer keys, which does not depend on the model's norms. Its epsilon
+    is that of the latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
@@ -89,8 +89,8 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """x [s, b, h], and q [s, b, q_lora_rank] or x again; [s/tp, ...] under sequence parallelism. The results are
-        not rotated yet."""
+        """Return operands of the scores, which are not rotated yet. x is [s, b, h]; q is [s, b, q_lora_rank], or x if
+        there is no query latent; both are [s/tp, ...] under sequence parallelism."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -110,7 +110,7 @@ class SparseLatents(NamedTuple):
 
 
 def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], BatchContext]:
-    """The tensors and the context of a call whose last argument is the context."""
+    """Return the tensors and the context of a call whose last argument is the context."""
     *tensors, context = operands
     assert isinstance(context, BatchContext)
     return [x for x in tensors if isinstance(x, Tensor)], context
@@ -122,7 +122,15 @@ class SelectedKeys(CoreAttention):
     def __init__(
         self, name: str, config: TransformerConfig, ctx: TPContext, width: int, sinks: Sequence[ParamMeta] = ()
     ) -> None:
-        """`width`: key channels that are values."""
+        """Create the attention.
+
+        Args:
+            name: Prefix of the parameter names.
+            config: Model configuration.
+            ctx: Context of the layer.
+            width: Number of key channels that are values.
+            sinks: Parameters of attention sinks.
+        """
         super().__init__(name, config, ctx, sinks)
         own = config.options(SparseAttentionFlags)
         self.width = width
@@ -132,11 +140,11 @@ class SelectedKeys(CoreAttention):
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
-        """The ranks that hold the other rows of the indexer's operands."""
+        """Ranks that hold the other rows of the indexer's operands."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-        """Sum of divergences and number of tokens so far in the step."""
+        """Sum of divergences and number of tokens since the tally was last reset."""
 
     def forward(
         self,
@@ -145,10 +153,16 @@ class SelectedKeys(CoreAttention):
         up_value: Tensor,
         *index_and_context: Tensor | BatchContext,
     ) -> Tensor:
-        """q [s, b, heads/tp, w], k [s, b, w], up_value [heads/tp, v_head_dim, kv_lora_rank]; in a layer with an indexer
-        index_q [s, b, indexer heads, d], index_k [s, b, d], index_weights [s, b, indexer heads]; context ->
-        [s, b, heads/tp * v_head_dim]. s/cp under context parallelism; the indexer's s/(cp * tp) under sequence
-        parallelism."""
+        """Return the head outputs [s, b, heads/tp * v_head_dim]. s is s/cp under context parallelism.
+
+        Args:
+            q: [s, b, heads/tp, w], queries.
+            k: [s, b, w], keys.
+            up_value: [heads/tp, v_head_dim, kv_lora_rank], up-projection of values.
+            index_and_context: In a layer with an indexer, index_q [s, b, indexer heads, d], index_k [s, b, d] and
+                index_weights [s, b, indexer heads], where s is s/(cp * tp) under sequence parallelism; then the
+                context.
+        """
         operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None
         keys = [k] if index is None else [k, all_gather_sequence(index.k, self.rows)]
@@ -170,25 +184,25 @@ class SelectedKeys(CoreAttention):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
-        """Return the keys that the last selecting layer before this one has selected."""
+        """Return the keys that the nearest earlier layer with an indexer has selected."""
         if found := [number for number in context.left if number < self.layer]:
             picked: Tensor | None = context.left[max(found)]
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # a plan runs each layer separately
+        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # plans run each layer separately
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
     def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
-        """The rows whose queries this rank's indexer holds."""
+        """Return the rows whose queries are in this rank's indexer."""
         rows = len(index.q)
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
     def _select(self, index: Index, queries: Queries) -> Tensor | None:
-        """[n, b, topk] keys that each query attends to; None if all attend to every earlier one."""
+        """Return the keys that each query attends to [n, b, topk]; None if every query attends to all earlier keys."""
         if max(chunk.keys for chunk in queries.chunks) <= self.topk:
             return None
         own = self._own(index)
@@ -219,7 +233,7 @@ class SelectedKeys(CoreAttention):
         return AttachLoss.apply(out, loss, scale, self.tally, *index)
 
     def _queries(self, q: Tensor, k: Tensor, cache: EarlierTokens | None, context: BatchContext) -> Queries:
-        """The keys that this rank's queries may attend to."""
+        """Return the positions of the keys that this rank's queries may attend to."""
         (n, b, heads, width), length = q.shape, len(k)
         of_query = b * max(self.index_heads * length, max(heads, width) * min(self.topk, length))
         if cache is not None:
@@ -235,7 +249,7 @@ class SelectedKeys(CoreAttention):
 
 @lru_cache(maxsize=64)
 def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """[s, b]: position of the first token of each token's document, for whole samples of `length` tokens."""
+    """Return the position [s, b] of the first token of each token's document, for whole samples of `length` tokens."""
     begins = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         begins[list(places), sample] = places
@@ -245,7 +259,7 @@ def document_begins(documents: Documents, length: int, device: torch.device) -> 
 class SparseAttention(MultiLatentAttention):
     """Multi-latent attention to the keys that an indexer selects.
 
-    Adjacent rotary channels form a pair in the indexer too, where they are the first channels of a head.
+    In the indexer, too, adjacent rotary channels form a pair; they are the first channels of a head.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

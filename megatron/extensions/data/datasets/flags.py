@@ -1,1 +1,1 @@
-"""There are no flags: users register their own data sets in `DATASETS`."""
+"""This extension has no flags: users register their own data sets in `DATASETS`."""

@@ -1,4 +1,4 @@
-"""Data sets that read from a Python generator, sample by sample, without files or an index."""
+"""Data set that reads samples from a Python generator, without files or an index."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Number of samples read ahead of the requested one that are kept, because other ranks or threads may request them."""
+"""Largest number of samples that are kept after being read on the way to a later one, because other ranks or threads
+may request them."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
-"""first -> the samples from number `first` on, each of seq_length + 1 token ids, the same in every call."""
+"""Function first -> samples from number `first` on. Each sample has seq_length + 1 token ids; every call must return
+the same samples."""
 
 
 class GeneratorDataset(TextDataset):
-    """`samples` samples of a stream, accessed by number, so that a run resumes exactly and under any layout.
+    """Data set of `samples` samples of a stream, accessed by number, so that a run resumes exactly and under any
+    layout.
 
     The stream is read sequentially. Every data-parallel rank reads all of it and keeps its own samples. A request for
     an earlier sample, or for one more than `WINDOW` ahead, restarts the stream at that sample. `fingerprint` must
@@ -45,8 +48,8 @@ class GeneratorDataset(TextDataset):
         return f"stream:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:
-        """Raises ValueError if the stream ends, yields a sample of another length, or yields token ids outside the
-        vocabulary."""
+        """Return the token ids of a sample. Raises ValueError if the stream ends, yields a sample of another length, or
+        yields token ids outside the vocabulary."""
         with self._lock:
             if index in self._ahead:
                 return self._ahead.pop(index)
@@ -83,8 +86,16 @@ def stream_splits(
     sizes: Sequence[int | None],
     fingerprint: str,
 ) -> Datasets:
-    """Splits of a run, read from `stream(split, first)` with split "train", "valid" or "test"; this is what a
-    `DATASETS` part returns. Raises ValueError if the length of a split is not given, because a stream has no epoch."""
+    """Return the splits of a run, read from a stream; a part registered in `DATASETS` may return this value.
+
+    Raises ValueError if the length of a split is not given, because a stream has no epoch.
+
+    Args:
+        stream: Function (split, first) -> samples from number `first` on, where split is "train", "valid" or "test".
+        format: Format of the samples.
+        sizes: Number of samples of each split; 0 for a split that is not used.
+        fingerprint: Text that differs for different streams.
+    """
     found: list[GeneratorDataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         if size is None:

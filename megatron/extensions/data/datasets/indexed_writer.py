@@ -24,12 +24,13 @@ SUMS = ".sums.json"
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of Megatron-LM's files for a vocabulary of this size."""
+    """Return the dtype that Megatron-LM uses for a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def read_sums(prefix: str) -> dict[str, object] | None:
-    """Return the content of a dataset's checksum file; None if there is none. Raises ValueError if it is damaged."""
+    """Return the content of a dataset's checksum file; None if the dataset has no checksums. Raises ValueError if the
+    file is damaged."""
     path = located(prefix + SUMS)
     if (content := storage_of(path).content(path)) is None:
         return None
@@ -43,8 +44,8 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 
 def damages_of(prefix: str) -> list[str] | None:
-    """Return a message for each file of a dataset that differs from its checksum; None if there are no checksums. Reads
-    both files whole."""
+    """Return a message for each file of a dataset that differs from its checksum; None if the dataset has no checksums.
+    This reads both files completely."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -59,10 +60,10 @@ class IndexedDatasetBuilder:
     """Write a `.bin/.idx` pair as a stream, in constant memory.
 
     Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
-    therefore complete or absent. As a context manager it finalizes on success and deletes its files on an exception.
-
-    If `prefix` is a URL, `.bin` is uploaded while it is written, and exists once `finalize` completes it; then the
-    index follows. With `described`, a file `PREFIX.sums.json` with the checksums and the description is written last.
+    therefore complete or absent. As a context manager, it finalizes on success and deletes its files on an exception.
+    If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes visible when `finalize` completes the
+    upload; the index is uploaded after it. If `described` is given, a file `PREFIX.sums.json` with the checksums and
+    the description is written last.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
@@ -82,7 +83,7 @@ class IndexedDatasetBuilder:
             self._data = self._open("bin")
             self._lengths = self._open("lengths")
             self._boundaries = self._open("boundaries")
-        except BaseException:  # no more files can be opened, or the program is ending
+        except BaseException:  # such as too many open files, or KeyboardInterrupt
             self._remove()
             raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
@@ -98,7 +99,7 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Append many documents of one sequence each; `tokens` holds them back to back."""
+        """Append many documents of one sequence each; `tokens` is their concatenation."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
@@ -151,9 +152,9 @@ class IndexedDatasetBuilder:
             storage_of(path).write(path, text.encode())
 
     def abort(self) -> None:
-        """Delete everything written so far."""
+        """Delete all files written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
-            with suppress(OSError):  # there may be no room for unwritten data
+            with suppress(OSError):  # the disk may be too full to flush buffered data
                 getattr(stream, "discard", stream.close)()  # closing completes an upload
         self._remove()
 
@@ -239,7 +240,7 @@ class IndexedDatasetBuilder:
 
 
 def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
-    """Cast tokens to the dtype of the file. Raises ValueError if one would overflow."""
+    """Cast tokens to the dtype of the file. Raises ValueError if a token id would overflow."""
     values = np.asarray(tokens)
     if values.dtype == dtype or len(values) == 0:
         return values.astype(dtype)

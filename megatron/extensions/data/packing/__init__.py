@@ -1,7 +1,6 @@
-"""Packing: samples that consist of as many whole documents as fit (--sequence-packing best-fit), and equal work for
-replicas.
+"""Packing: samples of whole documents (--sequence-packing best-fit), and balanced work between replicas.
 
-Read `bins` for the algorithm, which depends on lengths alone, then `order` for the order of samples that the seed and
-the lengths determine, and `packed_dataset` for the samples. `dealing` gives the replicas of a step samples with equal
-work (--balance-packed-samples).
+Read `bins` for the algorithm, which depends only on document lengths, then `order` for the order of samples, which the
+seed and the lengths determine, and `packed_dataset` for the samples. `dealing` assigns samples of equal work to the
+replicas of a step (--balance-packed-samples).
 """

@@ -1,9 +1,8 @@
-"""Best-fit decreasing: a heuristic that packs items of given lengths into few bins of equal capacity. Does not import
-torch.
+"""Best-fit decreasing: a heuristic that packs items into few bins of equal capacity. This module does not import torch.
 
-The longest item comes first, and each item goes into the fullest bin with room for it (Ding et al., "Fewer Truncations
-Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a million
-documents take a fraction of a second.
+Items are placed from the longest to the shortest, each into the fullest bin with room for it (Ding et al., "Fewer
+Truncations Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that
+packing a million documents takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Bins = deque[NDArray[np.int64]]
 
 
 def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
-    """Return the bin of each item, [n]; bins are numbered from 0 in the order in which they are opened.
+    """Return the bin number of each item, [n]; bins are numbered from 0 in the order in which they are opened.
 
     Each length must be between 1 and `capacity`. If several bins are equally full, the next item goes into the one that
     reached this level first.
@@ -36,24 +35,24 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
 
 
 class _Room:
-    """Open bins, by the room left in them."""
+    """Open bins, grouped by their remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
         self.bins: defaultdict[int, Bins] = defaultdict(deque)
-        """Room left -> the bins with this room, in parts, the oldest first."""
+        """Maps remaining room to arrays of bins with this room, in the order in which they reached it."""
 
         self.rooms = 0
-        """Bit r is set if some bin has room r."""
+        """Bit mask: bit r is set if any bin has room r."""
 
     def place(self, length: int, items: int) -> NDArray[np.int64]:
-        """Place `items` items of one length; return the bin of each, [items]."""
+        """Place several items of the same length; return the bin of each item, [items]."""
         found = []
         while items:
             above = self.rooms >> length
             room = length + (above & -above).bit_length() - 1 if above else self.capacity
-            each = room // length  # after it takes an item, it is the fullest bin with room for the next one
+            each = room // length  # a bin that has received an item is the fullest bin with room for the next one
             wanted = -(-items // each)
             taken = self._take(room, wanted) if above else self._open(wanted)
             count = min(items, len(taken) * each)
@@ -69,7 +68,7 @@ class _Room:
         return np.arange(self.opened - wanted, self.opened)
 
     def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
-        """Up to `wanted` of the bins with this room, the oldest first."""
+        """Remove and return up to `wanted` bins with this room, in the order in which they reached it."""
         parts = self.bins[room]
         first = parts.popleft()
         taken, rest = first[:wanted], first[wanted:]

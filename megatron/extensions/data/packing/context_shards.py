@@ -1,17 +1,16 @@
-"""Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. Does not
-import torch.
+"""Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. This module
+does not import torch.
 
-The usual shards, an early and a late chunk of the sample, have equal work only if the sample is a single document. Here
-each rank holds as many tokens as before, so that shapes and padding stay the same, but the tokens differ. Several
-divisions are evaluated with the lengths of the documents, and the one with the lowest `Score` is used:
+The default shards, an early and a late chunk of the sample for each rank, have equal work only if the sample is a
+single document. This module assigns other tokens to the ranks, but the same number, so that shapes and padding do not
+change. It evaluates several divisions of the documents, and uses the one with the lowest `Score`:
 
-- pairs of chunks of the sample, the usual division;
-- pairs of chunks of each document (zig-zag per document): the work is equal by construction, but short documents are
-  fragmented;
-- equal chunks of the sample, assigned by their work (number partitioning); the number of chunks grows until the work is
-  equal;
-- whole documents, assigned by their work. Only documents beyond some length, and those that fit on no rank, are
-  divided.
+- pairs of chunks of the sample, the default division;
+- pairs of chunks of each document (zig-zag per document), whose work is equal by construction, but which fragments
+short documents;
+- chunks of equal size of the sample, assigned by their work (number partitioning), with several numbers of chunks;
+- whole documents, assigned by their work. Only documents above a length limit, and documents that fit on no rank, are
+divided.
 
 Keys are sent to other ranks only if their document is divided.
 """
@@ -30,33 +29,33 @@ from megatron.core.attention.tiles import Documents, Shards, Spans, rank_spans
 from megatron.extensions.data.packing.dealing import equal_groups
 
 TILE = 64 * 64
-"""Pairs of a query and a key that a kernel computes in the time that one more tile costs."""
+"""Fixed cost of a tile, as the number of query-key pairs that a kernel computes in the same time."""
 
 EQUAL = 1.02
-"""Divisions whose time is within this factor of the lowest count as equal; among them, the one that sends the fewest
-keys is used."""
+"""Divisions whose time is within this factor of the lowest time are considered equal; among them, the one that sends
+the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunk pairs per rank that are tried when equal chunks of the sample are assigned."""
+"""Numbers of chunk pairs per rank that are evaluated if chunks of the sample are assigned by work."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Limits for the length of whole documents that are tried, as fractions of a rank's tokens."""
+"""Length limits of whole documents that are evaluated, as fractions of a rank's tokens."""
 
 Owners = NDArray[np.int64]
-"""[seq_length]: the rank that holds each position."""
+"""[seq_length]: rank that holds each position."""
 
 
 class Score(NamedTuple):
     """Cost of a division."""
 
     time: float
-    """Pairs of the busiest rank, plus `TILE` for each of its tiles."""
+    """Query-key pairs of the busiest rank, plus `TILE` for each of its tiles."""
 
     work: float
-    """Pairs of the busiest rank, divided by the mean."""
+    """Query-key pairs of the busiest rank, divided by the mean."""
 
     travelling: int
-    """Keys that each rank sends to the others."""
+    """Number of keys that each rank sends to the others."""
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:
@@ -74,7 +73,7 @@ def score(owners: Owners, documents: Documents, ranks: int) -> Score:
 
 
 def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
-    """[seq_length]: number of keys that the query at each position attends to, summed over samples."""
+    """Return the number of keys that the query at each position attends to, summed over samples, [seq_length]."""
     places = np.arange(seq_length)
     counts = np.zeros(seq_length, np.int64)
     for starts in documents:
@@ -85,8 +84,7 @@ def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards:
-    """Return the division with the lowest cost. If a micro-batch has several samples, they are divided in the same
-    way."""
+    """Return the division with the lowest cost. All samples of a micro-batch are divided in the same way."""
     alike = tuple(dict.fromkeys(documents))
     found = [even_chunks(seq_length, ranks), *dealt_chunks(alike, seq_length, ranks)]
     if len(alike) == 1:
@@ -97,8 +95,14 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the cheapest division of one sample that keeps each document of at most `longest` tokens (None: chosen by
-    cost) on one rank, as far as they fit."""
+    """Return the cheapest division of one sample that keeps short documents on one rank, as far as they fit.
+
+    Args:
+        documents: Positions at which documents begin, for the single sample.
+        seq_length: Tokens per sample.
+        ranks: Number of context-parallel ranks.
+        longest: Length limit of documents that stay on one rank; None to choose it by cost.
+    """
     assert len(documents) == 1, "a rule allows one sample per micro-batch"
     lengths = np.diff([*documents[0], seq_length])
     shares = WHOLE if longest is None else (longest * ranks / seq_length,)
@@ -108,8 +112,8 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the division with the lowest time. If several are about equal, the one that sends the fewest keys is used,
-    then the first one."""
+    """Return the division with the lowest time; among about equal ones, the first of those that send the fewest
+    keys."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
     fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]
@@ -117,7 +121,7 @@ def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
 
 
 def even_chunks(seq_length: int, ranks: int) -> Owners:
-    """The usual division, `megatron.core.attention.tiles.rank_spans`."""
+    """Return the default division, `megatron.core.attention.tiles.rank_spans`."""
     owners = np.empty(seq_length, np.int64)
     for rank in range(ranks):
         for span in rank_spans(seq_length, rank, ranks):
@@ -126,7 +130,7 @@ def even_chunks(seq_length: int, ranks: int) -> Owners:
 
 
 def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[Owners]:
-    """Equal chunks of the sample assigned by work, with growing numbers of chunks."""
+    """Yield divisions into chunks of equal size that are assigned by work, with increasing numbers of chunks."""
     seen = seen_keys(documents, seq_length)
     for pairs in CHUNKS:
         chunks = 2 * ranks * pairs
@@ -139,10 +143,10 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 
 
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
-    """Each document in 2 * ranks chunks, of which each rank holds an early and a late one.
+    """Divide each document into 2 * ranks chunks, and assign an early and a late one to each rank.
 
     The lengths of a document's chunks differ by at most one token. Ranks receive the longer chunks in turn, so that all
-    hold equally many tokens."""
+    ranks hold the same number of tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():
@@ -159,11 +163,11 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Documents of at most the fraction `share` of a rank's tokens stay whole, as far as they fit; longer ones are
-    divided.
+    """Keep documents of at most the fraction `share` of a rank's tokens whole, as far as they fit; divide longer ones.
 
-    The piece with the most pairs per token comes first. Among the ranks with room for it, it goes to the one with the
-    most missing work per missing token. Then chunks of the busiest rank are exchanged for lighter ones."""
+    Pieces are assigned in descending order of pairs per token. A piece is assigned to the rank with the most missing
+    work per missing token, among the ranks with room for the piece. Then chunks of the busiest rank are exchanged for
+    chunks with less work."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -172,7 +176,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Own
 
 
 class _Deal:
-    """Pieces of documents, and the ranks that hold them."""
+    """Assignment of document pieces to ranks."""
 
     def __init__(self, lengths: NDArray[np.int64], ranks: int, chunk: int, longest: float) -> None:
         length = int(lengths.sum())
@@ -180,13 +184,13 @@ class _Deal:
         self.owners = np.full(length, -1)
         starts = np.cumsum(lengths) - lengths
         self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
-        """[length + 1]: number of query-key pairs of all earlier positions, by position."""
+        """[length + 1]: number of query-key pairs of all positions before each position."""
 
         self.room = np.full(ranks, length // ranks)
         """Number of tokens for which each rank still has room."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
-        """Number of pairs that each rank still lacks."""
+        """Number of query-key pairs that each rank lacks to the mean."""
 
         self.pieces: list[tuple[int, int]] = []
         for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -216,7 +220,8 @@ class _Deal:
             self.pieces.append((start, stop))
 
     def exchange(self) -> None:
-        """Exchange chunks of equal size between the busiest rank and the least busy one while that helps."""
+        """Exchange chunks of equal size between the busiest and the least busy rank while this reduces the
+        imbalance."""
         chunks = np.array([start for start, stop in self.pieces if stop - start == self.chunk], np.int64)
         works = self.before[chunks + self.chunk] - self.before[chunks] if len(chunks) else chunks
         for _ in range(4 * len(self.room)):
@@ -226,7 +231,7 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            left = np.maximum(moved, gap - moved)  # the larger of both ranks' excess over the least busy rank
+            left = np.maximum(moved, gap - moved)  # the larger excess of both ranks over the least work
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
                 return
@@ -237,7 +242,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """[seq_length]: True if other ranks hold tokens of the document at a position, in any sample."""
+    """Return a mask [seq_length] that is True where the document at a position, in any sample, has tokens on other
+    ranks."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)
@@ -247,12 +253,13 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """The division, and the keys to send: equally many from each rank, so that some may belong to whole documents."""
+    """Return the division as shards, with the keys to send. Each rank sends the same number of keys, so that some of
+    them may belong to documents that are on one rank."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # separate copies are not worthwhile
+    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more, and needs no copy of the selected ones
         return Shards(spans, spans)
     sent = []
     for places in held:
@@ -262,7 +269,7 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
 
 
 def owners_of(shards: Shards, seq_length: int) -> Owners:
-    """The rank that holds each position."""
+    """Return the rank that holds each position, [seq_length]."""
     owners = np.empty(seq_length, np.int64)
     for rank, spans in enumerate(shards.held):
         for span in spans:

@@ -1,9 +1,9 @@
-"""Assignment of the samples of a global batch to data-parallel replicas and micro-batches, with equal sums of work.
-Does not import torch.
+"""Assignment of the samples of a global batch to data-parallel replicas and micro-batches, with balanced work. This
+module does not import torch.
 
 Replicas wait for each other at the end of a step, so the slowest one decides its time. The work of a sample of packed
-documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2. All other costs are the same for
-every sample. The samples of a step stay the same, and so does the sum of their gradients.
+documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs are the same
+for every sample. A step still trains on the same samples, so that the sum of their gradients does not change.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Largest number of swaps that bring the sum of a group nearer to the mean."""
+"""Largest number of swaps per group that balance the work of the groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
-    """Number of query-key pairs in a sample whose seq_length + 1 tokens are documents of `counts` tokens, and padding.
-
-    The last token is only a label."""
+    """Return the number of query-key pairs in a sample. Its seq_length + 1 tokens are documents of `counts` tokens,
+    followed by padding. The last token is only a label."""
     sizes = [*counts, seq_length + 1 - sum(counts)]
     last = max(place for place, size in enumerate(sizes) if size)
     sizes[last] -= 1
@@ -32,11 +31,10 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 
 
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Divide items into groups of equal size with approximately equal sums of work; return their numbers, [groups,
-    size].
+    """Divide items into groups of equal size and approximately equal work; return the item numbers, [groups, size].
 
-    The heaviest item comes first, and each item goes to the lightest group that is not full. Then items of the heaviest
-    group are swapped with others while that makes the larger of both sums smaller."""
+    Items are assigned in descending order of work, each to the group with the least work that is not full. Then items
+    of the group with the most work are swapped with items of other groups while this reduces the larger sum."""
     size = len(works) // groups
     assert size * groups == len(works)
     members: list[list[int]] = [[] for _ in range(groups)]
@@ -53,8 +51,8 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swap the best pair of an item in the heaviest group and an item in another one. Returns False if no swap lowers
-    the larger sum."""
+    """Swap an item of the group with the most work for an item of another group, so that the larger sum is as small as
+    possible. Returns False if no swap reduces it."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -69,11 +67,10 @@ def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
 
 
 def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """[micro-batches, replicas, micro_batch_size]: the items of each micro-batch of each replica.
+    """Return the items of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
 
-    Sums are balanced over replicas first, then over the micro-batches of each replica. Micro-batches are ordered by
-    their work, so that replicas that synchronize in every micro-batch, as with expert parallelism, do so at
-    micro-batches of equal work."""
+    Work is balanced over replicas first, then over the micro-batches of each replica. Micro-batches are ordered by
+    their work, so that replicas that synchronize in every micro-batch, as with expert parallelism, wait little."""
     found = []
     for items in equal_groups(works, replicas):
         batches = items[equal_groups(works[items], len(items) // micro_batch_size)]
@@ -82,23 +79,30 @@ def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDAr
 
 
 def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
-    """Largest sum of work of a replica, divided by the mean."""
+    """Return the work of the busiest replica, divided by the mean."""
     sums = works[dealt].sum((0, 2))
     return float(sums.max() / max(float(sums.mean()), 1.0))
 
 
 @dataclass(frozen=True)
 class WorkDealer:
-    """Assign samples of a data set by their numbers of query-key pairs."""
+    """Assignment of samples to replicas by their numbers of query-key pairs."""
 
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """Work of each sample, [samples]; all equal if the data set does not know its documents."""
+        """Return the work of each sample, [samples]; all are equal if the data set does not report its documents."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """[micro-batches, replicas, micro_batch_size]: the numbers of samples."""
+        """Return sample numbers, [micro-batches, replicas, micro_batch_size].
+
+        Args:
+            dataset: Data set of the samples.
+            samples: Samples of a step.
+            replicas: Number of data-parallel replicas.
+            micro_batch_size: Samples per micro-batch.
+        """
         return samples.start + deal(self.works(dataset, samples), replicas, micro_batch_size)

@@ -1,5 +1,4 @@
-"""Division of training samples over context-parallel ranks by their documents, with statistics about the balance of
-work."""
+"""Division of training samples over context-parallel ranks by their documents, with statistics of the work balance."""
 
 from __future__ import annotations
 
@@ -23,26 +22,27 @@ from megatron.extensions.data.packing.context_shards import (
 
 
 class Imbalance(NamedTuple):
-    """Work of the busiest rank of a micro-batch, divided by the mean."""
+    """Work imbalance of a micro-batch between context-parallel ranks."""
 
     before: float
-    """The same with the usual division."""
+    """Work of the busiest rank divided by the mean, with the default division."""
 
     after: float
+    """Work of the busiest rank divided by the mean, with the division that is used."""
     sent: float
-    """Fraction of its keys that each rank sends to the others."""
+    """Fraction of a rank's keys that it sends to the others."""
 
 
 class Divider:
-    """Divide micro-batches (`megatron.core.attention.tiles.DividesSequences`). `hybrid`: documents of at most `longest`
-    tokens (None: chosen by cost) stay on one rank each. `inner` adjacent ranks share heads, so that only the work of
-    such groups has to be equal."""
+    """Division of micro-batches (`megatron.core.attention.tiles.DividesSequences`). If `hybrid` is True, documents of
+    at most `longest` tokens stay on one rank; None chooses the limit by cost. `inner` adjacent ranks share heads, so
+    that work is balanced over groups of this many ranks only."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest
         self.inner = inner
         self.told: list[Imbalance] = []
-        """Imbalance of each micro-batch divided since the last report."""
+        """Imbalances of the micro-batches that were divided since the last report."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards:
         found = self.divided(documents, seq_length, ranks // self.inner)
@@ -50,7 +50,7 @@ class Divider:
         return among_neighbours(found, self.inner)
 
     def divided(self, documents: Documents, seq_length: int, groups: int) -> Shards:
-        """The division over groups of ranks."""
+        """Return the division over groups of ranks."""
         if self.hybrid:
             return hybrid_shards(documents, seq_length, groups, self.longest)
         return balanced_shards(documents, seq_length, groups)
@@ -58,7 +58,7 @@ class Divider:
 
 @lru_cache(maxsize=64)
 def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbalance:
-    """Imbalance of the work."""
+    """Return the work imbalance of a division."""
     ranks = len(shards.held)
     usual, owners = even_chunks(seq_length, ranks), owners_of(shards, seq_length)
     before, after = (score(each, documents, ranks).work for each in (usual, owners))
@@ -67,7 +67,8 @@ def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbal
 
 @lru_cache(maxsize=64)
 def among_neighbours(shards: Shards, inner: int) -> Shards:
-    """Convert a division over groups of `inner` ranks to one over ranks: equal parts of the tokens of each group."""
+    """Convert a division over groups of `inner` ranks to a division over ranks. The tokens of each group are divided
+    equally."""
     if inner == 1:
         return shards
     held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))
@@ -83,5 +84,5 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """Mean over micro-batches, because ranks synchronize in each of them."""
+    """Return the mean over micro-batches, because ranks synchronize in each micro-batch."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

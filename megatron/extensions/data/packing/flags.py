@@ -25,24 +25,24 @@ WINDOW = 1 << 17
 
 
 def divides_by_documents(config: RunConfig) -> bool:
-    """Return True if all layers that attend to tokens of other context-parallel ranks support any division of the
+    """Return True if all layers that mix tokens of different context-parallel ranks support arbitrary divisions of the
     tokens."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
-    except ValueError:  # another rule reports a pattern of layers that cannot be read
+    except ValueError:  # another rule reports invalid layer patterns
         return True
     mixers = {kind.linear for kind in kinds if kind.linear is not None}
     return config.parallel.ranks_by_queries > 1 and not any(MIXERS.facts(name).whole_sequences for name in mixers)
 
 
 def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
-    """Check the rules of --hybrid-context-parallel."""
+    """Check runs with --hybrid-context-parallel."""
     own, parallel = config.options(PackingConfig), config.parallel
     if not own.hybrid_context_parallel or parallel.context_parallel_size == 1:
         return
     name = "--hybrid-context-parallel"
     if not own.packs and not config.data.reset_attention_mask:
-        rule = "keeps documents apart, and attention crosses their boundaries"
+        rule = "needs attention that does not cross document boundaries"
         yield Problem(name, None, rule, "add --sequence-packing best-fit or --reset-attention-mask")
     if config.training.micro_batch_size != 1:
         rule = f"must be 1 with {name}: each sample is divided by its own documents"
@@ -51,7 +51,7 @@ def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
         rule = f"cannot be combined with {name}: all-to-all sends every token"
         yield Problem("--cp-comm-type", parallel.cp_comm_type, rule, "use p2p or all_gather")
     elif not divides_by_documents(config):
-        rule = "cannot be combined with layers that mix tokens other than by the model's attention"
+        rule = "cannot be combined with layers that mix tokens by other means than the model's attention"
         yield Problem(name, None, rule, "remove one of them")
 
 
@@ -65,7 +65,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     name, value = "--sequence-packing", own.sequence_packing
     if config.data.dataset != "gpt":
-        rule = f"packs documents of files, and --dataset-type {config.data.dataset} has its own samples"
+        rule = f"packs documents of files, but --dataset-type {config.data.dataset} makes its own samples"
         yield Problem(name, value, rule, "remove it, or give --data-path")
     elif config.tokenizer.tokenizer_type is None:
         rule = "needs the end-of-document token of the tokenizer, for padding"
@@ -83,8 +83,9 @@ class PackingConfig:
     """Options for making samples from documents."""
 
     sequence_packing: str = flag("greedy", choices=("greedy", "best-fit"))
-    """greedy: documents one after another, cut wherever a sample ends, as in Megatron-LM. best-fit: whole documents,
-    which neither attend to nor predict each other; the remaining room is padded (arXiv 2404.10830)."""
+    """Method of making samples from documents. greedy: concatenate documents and cut them at the ends of samples, as in
+    Megatron-LM. best-fit: pack whole documents, which neither attend to nor predict each other, and pad the remaining
+    room (arXiv 2404.10830)."""
 
     packing_window: int = flag(WINDOW, above=0)
     """Number of documents that best-fit packs together. A larger number reduces padding."""
@@ -103,8 +104,8 @@ class PackingConfig:
     and values of short documents are not communicated."""
 
     max_seqlen_per_dp_cp_rank: int | None = flag(None, above=0, no_effect_without="--hybrid-context-parallel")
-    """Largest length, in tokens, of a document that stays on one context-parallel rank; default: chosen for each sample
-    by the estimated cost."""
+    """Largest length, in tokens, of a document that stays on one context-parallel rank. By default, the limit is chosen
+    for each sample by estimated cost."""
 
     @property
     def packs(self) -> bool:
@@ -112,21 +113,23 @@ class PackingConfig:
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:
-        """Return the factory of samples of whole documents; None if the flags do not ask for it."""
+        """Return the factory of data sets of whole documents; None if documents are not packed."""
         if not self.packs:
             return None
         made: SampleMaker = partial(imported(f"{__package__}.packed_dataset:PackedDataset"), window=self.packing_window)
         return made
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Describe how well documents of these lengths fill samples, and how equal the work of a step's replicas is."""
+        """Describe how well documents of these lengths fill samples, and how balanced the work of a step's replicas
+        is."""
         if not self.packs:
             return None
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)
         return told
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the object that divides training samples over context-parallel ranks; None for the usual division."""
+        """Return the object that divides training samples over context-parallel ranks; None for the default
+        division."""
         asked = self.hybrid_context_parallel or (self.balance_packed_samples and divides_by_documents(config))
         if not asked or config.parallel.context_parallel_size == 1:
             return None
@@ -136,7 +139,7 @@ class PackingConfig:
         return made
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the object that assigns samples of this length; None if the flags do not ask for it."""
+        """Return the object that assigns samples of this length to replicas; None if work is not balanced."""
         if not self.balance_packed_samples:
             return None
         made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)

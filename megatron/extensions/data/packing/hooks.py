@@ -18,9 +18,9 @@ from megatron.training.run import TrainingRun
 
 
 class WorkOfReplicas(Callback, Meter):
-    """--balance-packed-samples: work of the busiest replica, divided by the mean.
+    """Logs the work of the busiest replica, divided by the mean (--balance-packed-samples).
 
-    It follows from the lengths of documents, so that the first rank computes it alone.
+    The work depends only on document lengths, so that the first rank computes it for all replicas.
     """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
@@ -38,7 +38,8 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """[sum in order, sum as assigned, steps] float64, on the first rank."""
+        """Return [sum of imbalances in order, sum of imbalances as assigned, steps] in float64; other ranks than the
+        first return zeros."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))
         self.steps = {}
@@ -56,8 +57,8 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """--balance-packed-samples and --hybrid-context-parallel: work of the busiest context-parallel rank, divided by the
-    mean, and the fraction of keys that are sent. Each replica counts its own micro-batches."""
+    """Logs the work of the busiest context-parallel rank, divided by the mean, and the fraction of keys that are sent
+    (--balance-packed-samples and --hybrid-context-parallel). Each replica counts its own micro-batches."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device
@@ -66,7 +67,7 @@ class WorkOfContextRanks(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """[sums of the fields of `Imbalance`, micro-batches] float64, of each replica."""
+        """Return [sums of the fields of `Imbalance`, micro-batches] of a replica in float64."""
         divider, sums = self.data.divide, [0.0] * 4
         if isinstance(divider, Divider):
             told, divider.told = divider.told, []

@@ -1,11 +1,11 @@
-"""Samples of packed documents, as a function of the seed and the lengths of the documents. Uses numpy only, and no
+"""Samples of packed documents, as a function of the seed and the document lengths. This module uses only numpy, and no
 files.
 
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
 a window into bins, which are shuffled and become samples. A document with more tokens than a sample is divided into
 full samples, and only the remainder is packed. Adjacent parts of a document share one token, as in Megatron-LM's
 samples: it is the last label of one part and the first input of the next, so that every token except a document's first
-is predicted once per epoch. A document of a single token predicts nothing and is left out.
+is predicted once per epoch. A document of a single token has no predictions and is left out.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from numpy.typing import NDArray
 from megatron.extensions.data.packing.bins import best_fit_decreasing
 
 FEWEST_BINS = 16
-"""Smallest number of full samples that the documents packed together should fill. Small data sets are repeated to reach
-it."""
+"""Smallest number of full samples that documents packed together should fill. Smaller data sets are repeated within a
+window."""
 
 
 class Packed(NamedTuple):
-    """Samples, and the parts of documents in them."""
+    """Samples, and the document parts in them."""
 
     ends: NDArray[np.int64]
-    """[samples]: number of parts in all samples up to and including this one."""
+    """[samples]: number of document parts in all samples up to and including each sample."""
 
     documents: NDArray[np.int64]
-    """[parts]: document of each part, sample by sample, in the order of the parts in the sample."""
+    """[parts]: document number of each part, in the order of samples and of parts in a sample."""
 
     starts: NDArray[np.int64]
-    """[parts]: position of the part's first token in the document."""
+    """[parts]: position of each part's first token in its document."""
 
     lengths: NDArray[np.int64]
-    """[parts]: number of tokens of the part."""
+    """[parts]: number of tokens of each part."""
 
     @classmethod
     def joined(cls, parts: list[Packed]) -> Packed:
@@ -51,26 +51,40 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds in which the documents of a data set are used; each round is divided into windows."""
+    """Division of a run's epochs into rounds, and of each round into windows of documents that are packed together."""
 
     documents: range
     epochs: int
-    """Epochs in each round after the first, which is one epoch: more than one if the data set is small."""
+    """Number of epochs in each round except the first, which is one epoch. It is above 1 if the data set is small."""
 
     windows: int
-    """Windows of a round."""
+    """Number of windows in a round."""
 
     @classmethod
     def of(cls, lengths: NDArray, documents: range, seq_length: int, window: int) -> Rounds:
-        """Rounds of `documents` of a data set, in windows of at most `window` documents."""
+        """Create the rounds of a data set.
+
+        Args:
+            lengths: Lengths of all documents of the data set.
+            documents: Documents to use.
+            seq_length: Tokens per sample, without the last label.
+            window: Largest number of documents per window.
+        """
         tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
         epochs = -(-FEWEST_BINS * (seq_length + 1) // max(tokens, 1))
         return cls(documents, max(1, epochs), 1 if epochs > 1 else -(-len(documents) // window))
 
 
 def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, number: int) -> Packed:
-    """Return the samples of round `number`. `lengths` are those of the whole data set; `rounds` refers to a part of
-    it."""
+    """Return the samples of one round.
+
+    Args:
+        lengths: Lengths of all documents of the data set.
+        rounds: Rounds, for some of these documents.
+        seq_length: Tokens per sample, without the last label.
+        seed: Seed of the order.
+        number: Number of the round.
+    """
     digest = blake2b(f"packing {seed} {number}".encode(), digest_size=4).digest()
     random = np.random.RandomState(int.from_bytes(digest, "little"))
     epochs = rounds.epochs if number else 1
@@ -80,7 +94,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
 
 def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.random.RandomState) -> Packed:
-    """Pack some documents and shuffle the samples."""
+    """Pack the documents of a window and shuffle the samples."""
     documents, starts, sizes = cut(documents, lengths[documents].astype(np.int64), seq_length)
     bins = best_fit_decreasing(sizes, seq_length + 1)
     count = int(bins.max()) + 1 if len(bins) else 0
@@ -93,8 +107,8 @@ def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.ra
 def cut(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(document, first token, tokens) of the parts of documents, each of at most seq_length + 1 tokens. Only documents
-    that are longer are divided."""
+    """Divide documents into parts of at most seq_length + 1 tokens. Returns the document, first token and length of
+    each part. Only longer documents are divided."""
     parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length
@@ -108,7 +122,7 @@ class Waste:
 
     samples: int
     places: int
-    """Number of tokens of all samples, seq_length + 1 each."""
+    """Number of tokens of all samples, which have seq_length + 1 tokens each."""
 
     padding: int
     """Number of padded positions."""
@@ -139,8 +153,8 @@ class Waste:
 
 
 def blocks() -> Iterator[range]:
-    """Cache of rounds, which are made in blocks: 0, 1, 2-3, 4-7, ... A run needs few blocks, however many rounds it
-    has."""
+    """Yield the blocks of rounds that are cached together: 0, 1, 2-3, 4-7, ... Block sizes double, so that even a run
+    of many rounds needs few blocks."""
     yield range(1)
     first = 1
     while True:

@@ -15,7 +15,8 @@ from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round
 
 
 class PackedDataset(DocumentSamples):
-    """At least `samples` samples of whole documents, or of pieces of long ones; with None, one epoch.
+    """Data set of at least `samples` samples, or of one epoch if it is None. Samples consist of whole documents, and of
+    parts of documents that are longer than a sample.
 
     The order does not depend on the requested number of samples. Raises ValueError if no document has two tokens, or if
     a token id is outside the vocabulary.
@@ -73,8 +74,9 @@ class PackedDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the model inputs of a sample. Documents are separated by their lengths, not by tokens: no prediction
-        crosses from one to the next. The padding at the end is a document whose predictions do not count."""
+        """Return the model inputs of a sample. Document boundaries follow from the document lengths, not from tokens;
+        no token predicts a token of the next document. The padding at the end is a document that the loss mask
+        excludes."""
         text = self.text(index)
         lengths = self.index.lengths[self._parts(index)]
         sizes = np.append(lengths, len(text) - int(lengths.sum()))
@@ -101,7 +103,7 @@ class PackedDataset(DocumentSamples):
         return [(*self._place(number, start), count) for number, start, count in numbers]
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Lengths as pieces, in the order of the samples."""
+        """Return the documents, starts and lengths of the parts in all samples after the first `taken`."""
         first = int(self.index.ends[taken - 1]) if taken else 0
         documents, starts, lengths = (field[first:] for field in self.index[1:])
         if self.pieces is not None:

@@ -1,4 +1,4 @@
-"""Settings of other flags that packed documents imply. This module does not import torch."""
+"""Settings of other flags that packing implies. This module does not import torch."""
 
 from __future__ import annotations
 

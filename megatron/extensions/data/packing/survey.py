@@ -1,4 +1,4 @@
-"""Log line about how well the documents of a data set fill samples, and how equal the work of replicas is."""
+"""Log line about padding and work balance of packed samples."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ STEPS = 8
 
 
 def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str:
-    """Padding, number of divided documents, and balance of work between replicas, measured on the first of the
-    documents with these lengths. `lengths` is None if the documents are not tokenized yet."""
+    """Describe padding, divided documents, and the work balance between replicas, measured on the first documents.
+
+    Args:
+        options: Packing options.
+        lengths: Document lengths; None if the documents are not tokenized yet.
+        seq_length: Tokens per sample, without the last label.
+        step: Shape of a step; None if it is unknown.
+    """
     if lengths is None:
         return "best-fit packing: the share of padding is unknown until the documents are tokenized"
     some = lengths[:SURVEYED]
@@ -51,8 +57,15 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
 ) -> list[Imbalance]:
-    """Balance of work between context-parallel ranks in at most `most` micro-batches, with the usual division and with
-    `divider`."""
+    """Return the work imbalance between context-parallel ranks, with the default division and with `divider`.
+
+    Args:
+        packed: Samples.
+        seq_length: Tokens per sample, without the last label.
+        step: Shape of a step.
+        divider: Division of micro-batches.
+        most: Largest number of micro-batches to evaluate.
+    """
     size = step.micro_batch_size
     bounds = pairwise([0, *packed.ends[: most * size].tolist()])
     starts = [starts_of(packed.lengths[a:b].tolist(), seq_length) for a, b in bounds]
@@ -64,25 +77,32 @@ def context_imbalances(
 
 
 def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
-    """Positions at which documents of `counts` tokens begin in a sample, and the padding. Its last token is only a
-    label."""
+    """Return the positions at which documents of `counts` tokens, and the padding, begin in a sample. The last token of
+    a sample is only a label."""
     return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
 
 
 def context_line(before: float, after: float, how: str = "as divided") -> str:
-    """Text about the work of the busiest context-parallel rank, divided by the mean."""
+    """Describe the work of the busiest context-parallel rank, divided by the mean."""
     chunks = f"{before:.4g} times the mean in chunks of samples"
     return f"attention work of the busiest context rank: {chunks}, {after:.4g} {how}"
 
 
 def work_line(before: float, after: float, how: str = "as dealt") -> str:
-    """Text about the work of the busiest replica, divided by the mean."""
+    """Describe the work of the busiest replica, divided by the mean."""
     return f"attention work of the busiest replica: {before:.4g} times the mean in order, {after:.4g} {how}"
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """Largest sum of work of a replica divided by the mean, in order and as assigned: means over at most `most` steps.
-    None if there are fewer samples than one step needs."""
+    """Return the mean work imbalance between replicas, in order and as assigned; None if there are fewer samples than
+    one step needs.
+
+    Args:
+        packed: Samples.
+        seq_length: Tokens per sample, without the last label.
+        step: Shape of a step.
+        most: Largest number of steps to evaluate; None for all.
+    """
     steps = len(packed.ends) // step.samples
     steps = steps if most is None else min(steps, most)
     if not steps:
@@ -95,6 +115,6 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """Largest sum of work of a replica in a step, divided by the mean: in order, and as assigned."""
+    """Return the work of the busiest replica of a step, divided by the mean: in order, and as assigned."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

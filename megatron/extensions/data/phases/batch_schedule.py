@@ -17,16 +17,17 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_last_size(config: RunConfig) -> RunConfig:
-    """Return the configuration with the last size of its schedule as global batch size, if it has none."""
+    """Return the configuration with the last batch size of --step-batch-size-schedule as global batch size, if it is
+    not given."""
     text, training = config.options(BatchScheduleFlags).step_batch_size_schedule, config.training
-    with suppress(ValueError):  # a rule reports it
+    with suppress(ValueError):  # a rule reports an invalid schedule
         if text is not None and training.global_batch_size is None:
             training = replace(training, global_batch_size=parse_batch_schedule(text)[-1][1])
     return replace(config, training=training)
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check both flags."""
+    """Check --rampup-batch-size and --step-batch-size-schedule."""
     options, (step, name) = c.options(BatchScheduleFlags), samples_of_micro_batches(c, world_size)
     ramped, text = options.rampup_batch_size, options.step_batch_size_schedule
     if step and ramped is not None:
@@ -48,8 +49,8 @@ def _by_tokens(c: RunConfig, text: str, step: int, shown: str) -> Iterator[Probl
         if not size or size % step:
             yield Problem(name, text, f"batch size {size} must be a multiple of {shown}", multiples(size, step))
     if t.global_batch_size != steps[-1]:
-        rule = f"has another last size than --global-batch-size {t.global_batch_size}"
-        yield Problem(name, text, rule, "remove --global-batch-size: the schedule says it")
+        rule = f"must end with --global-batch-size {t.global_batch_size}"
+        yield Problem(name, text, rule, "remove --global-batch-size, which the schedule determines")
 
 
 def _ramp(c: RunConfig, values: tuple[int, ...], step: int, shown: str) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Epochs over each data set that a run has trained on."""
+"""Counts of the epochs over each data set of a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun
 
 PART = 1 << 20
-"""Samples that are counted together."""
+"""Number of samples that are counted together."""
 
 
 class EpochLines(Callback):
-    """Callback that reports ended epochs."""
+    """Callback that reports completed epochs."""
 
     _epochs: Epochs | None = None
 
     def counted(self, run: TrainingRun) -> Epochs:
-        """Epoch counter of the run, created at the first report."""
+        """Return the epoch counter of the run, which the first report creates."""
         if self._epochs is None:
             self._epochs = Epochs(run.plan, run.data.train.dataset, *run.data.sources.sized())
         return self._epochs
@@ -35,14 +35,14 @@ class EpochLines(Callback):
 
 
 def epochs_so_far(run: TrainingRun) -> str:
-    """Epochs over each data set; empty if there are none."""
+    """Describe the epochs over each data set so far; empty if there are none."""
     counting = (callback.counted(run) for callback in run.callbacks if isinstance(callback, EpochLines))
     return next((epochs.line(run.progress.consumed_samples) for epochs in counting), "")
 
 
 class Epochs:
-    """Tokens used from each source, as a function of consumed samples. `sizes` has the tokens of one epoch of each
-    source."""
+    """Counter of the tokens used from each source, as a function of consumed samples. `sizes` contains the number of
+    tokens in one epoch of each source."""
 
     def __init__(self, plan: RunPlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.plan = plan
@@ -52,8 +52,8 @@ class Epochs:
         self._at, self._tokens = 0, np.zeros(len(names), np.int64)
 
     def at(self, consumed_samples: int) -> NDArray[np.float64]:
-        """[sources]: number of epochs in the first `consumed_samples` samples of the run. Calls must have increasing
-        arguments."""
+        """Return the number of epochs over each source in the first `consumed_samples` samples of the run, [sources]. A
+        smaller number than in the last call is counted from the beginning."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for phase in self.plan.phases if self.names else ():
@@ -67,13 +67,13 @@ class Epochs:
         return self._tokens / self.sizes
 
     def ended(self, consumed_samples: int) -> Iterator[str]:
-        """A line for each source that has completed an epoch since the last call."""
+        """Yield a line for each source that has completed an epoch since the last call."""
         before, now = self._tokens // self.sizes, self.at(consumed_samples)
         for name, earlier, epochs in zip(self.names, before.tolist(), now.tolist(), strict=True):
             if int(epochs) > earlier:
                 yield f"epoch {int(epochs)} of {name} has ended by sample {consumed_samples:,}: {epochs:.3f} epochs"
 
     def line(self, consumed_samples: int) -> str:
-        """Epochs so far of all sources that were used."""
+        """Describe the epochs so far of all sources that were used."""
         pairs = zip(self.names, self.at(consumed_samples).tolist(), strict=True)
         return ", ".join(f"{name} {epochs:.3g}" for name, epochs in pairs if epochs)

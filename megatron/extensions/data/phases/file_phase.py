@@ -1,8 +1,8 @@
-"""Phases of a file: where each begins in samples, tokens and iterations, and the new division of a training source when
-the sequence length changes. This module does not import torch.
+"""Phases of a file: their first samples, tokens and iterations, and the new division of a training source when the
+sequence length changes. This module does not import torch.
 
-A phase begins with the first step at or after the number in its file: no step is divided. Tokens that no sample has
-used as inputs are divided again and come first.
+A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that no
+sample has used as inputs are divided again and are used first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.training.plan import Phase
 
 
 def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
-    """Give a source the order for a phase of `format`, after the earlier phases."""
+    """Divide the remainder of a source again if a phase has another sequence length than the earlier phases."""
     if not source.segments or source.segments[0].format.seq_length == format.seq_length:
         return
     rest = _rest(source)
@@ -45,7 +45,7 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Remainder of the partly consumed segment; None if there is none."""
+    """Return the remainder of the partly consumed segment; None if no segment is partly consumed."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -55,7 +55,7 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """`DocumentSamples.rest`, for index files too, which one process of a node makes."""
+    """Return `DocumentSamples.rest` as pieces. Index files store them; one process per node computes them."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -73,8 +73,8 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
-    """Properties of a phase that must not change once it has begun; for a phase of a file, or of a run without phases.
-    Data sets may move to another folder."""
+    """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
+    phases. Data sets may move to another folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -88,13 +88,14 @@ class FilePhase(Phase):
     """Part of a run with one data blend, sequence length, batch size and learning-rate schedule."""
 
     entry: PhaseEntry
-    """The phase in the file."""
+    """Entry of the phase in the file."""
 
     first_iteration: int
     """Number of iterations before the phase."""
 
     optimizer: OptimizerConfig | None = None
-    """The phase's own learning-rate schedule, in samples from its beginning; None to continue the run's."""
+    """Learning-rate schedule of the phase, in samples from the phase's beginning; None to continue the run's
+    schedule."""
 
     @property
     def name(self) -> str:
@@ -112,8 +113,8 @@ class FilePhase(Phase):
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
-    """Return the phases of a resolved configuration and the batch sizes of the run, or None, and the problems with
-    their order and beginnings."""
+    """Return the phases and batch sizes of a resolved configuration, and the problems with the phases. Phases and batch
+    sizes are None if they cannot be determined."""
     path = config.options(PhasesConfig).data_phases
     assert path is not None
     entries, wrong = read_phases(path)
@@ -131,8 +132,8 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
         return None, problems
     for phase in phases[1:]:
         if phase.first_sample >= end:
-            rule = f"begins at sample {phase.first_sample:,}, and the run ends at sample {end:,}"
-            remedy, where = "begin it earlier, remove it, or train for longer", phase.entry.where
+            rule = f"begins at sample {phase.first_sample:,}, but the run ends at sample {end:,}"
+            remedy, where = "begin it earlier, remove it, or train longer", phase.entry.where
             problems.append(Problem(f"{where}: from-{phase.entry.unit}", phase.entry.start, rule, remedy))
     ends = [*(phase.first_sample for phase in phases[1:]), max(end, phases[-1].first_sample + 1)]
     phases = [_with_schedule(replace(phase, end=stop), config) for phase, stop in zip(phases, ends, strict=True)]
@@ -145,18 +146,18 @@ def _positive(entry: PhaseEntry) -> bool:
 
 
 def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
-    """Convert the beginning of a phase at a fraction of the run to the unit of the run's length."""
+    """Convert a beginning given as a fraction of the run to the unit of the run's length."""
     t = config.training
     if entry.unit != "fraction":
         return entry
     for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
         if length is not None:
             return replace(entry, unit=unit, start=round(entry.start * length))
-    return replace(entry, unit="samples", start=0)  # the run has no length, which is reported
+    return replace(entry, unit="samples", start=0)  # another rule reports that the run has no length
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """Phases without ends and schedules, and the batch sizes of the run."""
+    """Return the phases without ends and schedules, the batch sizes of the run, and problems."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)
@@ -180,7 +181,8 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
-    """The phase of `entry` after the phase `before`: it begins at the first step at or after the given number."""
+    """Return the phase of `entry` after the phase `before`. It begins with the first step at or after the position in
+    the file."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
         iterations = max(start, 0)
@@ -196,7 +198,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """Configuration of the run with the changes of a phase, except its learning rate."""
+    """Return the run's configuration with the changes of a phase, except its learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")
@@ -215,7 +217,7 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
 
 
 def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
-    """Configuration with the phase's own learning rate, lengths in samples, if it has one."""
+    """Return the phase with its own learning-rate schedule, if it has one. Schedule lengths are in samples."""
     if not phase.entry.own_lr:
         return phase
     given = dict(phase.entry.values)
@@ -233,7 +235,7 @@ def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
 
 
 def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
-    """Samples of the whole run; if several lengths are given, the shortest."""
+    """Return the number of samples of the whole run; the smallest one if several lengths are given."""
     training, last = config.training, phases[-1]
     ends = []
     if training.train_tokens is not None:

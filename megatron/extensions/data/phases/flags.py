@@ -1,5 +1,4 @@
-"""Flags for phases and for changing batch sizes, and the import paths of their parts. This module does not import
-torch."""
+"""Flags and registrations of phases and batch size schedules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ class PhasesConfig:
     """Phases of a run."""
 
     data_phases: str | None = flag(None, "--data-stages", path="local")
-    """YAML file that divides the run into phases. Each starts at a sample, token or iteration, and has its own data,
-    sequence length, batch size and learning rate."""
+    """YAML file that divides the run into phases. Each phase starts at a sample, token or iteration, and may have its
+    own data, sequence length, batch size and learning rate."""
 
 
 @extension_flags(
@@ -32,22 +31,22 @@ class PhasesConfig:
 )
 @dataclass(frozen=True)
 class BatchScheduleFlags:
-    """The global batch size as a function of consumed samples or tokens."""
+    """Global batch size as a function of consumed samples or tokens."""
 
     rampup_batch_size: tuple[int, ...] | None = flag(None, many=True, above=0)
     """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
 
     step_batch_size_schedule: str | None = None
-    """Batch sizes by consumed tokens, instead of global-batch-size: "0:384 200B:768" is 384, and 768 from 2e11 tokens
-    on."""
+    """Batch sizes by consumed tokens, which replace --global-batch-size: "0:384 200B:768" starts with 384 and uses 768
+    from 2e11 tokens on."""
 
     @property
     def changes_batches(self) -> bool:
-        """True if a flag makes the batch size change."""
+        """True if a flag changes the batch size during the run."""
         return self != BatchScheduleFlags()
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Batch sizes of a resolved and validated run."""
+        """Return the batch sizes of a resolved and validated run."""
         final = config.training.global_batch_size
         if self.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(self.step_batch_size_schedule)

@@ -1,4 +1,5 @@
-"""Transition of a run from one phase to the next: data, shapes, positions and schedule. The parameters stay."""
+"""Transition of a run from one phase to the next: data, shapes, positions and schedule change; the parameters do
+not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class EntersPhases(Callback):
 
 
 def enter_phase(run: TrainingRun) -> None:
-    """Enter the phase of the next step, unless the run is in it. Called on every rank, between two steps."""
+    """Enter the phase of the next step, unless the run is in this phase already. Every rank calls this between two
+    steps."""
     assert isinstance(run.plan, PhasePlan)
     # An evaluation-only run uses the data of the phase in which the model was last trained.
     phase = run.plan.at(run.progress.consumed_samples - run.plan.base.training.skip_train)
@@ -43,7 +45,7 @@ def is_over(run: TrainingRun) -> bool:
 
 
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
-    """Switch the run's parts to a phase."""
+    """Switch the run to a phase."""
     started = run.config is not run.plan.base
     config = run.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)

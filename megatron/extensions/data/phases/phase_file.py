@@ -1,4 +1,4 @@
-"""Reader of the --data-phases file: a YAML list of phases, each with its beginning and the flags that it changes."""
+"""Reader of the --data-phases file, a YAML list of phases. Each phase has a beginning and the flags that it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS = {
 }
 
 FRACTION = "from-fraction"
-"""Key for a beginning as a fraction of the run's length."""
+"""Key of a beginning that is given as a fraction of the run's length."""
 
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")
@@ -61,36 +61,37 @@ class PhaseEntry:
     """One phase of the file."""
 
     where: str
-    """Location in the file, for messages."""
+    """Location of the phase in the file, for messages."""
 
     name: str
     unit: str
     start: float
-    """First sample, token or iteration, depending on `unit`; or the fraction of the run before the phase."""
+    """Position of the phase's beginning, in samples, tokens or iterations depending on `unit`, or as a fraction of the
+    run."""
 
     values: tuple[tuple[str, object], ...]
-    """(field, value) of the flags that it changes."""
+    """(field, value) pairs of the flags that the phase changes."""
 
     anew: bool | tuple[str, ...] = False
-    """True if all data sources restart in this phase, or the names of the sources that restart."""
+    """True if all data sources restart in this phase; otherwise, the names of the sources that restart."""
 
     def value(self, field: str) -> object:
         return dict(self.values).get(field)
 
     def whole(self, field: str) -> int | None:
-        """Value of an integer field; None if the phase does not change it."""
+        """Return the value of an integer field; None if the phase does not change the field."""
         value = self.value(field)
         assert value is None or isinstance(value, int)
         return value
 
     @property
     def own_lr(self) -> bool:
-        """True if it has its own learning-rate schedule."""
+        """True if the phase has its own learning-rate schedule."""
         return any(field in (*LR_SHAPE, *LR_LENGTHS) for field, _ in self.values)
 
 
 def read_phases(path: str) -> tuple[tuple[PhaseEntry, ...], tuple[Problem, ...]]:
-    """Return the phases of a file, in order, and every problem with it."""
+    """Return the phases of a file, in order, and all problems with the file."""
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:
@@ -119,7 +120,8 @@ def _read(path: str, changed: int) -> tuple[tuple[PhaseEntry, ...], tuple[Proble
     names = [entry.name for entry in found]
     for entry in found:
         if names.count(entry.name) > 1:
-            problems.append(Problem(f"{entry.where}: name", entry.name, "is another phase's too", "give each its own"))
+            rule, remedy = "is also the name of another phase", "give each phase its own name"
+            problems.append(Problem(f"{entry.where}: name", entry.name, rule, remedy))
     return tuple(found), tuple(dict.fromkeys(problems))
 
 
@@ -141,7 +143,7 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Plain]]) -> tuple
                 if starts[-1][1] < 0:
                     raise ValueError
             except (ValueError, OverflowError):
-                rule = "must be a whole number, 0 or above"
+                rule = "must be an integer, at least 0"
                 problems.append(Problem(f"{where}: {key}", " ".join(texts_of(value)), rule, "correct it"))
         elif dashes == FRACTION:
             try:
@@ -149,7 +151,7 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Plain]]) -> tuple
                 if not 0 <= starts[-1][1] < 1:
                     raise ValueError
             except ValueError:
-                rule = "must be a number from 0 to below 1: the part of the run that is before the phase"
+                rule = "must be at least 0 and below 1: the fraction of the run that is before the phase"
                 remedy = "use for example 0.8 for the last 20 %"
                 problems.append(Problem(f"{where}: {key}", " ".join(texts_of(value)), rule, remedy))
         elif dashes == "starts-anew":

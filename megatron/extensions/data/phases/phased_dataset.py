@@ -1,4 +1,4 @@
-"""Training samples of a run with phases, as one data set."""
+"""Training data of a run with phases, as one data set."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
 class PhasedDataset(SampleOrder):
-    """Training samples of a run by their numbers in the run: sample i, in phase k, is sample i - `firsts[k]` of
-    `parts[k]`, or sample i of that part if the parts are `numbered_by_run`. Samples of different phases may have
-    different lengths. `end` is the number of samples of the run."""
+    """Training samples of a run, by sample number in the run. Sample i of the run, which is in phase k, is sample i -
+    `firsts[k]` of `parts[k]`, or sample i of `parts[k]` if `numbered_by_run` is True. Samples of different phases may
+    have different lengths. `end` is the number of samples of the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)
@@ -26,14 +26,15 @@ class PhasedDataset(SampleOrder):
         self.fingerprint = parts[0].fingerprint
 
     def place(self, index: int) -> tuple[Dataset, int]:
-        """(data set of its phase, number in it) for a sample. Raises IndexError beyond the end."""
+        """Return the data set of a sample's phase, and the sample's number in this data set. Raises IndexError if the
+        run has no such sample."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         phase = bisect_right(self.firsts, index) - 1
         return self.parts[phase], index - self.zeros[phase]
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """As in the parts, all of which number their sources alike."""
+        """Return the source numbers of samples. All phases number the sources in the same way."""
         stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))

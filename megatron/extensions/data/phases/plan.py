@@ -22,14 +22,15 @@ from megatron.training.plan import History, Phase, RunPlan
 
 
 class PhaseScheduler(OptimizerParamScheduler):
-    """A phase's own learning rate, which begins with the phase; weight decay follows the schedule of the whole run."""
+    """Learning-rate schedule of a phase, which begins with the phase. Weight decay follows the schedule of the whole
+    run."""
 
     def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
         super().__init__(own, ScheduleLength.in_samples(own, samples))
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
-        # Skipped steps make the schedule lag behind the samples: the phase's schedule then begins late, but never
+        # Skipped steps delay the schedule relative to the samples, so that a phase's schedule may begin late, but never
         # early.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
@@ -39,7 +40,7 @@ class PhaseScheduler(OptimizerParamScheduler):
 
 @dataclass(frozen=True)
 class PhasePlan(RunPlan):
-    """Phases of a file."""
+    """Plan of the phases in a file."""
 
     phases: tuple[FilePhase, ...]
     flag: ClassVar[str] = "--data-phases"
@@ -67,21 +68,21 @@ class PhasePlan(RunPlan):
 
     @property
     def schedule_sizes(self) -> BatchSizes:
-        """Batch sizes of the run; a phase that has begun keeps its batch size."""
+        """Batch sizes of the run. A phase that has begun keeps its batch size."""
         return self.sizes
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> None:
-        """Phases that have begun keep their batch sizes."""
+        """Do nothing: phases that have begun keep their batch sizes."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
-        """Schedule of a phase: its own, or the run's."""
+        """Return the schedule of a phase: the phase's own, or the run's."""
         whole = self.schedule()
         if phase.optimizer is None:
             return whole
         return PhaseScheduler(whole, phase.optimizer, phase.first_sample, phase.samples)
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Text about the beginning, length and changes of a phase."""
+        """Describe the beginning, length, batch sizes and learning rate of a phase."""
         assert isinstance(phase, FilePhase)
         training, length = phase.config.training, phase.config.model.seq_length
         ending = min(self.sizes.iterations(phase.first_sample + phase.samples), self.iterations)

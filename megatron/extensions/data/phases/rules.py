@@ -1,4 +1,5 @@
-"""Rules about the phases of a file: they must be runnable, and must continue those that a checkpoint's run has begun.
+"""Rules about the phases of a file: each phase must be runnable, and a resumed run must not change the phases that it
+has begun.
 
 This module does not import torch.
 """
@@ -26,8 +27,15 @@ def findings(
     phases: Sequence[FilePhase] | None,
     problems: Sequence[Problem],
 ) -> list[Problem]:
-    """Report problems that `judge` finds in a run by its flags and in each phase, and problems of the file: `problems`
-    are those found so far, and there may be no phases."""
+    """Return the problems of the flags, of each phase, and of the file.
+
+    Args:
+        config: Configuration as given by the flags.
+        resolved: Resolved configuration.
+        judge: Returns the problems of a configuration.
+        phases: Phases of the file; None if they cannot be determined.
+        problems: Problems found so far.
+    """
     problems = [*problems, *phase_rules(resolved, phases or ())]
     if phases is None:
         return problems + [p for p in judge(config) if (p.flag, p.value) != ("--data-path", None)]
@@ -41,8 +49,8 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """The configuration without phases, so that rules judge the flags; its data are the first phase's if the flags name
-    none."""
+    """Return the configuration without phases, to which rules about flags apply. Its data are the first phase's if the
+    flags name no data."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
@@ -50,14 +58,14 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Return the configuration of a phase in a form that the rules of a run can check."""
+    """Return the configuration of a phase as a run of its own, to which the rules apply."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
 
 
 def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Problem]:
-    """Check flags together with --data-phases, in a resolved configuration."""
+    """Check other flags of a resolved configuration with --data-phases."""
     path, training = config.options(PhasesConfig).data_phases, config.training
     assert path is not None
     entries, _ = read_phases(path)
@@ -68,7 +76,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     if config.data.dataset not in ("gpt", "mock"):
         yield Problem.exclusive("--data-phases", path, f"--dataset-type {config.data.dataset}")
     if config.data.per_split and any(entry.value("data_path") for entry in entries):
-        rule = "phases have data paths of their own, and cannot be combined with --train-, --valid- or --test-data-path"
+        rule = "phases with data paths cannot be combined with --train-, --valid- or --test-data-path"
         yield Problem("--data-phases", path, rule, "give --valid NAME=PREFIX, or no data paths in the phases")
     if config.data.dataset == "mock" and (where := those_with("data_path")):
         yield Problem(
@@ -78,10 +86,10 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     ramp = "--rampup-batch-size" if changes.rampup_batch_size else "--step-batch-size-schedule"
     if changes != BatchScheduleFlags():
         if training.train_iters is not None:
-            rule = "cannot be combined with --train-iters in a run of phases: iterations differ in samples"
+            rule = "cannot be combined with --train-iters if phases change the samples per iteration"
             yield Problem(ramp, None, rule, "use --train-samples or --train-tokens instead")
         if where := those_with("global_batch_size"):
-            yield Problem(ramp, None, f"{where} set global-batch-size too", "keep one of them")
+            yield Problem(ramp, None, f"cannot be combined with global-batch-size in {where}", "keep one of them")
         if changes.step_batch_size_schedule and (where := those_with("seq_length")):
             rule = f"counts tokens of --seq-length {config.model.seq_length}, and {where} has another length"
             yield Problem(ramp, None, rule, "set global-batch-size in the phases instead")
@@ -94,7 +102,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem("--no-load-lr-state", None, rule, "remove it")
     shapes = {(s.config.model.seq_length, s.config.training.micro_batch_size) for s in phases}
     if named_value(config, "cuda_graph_impl") == "local" and len(shapes) > 1:
-        rule = "its graphs have one shape, and phases differ in seq-length or micro-batch-size"
+        rule = "needs one shape, but phases differ in seq-length or micro-batch-size"
         yield Problem("--cuda-graph-impl", "local", rule, "use --cuda-graph-impl none")
     where = those_with("rotary_scaling_factor", "rope_type", "mscale")
     if config.model.attention_facts.scales_scores and config.model.mscale_all_dim and where:
@@ -106,16 +114,17 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     for entry in entries:
         words = entry.value("data_path")
         if isinstance(words, list | tuple) and len(words) > 1 and all(weight_of(word) is None for word in words):
-            rule = "names several data sets without weights, which would be read once"
-            yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
+            rule = "names several data sets without weights, which cannot be repeated"
+            yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each data set")
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Report phases that have begun differently from their plan, or are planned to begin before the run's position."""
+    """Yield messages about phases that have begun with other values, or that would begin before the run's current
+    sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:
-            rule = f"began at sample {saved['first_sample']} in the checkpoint, and begins at {phase.first_sample} now"
+            rule = f"began at sample {saved['first_sample']} in the checkpoint, but now begins at {phase.first_sample}"
             yield f"{where} {rule}"
         now, before = phase.values, saved["values"]
         if before is None:  # saved by a run without phases
@@ -123,13 +132,13 @@ def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
         for field, value in before.items():
             if value != now.get(field):
                 name = field_table()[field].name if field in field_table() else "--starts-anew"
-                rule = f"has begun with {name[2:]} {_shown(value)}, and has {_shown(now.get(field))} now"
+                rule = f"has begun with {name[2:]} {_shown(value)}, but now has {_shown(now.get(field))}"
                 yield f"{where} {rule}"
         for field in now.keys() - (before or now).keys():
-            yield f"{where} has begun without {field.replace('_', '-')}, and has it now"
+            yield f"{where} has begun without {field.replace('_', '-')}, but now has it"
     for phase in phases[len(history.phases) :]:
         if phase.first_sample < history.consumed_samples:
-            rule = f"begins at sample {phase.first_sample}, and the run is at sample {history.consumed_samples}"
+            rule = f"begins at sample {phase.first_sample}, but the run is at sample {history.consumed_samples}"
             yield f"{phase.entry.where} {rule}"
 
 

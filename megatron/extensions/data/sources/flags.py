@@ -1,4 +1,4 @@
-"""Flags of streams, and the formats of data sets of other libraries, as kinds of paths of --data-path. No torch."""
+"""Flags of streams, and registration of other libraries' formats for --data-path. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @extension_flags("streams of documents", may_change=True)
 @dataclass(frozen=True)
 class StreamConfig:
-    """Documents that are tokenized while the run trains."""
+    """Options for documents that are tokenized during training."""
 
     stream_shuffle_window: int = flag(1024, above=0, no_effect_without="--dataset-type stream")
-    """Documents of a stream that are shuffled together, by the seed; 1 keeps their order."""
+    """Number of documents of a stream that are shuffled together, with the run's seed; 1 keeps their order."""
 
 
 _HERE = f"{__package__}.path_kinds"

@@ -1,4 +1,5 @@
-"""Data sets of Hugging Face's `datasets`: folders of `save_to_disk`, and files of rows that it reads."""
+"""Data sets of Hugging Face's `datasets`: folders written by `save_to_disk`, and files of rows that the library
+reads."""
 
 from __future__ import annotations
 
@@ -23,23 +24,24 @@ from megatron.extensions.data.sources.documents import (
 from megatron.extensions.data.text_data.inputs import by_name
 
 SCHEME = "datasets:"
-"""Before a path: read its files by `datasets` and not as text."""
+"""Prefix of a path whose files `datasets` reads, instead of the reader of text files."""
 
 ROWS = 1024
-"""Rows that are taken at a time."""
+"""Number of rows that are read together."""
 
 READERS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "csv": "csv", "text": "text"}
-"""Format of a file -> the name of its reader in `datasets`."""
+"""Maps file formats to the names of their readers in `datasets`."""
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
-"""A data set of the hub, as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
+"""Name of a data set on the hub, such as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
 
 ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
-"""Files of a folder of `save_to_disk`: of a data set, and of one with a folder for each split."""
+"""Files by which folders of `save_to_disk` are recognized: folders of one data set, and folders with a subfolder for
+each split."""
 
 
 class Rows(Protocol):
-    """The methods of a data set of the library that are used, of a streamed one or not."""
+    """Methods of the library's data sets, streamed or not, that this module uses."""
 
     def __iter__(self) -> Iterator[Mapping[str, object]]: ...
 
@@ -57,18 +59,19 @@ class Rows(Protocol):
 
 
 def is_saved(path: str) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
+    """Return True if a folder was written by `save_to_disk`."""
     names = (os.path.join(path, name) for name in (*ONE_SET, SEVERAL_SETS))
     *one, several = map(os.path.isfile, names)
     return all(one) or several
 
 
 def _copied(path: str) -> str:
-    """A path, or for a URL the folder or glob of the copies of its files, which the processes of a host share."""
+    """Return a local path unchanged; for a URL, return the folder or glob of the local copies of its files, which the
+    processes of a host share."""
     place = located(path)
     if not isinstance(place, UrlPath):
         if "://" in path:
-            raise ValueError("URLs are those of object storage, such as datasets:s3://bucket/folder")
+            raise ValueError("URLs must refer to object storage, such as datasets:s3://bucket/folder")
         return path
     if stored_names(place):
         return str(local_folder(place, _is_shown))
@@ -80,8 +83,8 @@ def _is_shown(name: str, pattern: str = "*") -> bool:
 
 
 class HuggingFaceDocuments(Documents):
-    """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or (`named`) of a data set of the
-    Hugging Face hub, of which nothing is kept."""
+    """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or of a data set on the Hugging
+    Face hub. The latter is streamed (`named` is True), and nothing is stored."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")
@@ -90,7 +93,7 @@ class HuggingFaceDocuments(Documents):
         if self._saved and os.path.isfile(os.path.join(path, SEVERAL_SETS)):
             splits = sorted(name for name in os.listdir(path) if is_saved(os.path.join(path, name)))
             example = os.path.join(path, (splits or ["SPLIT"])[0])
-            raise ValueError(f"has a folder for each split; name one of {', '.join(splits)}, as {example}")
+            raise ValueError(f"has a folder for each split ({', '.join(splits)}); name one of them, such as {example}")
         self.files = [] if self.named else self._files()
         self.key = chosen_key(wanted, next(iter(self._opened()), {}))
 
@@ -106,7 +109,7 @@ class HuggingFaceDocuments(Documents):
         if not self._saved:
             found = [path for path in found if by_name(path)[0] in READERS]
         if not found:
-            raise ValueError(f"there is no file that datasets reads; the path is taken from {os.getcwd()}")
+            raise ValueError(f"there is no file that datasets reads; the path is relative to {os.getcwd()}")
         return found
 
     def _opened(self) -> Rows:
@@ -120,9 +123,9 @@ class HuggingFaceDocuments(Documents):
             return found
         readers = {READERS[str(by_name(path)[0])] for path in self.files}
         if len(readers) > 1:
-            raise ValueError(f"files of several formats, {', '.join(sorted(readers))}; name those of one, by a glob")
+            raise ValueError(f"files of several formats, {', '.join(sorted(readers))}; name one format by a glob")
         (reader,) = readers
-        # Streamed: otherwise the library would first copy all rows into its own cache.
+        # Without streaming, the library would first copy all rows into its own cache.
         found = self._library.load_dataset(reader, data_files=self.files, split="train", streaming=True)
         return found
 
@@ -131,8 +134,8 @@ class HuggingFaceDocuments(Documents):
             yield from map(document_of, batch[self.key])
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) from `cursor` on. A cursor is a row number or, if the library can only stream,
-        [state of the library, number of rows after that state]."""
+        """Yield (cursor, document) pairs from `cursor` on. A cursor is a row number or, if rows are streamed, [state of
+        the library, number of rows after that state]."""
         rows = self._opened().select_columns([self.key])
         if self._saved:
             first = cursor if isinstance(cursor, int) else 0

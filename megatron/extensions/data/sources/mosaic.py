@@ -1,4 +1,4 @@
-"""Shards of mosaicml-streaming: a folder with index.json, of MDS, JSON or CSV shards, compressed or not."""
+"""Shards of mosaicml-streaming: a folder with index.json and MDS, JSON or CSV shards, compressed or not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.extensions.data.sources.documents import Documents, Value, chosen_
 INDEX = "index.json"
 
 DEFAULTS = {"split": "", "download_retry": 2, "download_timeout": 60, "validate_hash": None, "keep_zip": False}
-"""Values of a stream's settings."""
+"""Settings of the library's streams."""
 
 
 def is_mosaic(path: str) -> bool:
-    """Return whether a folder has the index of MosaicML's shards."""
+    """Return True if a folder contains an index of MosaicML shards."""
     try:
         with open(os.path.join(path, INDEX), encoding="utf-8") as stream:
             start = stream.read(1 << 16)
@@ -27,7 +27,7 @@ def is_mosaic(path: str) -> bool:
 
 
 class MosaicDocuments(Documents):
-    """A document of each sample. Columns with pickles, which run code, are refused by the library."""
+    """One document of each sample. The library refuses columns of pickles, which could run code."""
 
     unit = "sample"
 
@@ -47,11 +47,11 @@ class MosaicDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """A cursor is [shard, sample in it]."""
+        """Yield (cursor, document) pairs from a cursor on. A cursor is [shard number, sample number in the shard]."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         with ExitStack() as folders:
             stream = self._streams.Stream(local=self._path)
-            if self._compressed:  # decompressed one shard at a time, beside nothing of the user's
+            if self._compressed:  # decompress one shard at a time, and not into the user's folder
                 copies = folders.enter_context(tempfile.TemporaryDirectory())
                 stream = self._streams.Stream(remote=os.path.abspath(self._path), local=copies)
             stream.apply_default(DEFAULTS)

@@ -1,4 +1,5 @@
-"""Data sets of the three libraries as kinds of paths. No torch, and no library before one is used."""
+"""Path kinds for data sets of the three libraries. This module does not import torch, and imports a library only when
+it is used."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Files that a library reads: `documents` is the class that does, `holds` says whether a path is of the kind."""
+    """Path kind for data sets that a library reads. `documents` names the class that reads them; `holds` returns True
+    if a path is of this kind."""
 
     urls = True
 
@@ -32,7 +34,7 @@ class SourceKind(DataKind):
         return bool(self.scheme and path.startswith(self.scheme)) or self.holds(path)
 
     def describe(self, flag: str, path: str) -> str:
-        return f"{path}: read by {self.library}, and its tokens are kept, when the run starts"
+        return f"{path}: read by {self.library} and tokenized when the run starts"
 
     def reader(
         self, data: DatasetConfig, tokenizer: TokenizerConfig, vocab_size: int | None, prepare: Callable[[], object]
@@ -42,21 +44,21 @@ class SourceKind(DataKind):
         return found
 
     def opened(self, flag: str, path: str, wanted: str) -> Documents:
-        """The documents of a path; `wanted` is --text-key. Raises ValueError, which names the flag, where the library
-        is missing, or files are missing, damaged or not what the library reads."""
+        """Return the documents of a path; `wanted` is the value of --text-key. Raises ValueError with the name of the
+        flag if the library is missing, or if files are missing, damaged or in another format."""
         opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
         try:
             documents = opens(path.removeprefix(self.scheme), wanted)
             documents.name = path
             documents.first()
-        except Exception as error:  # the libraries raise errors of their own
+        except Exception as error:  # the libraries raise their own exception classes
             raise ValueError(f"{flag} {path}: {error}") from error
         return documents
 
 
 def _has_shards(path: str) -> bool:
-    """Return whether a path names tar files. A range in braces need not exist yet: the reader says which shard is
-    missing. No store is asked: a URL is one of tar files by its name."""
+    """Return True if a path names tar files. Files of a range in braces need not exist yet: the reader reports missing
+    shards. URLs are recognized by their names, without a request."""
     if "://" in path:
         return isinstance(located(path), UrlPath) and is_shard(path)
     return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))

@@ -1,8 +1,9 @@
-"""Samples of documents that are read and tokenized while the run trains, each with the place where it starts.
+"""Samples of documents that are read and tokenized during training, with the position at which each sample starts.
 
-Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the number
-of the window, and concatenated; samples are cut as in Megatron-LM, and neighbours share a token. A place determines all
-samples that follow. If the place of a sample is unknown, the samples before it are read again.
+Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the window
+number. The shuffled documents are concatenated and cut into samples as in Megatron-LM, where adjacent samples share one
+token. A position determines all samples that follow. If the position of a sample is unknown, the samples before it are
+read again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from megatron.extensions.data.sources.documents import Documents, Value
 
 KEPT = 1 << 16
-"""Places of samples that are kept."""
+"""Largest number of sample positions that are kept."""
 
 
 class Place(NamedTuple):
@@ -29,20 +30,20 @@ class Place(NamedTuple):
 
     epoch: int = 0
     window: int = 0
-    """Number of the window in the epoch."""
+    """Window number in the epoch."""
 
     cursor: object = None
     """Cursor of the first document of the window."""
 
     document: int = 0
-    """Number of finished documents of the shuffled window."""
+    """Number of finished documents in the shuffled window."""
 
     token: int = 0
     """Number of consumed tokens of the current document."""
 
 
 class SampleStream:
-    """The samples of a stream, of `length` + 1 tokens."""
+    """Samples of a stream, with `length` + 1 tokens each."""
 
     def __init__(
         self, documents: Documents, encode: Callable[[Value], NDArray[np.int64]], length: int, seed: str, window: int
@@ -57,7 +58,7 @@ class SampleStream:
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
-        """Return the position at which a sample starts; reads up to it if that is unknown."""
+        """Return the position at which a sample starts. If it is unknown, this reads the stream up to the sample."""
         with self._lock:
             found = self._places.get(sample)
         if found is None:
@@ -67,7 +68,7 @@ class SampleStream:
 
     def know(self, sample: int, place: Place) -> None:
         """Record the position at which a sample starts."""
-        with self._lock:  # a checkpoint asks for places while threads read on
+        with self._lock:  # a checkpoint may request positions while threads read samples
             if sample in self._places:
                 return
             self._places[sample] = place
@@ -76,7 +77,7 @@ class SampleStream:
                 del self._places[self._numbers.pop(1)]
 
     def __call__(self, first: int) -> Iterator[NDArray[np.int64]]:
-        """The samples from number `first` on."""
+        """Yield the samples from number `first` on."""
         with self._lock:
             number = self._numbers[bisect_right(self._numbers, first) - 1]
             place = self._places[number]
@@ -98,7 +99,7 @@ class SampleStream:
             self.know(number, held[0][0]._replace(token=offset))
 
     def _documents_from(self, place: Place) -> Iterator[tuple[Place, NDArray[np.int64]]]:
-        """Places and token ids of the documents from a place on, epoch after epoch."""
+        """Yield positions and token ids of the documents from a position on, epoch after epoch."""
         epoch, window, cursor, behind, _ = place
         while True:
             some = False
@@ -113,7 +114,7 @@ class SampleStream:
                 behind = 0
                 window += 1
             if not some and cursor is None:
-                raise ValueError("the stream of data has no token")
+                raise ValueError("the data stream contains no tokens")
             epoch += 1
             window, cursor = 0, None
 

@@ -1,4 +1,4 @@
-"""Documents of a library that are tokenized while the run trains, and their place in checkpoints."""
+"""Documents of a library that are tokenized during training; checkpoints store the position in the stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.run import TrainingRun
 
 
 class StreamedDataset(GeneratorDataset):
-    """`samples` samples of documents that are read on while the run trains."""
+    """Data set of `samples` samples of documents that are read during training."""
 
     def __init__(
         self, documents: Documents, samples: int, format: SampleFormat, seed: str, config: DatasetConfig
@@ -54,7 +54,7 @@ class StreamedDataset(GeneratorDataset):
 
 
 def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """The splits of a run, a stream each."""
+    """Return the splits of a run, each of which is a stream. `sizes` contains the number of samples of each split."""
     assert isinstance(config, DatasetConfig)
     paths = (config.train_data_path or config.data_path, config.valid_data_path, config.test_data_path)
     found: list[StreamedDataset | None] = []
@@ -88,21 +88,21 @@ def stream_in(dataset: object) -> StreamedDataset:
 
 
 def with_tokenizer(dataset: StreamedDataset, tokenizer: Tokenizer | None) -> None:
-    """Gives a stream the tokenizer. Raises ValueError if its text needs one and there is none."""
+    """Set the tokenizer of a stream. Raises ValueError if the stream contains text and there is no tokenizer."""
     if tokenizer is None and not isinstance(dataset.documents.first(), np.ndarray):
         raise ValueError(f"{dataset.documents.name}: text needs a tokenizer; add --tokenizer-type and its files")
     dataset.tokenizer = tokenizer
 
 
 class PlaceInStream(Callback):
-    """Stores in checkpoints where the next sample of the training stream starts, so that a resumed run need not read
+    """Callback that stores the position of the next training sample in checkpoints, so that a resumed run need not read
     earlier data.
 
     Every rank computes the same position.
     """
 
     known: Mapping[str, object] = MappingProxyType({})
-    """The state of the checkpoint that the run resumes from."""
+    """State of the checkpoint from which the run resumes."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self._run = run

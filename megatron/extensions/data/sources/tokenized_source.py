@@ -1,6 +1,6 @@
-"""Documents that a library reads as training data: written once into an indexed dataset, which a cache keeps.
+"""Conversion of documents that a library reads to an indexed dataset, which is cached.
 
-The cache, its locks and its checks are those of text files (`megatron.extensions.data.text_data.tokenized`).
+The cache, its locks and its checks are the same as for text files (`megatron.extensions.data.text_data.tokenized`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron.extensions.data.text_data.identity import Digests, identity_of, st
 from megatron.extensions.data.text_data.tokenized import Source, TextData
 
 RECORDS = 1024
-"""Records that are taken at a time, unless their texts or tokens are large."""
+"""Number of records of token ids that are read together."""
 
 
 def dtype_of(job: Job) -> np.dtype:
-    """The dtype of token ids: that of the tokenizer's vocabulary, or of --vocab-size."""
+    """Return the dtype of token ids, which depends on the tokenizer's vocabulary or on --vocab-size."""
     named = job.tokenizer.tokenizer_type is not None
     size = build_tokenizer(job.tokenizer, job.vocab_size).vocab_size if named else job.vocab_size
     return best_dtype(size or 1 << 30)
@@ -35,14 +35,21 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Files of a library, and what else determines their tokens."""
+    """Documents that a library reads, and everything else that determines their tokens."""
 
     documents: Documents
     path: str
 
     @classmethod
     def from_documents(cls, documents: Documents, path: str, job: Job, folder: Path) -> DocumentSource:
-        """`folder` keeps the digests of files."""
+        """Create the source of documents.
+
+        Args:
+            documents: Documents that a library reads.
+            path: Path of the data set, for messages.
+            job: Settings of tokenization.
+            folder: Folder that stores the digests of files.
+        """
         files = text_files(documents.files)
         digests = Digests(folder).of(files)
         described: dict[str, object] = {
@@ -84,7 +91,7 @@ class DocumentSource(Source):
         return Chunk(self.path, self.documents.unit, last - len(records) + 1, records, size, 0, False)
 
     def _tokens(self, job: Job) -> Iterator[tuple[Chunk, Encoded]]:
-        """Token ids as they are: no end of a document is added."""
+        """Yield token ids unchanged; no end-of-document token is added."""
         documents, first = iter(self.documents), 1
         while values := list(islice(documents, RECORDS)):
             ids, bad = list[np.ndarray](), list[tuple[int, str]]()
@@ -102,13 +109,13 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True)
 class SourceData(TextData):
-    """How the documents of a library become datasets in this run."""
+    """Conversion of documents that a library reads to datasets in this run."""
 
     kind: SourceKind
 
     def prefix(self, flag: str, value: str) -> str:
-        """Prefix of the dataset of the documents of `value`, made now if that has not been done. Raises ValueError
-        where the documents cannot be read."""
+        """Return the prefix of the dataset for the documents of `value`, which is created now if necessary. Raises
+        ValueError if the documents cannot be read."""
         documents = self.kind.opened(flag, value, self.options.key_of(value))
         if not documents.files:
             raise ValueError(f"{flag} {value}: is not on this machine; stream it with --dataset-type stream")

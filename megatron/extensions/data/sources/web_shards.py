@@ -1,4 +1,4 @@
-"""Shards of WebDataset: tar files, in which the members of a sample share the name before the first dot."""
+"""Shards of WebDataset: tar files in which all members of a sample have the same name before the first dot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 DECODED = ("txt", "text", "transcript", "json", "jsn", "npy")
-"""Endings of members that the library decodes here. Pickles, which run code, are not read."""
+"""File extensions of members that are decoded. Pickles, which could run code, are not read."""
 
 PLAIN = ("txt", "text", "transcript")
 
@@ -37,9 +37,8 @@ def is_shard(name: str) -> bool:
 
 
 def shards_of(path: str) -> list[str]:
-    """Shards of a folder, file, glob or range in braces such as shard-{000..131}.tar, sorted. Empty if there are none.
-
-    A range must name files that exist, so that no shard is left out unnoticed."""
+    """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar; empty if there
+    are none. Files of a range are listed even if they do not exist, so that a missing shard is noticed."""
     place = located(path)
     if isinstance(place, UrlPath):
         return _stored_shards(path, place)
@@ -54,14 +53,14 @@ def shards_of(path: str) -> list[str]:
 
 
 def _stored_shards(url: str, place: UrlPath) -> list[str]:
-    """Shards that a URL, a glob of names or a range in braces names."""
+    """Return the shards that a URL names; its last part may be a glob or contain a range in braces."""
     if "{" in url:
         return list(library("braceexpand", "webdataset").braceexpand(url))
     return [str(place.parent / name) for name in stored_names(place.parent, place.name) if is_shard(name)]
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """The first shard that does not exist, with one request for each folder of a URL. Raises OSError."""
+    """Return the first shard that does not exist, with one request for each folder of URLs. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}
@@ -72,7 +71,7 @@ def missing_shard(files: Sequence[str]) -> str | None:
 
 
 def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
-    """Yield the samples of a shard. Raises ValueError with its name if the tar file is damaged."""
+    """Yield the samples of a shard. Raises ValueError with the name of the shard if the tar file is damaged."""
     try:
         yield from samples
     except (tarfile.TarError, EOFError, zlib.error) as error:
@@ -81,10 +80,10 @@ def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
 
 
 class WebDocuments(Documents):
-    """A document of each sample of some shards.
+    """One document of each sample in WebDataset shards.
 
-    It is the member whose ending --text-key names (`txt`, `npy`), or that field of the member `json`; by default the
-    member `txt`, the field `text`, or `input_ids`."""
+    --text-key names the extension of the member that contains the document, such as `txt` or `npy`, or a field of the
+    member `json`. By default, the document is the member `txt`, the field `text`, or the token ids `input_ids`."""
 
     unit = "sample"
 
@@ -96,7 +95,7 @@ class WebDocuments(Documents):
         if (missing := missing_shard(self.files)) is not None:
             raise ValueError(f"there is no shard {missing}; correct the range")
         if not self.files:
-            where = "" if isinstance(located(path), UrlPath) else f"; the path is taken from {os.getcwd()}"
+            where = "" if isinstance(located(path), UrlPath) else f"; the path is relative to {os.getcwd()}"
             raise ValueError(f"there is no shard ({', '.join(SUFFIXES)}){where}")
         found = self.first()
         if isinstance(found, ValueError):
@@ -106,10 +105,10 @@ class WebDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """A cursor is [shard, sample in it]."""
+        """Yield (cursor, document) pairs from a cursor on. A cursor is [shard number, sample number in the shard]."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         for place, shard in enumerate(self.files[first:], first):
-            # An absolute path, as the library opens others, such as pipe:COMMAND, in ways of their own.
+            # An absolute path, because the library treats other names, such as pipe:COMMAND, specially.
             samples = self._library.WebDataset(
                 [os.path.abspath(local_path(shard))],
                 shardshuffle=False,
@@ -142,7 +141,7 @@ class WebDocuments(Documents):
                 return self._decoded(f"{name}.npy", sample)
         members = [name for name in sample if not name.startswith("__")]
         inside = f", of which json has {', '.join(map(repr, fields))}" if isinstance(fields, dict) and fields else ""
-        raise ValueError(f"no member {self._wanted!r} (--text-key); those of the sample are {members}{inside}")
+        raise ValueError(f"no member {self._wanted!r} (--text-key); the members of the sample are {members}{inside}")
 
     def _decoded(self, name: str, sample: Mapping[str, bytes]) -> object:
         if name.rpartition(".")[2] not in DECODED:

@@ -1,4 +1,4 @@
-"""Conversion of chunks of records into token ids, in this process or in several."""
+"""Conversion of record chunks to token ids, in this process or in several worker processes."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ CHUNKS_IN_FLIGHT = 3  # in each worker
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a worker."""
+    """Settings of tokenization in one process."""
 
     tokenizer: TokenizerConfig
     vocab_size: int | None
     reading: Reading
     append_eod: bool
     prepare: Callable[[], object]
-    """Called first in each worker process: registers the user's tokenizers."""
+    """Function that each worker process calls first, to register the user's tokenizers."""
 
     stand_in: bool = False
-    """True if gigatoken replaces the tokenizers."""
+    """True to use gigatoken instead of the tokenizer."""
 
 
 @dataclass
 class Encoded:
-    """Documents of a chunk: for each key, their tokens back to back and their lengths."""
+    """Tokenized documents of a chunk. For each key, there is one array of concatenated tokens and one of document
+    lengths."""
 
     tokens: list[NDArray]
     lengths: list[NDArray[np.int32]]
     bad: list[tuple[int, str]]
     blank: int
     peak_memory: int
-    """Peak memory, in bytes, of the process that made it."""
+    """Peak memory, in bytes, of the process that tokenized the chunk."""
 
     compared: int
-    """Number of its characters whose ids were compared with the ids of the original tokenizer."""
+    """Number of characters of the chunk whose gigatoken ids were compared with those of the original tokenizer."""
 
 
 class Encoder:
-    """Convert chunks into token ids."""
+    """Tokenizer of chunks."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -102,7 +103,7 @@ class Encoder:
             ids = tokenizer.tokenize(text) if text else []
         except UnicodeEncodeError as error:
             raise ValueError(f"not Unicode text: {error.reason} at character {error.start}") from None
-        # An empty document stays empty: there is nothing to learn from a lone EOD.
+        # An empty document stays empty, without an end-of-document token.
         document = np.empty(len(ids) + len(self.ending) if len(ids) else 0, self.dtype)
         if len(ids):
             document[: len(ids)], document[len(ids) :] = ids, self.ending
@@ -110,7 +111,7 @@ class Encoder:
 
 
 def peak_memory() -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -119,8 +120,8 @@ _encoder: Encoder | None = None
 
 def _start_worker(job: Job) -> None:
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers provide the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already run in parallel
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load()
     job.prepare()
@@ -141,8 +142,8 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Handle a signal that ends the program only after the block."""
-    if threading.current_thread() is not threading.main_thread():  # which handles signals
+    """Delay signals that end the program until the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     came: list[int] = []
@@ -158,18 +159,18 @@ def _undisturbed() -> Iterator[None]:
 
 
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encode chunks in parallel and yield them in their order, with a bounded number of them in memory."""
+    """Encode chunks in parallel and yield them in their order, with a bounded number of chunks in memory."""
     if workers == 1:
         encoder = Encoder(job)
         for chunk in chunks:
             yield chunk, encoder(chunk)
         return
-    # Workers are started fresh: a fork would copy locks that other threads hold at that moment.
+    # Workers are spawned, because a forked process would inherit locks that other threads hold.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # it may start a worker, which an interrupted pool would lose
+            with _undisturbed():  # submitting may start a worker, which an interrupted pool would lose
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -1,4 +1,5 @@
-"""Byte-pair encoding with the optional gigatoken package: the same ids as from `tokenizers`, many times faster.
+"""Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers`, many times
+faster.
 
 Its ids are compared with those of the tokenizer that it replaces: on a list of difficult texts when it is built, and on
 a fraction of all documents that it encodes.
@@ -30,15 +31,15 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""All of the first bytes are compared; after that, about one byte in `SHARE_COMPARED`."""
+"""Number of first bytes that are all compared; after them, about one byte in `SHARE_COMPARED` is."""
 
 
 class DifferentIds(Exception):
-    """Raised if gigatoken cannot replace this tokenizer, or returned other ids."""
+    """Raised if gigatoken cannot replace a tokenizer, or returns other ids."""
 
 
 class StandIn:
-    """Encode the texts of one process to arrays of token ids. Construct it with `stand_in_for`."""
+    """Replacement of a tokenizer by gigatoken, for the texts of one process. Use `stand_in_for` to construct it."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken
@@ -47,13 +48,13 @@ class StandIn:
         self._fast = Gigatoken.from_json(reference.to_json())
         self.prefix, self.suffix = (np.array(ids, np.uint32) for ids in reference.added_around())
         self.seen = self.compared = 0
-        """Number of bytes so far. Each character counts as one byte, even outside ASCII."""
+        """Number of bytes encoded and compared so far. Each character counts as one byte, even outside ASCII."""
 
         for text in (*PROBES, *(f"before{name}after {name}" for name in reference.special_names())):
             self._compare(text, self._encode(text))
 
     def tokenize(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text, equal to the reference's. Raises DifferentIds if a comparison fails."""
+        """Return the token ids of a text. Raises DifferentIds if they are compared with the reference's and differ."""
         ids = self._encode(text)
         self.seen += len(text)
         if self.compared < ALWAYS_COMPARED or self.compared * SHARE_COMPARED < self.seen:
@@ -72,15 +73,15 @@ class StandIn:
 
 
 def stand_in_for(tokenizer: Tokenizer) -> StandIn:
-    """Construct a replacement for this tokenizer. Raises DifferentIds with the reason if that is not possible."""
+    """Return a replacement for a tokenizer. Raises DifferentIds with the reason if gigatoken cannot replace it."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
         raise DifferentIds(f"gigatoken supports {BYTE_PAIR_TOKENIZERS}, not {type(tokenizer).__name__}")
     if importlib.util.find_spec("gigatoken") is None:
-        raise DifferentIds("gigatoken is not installed: pip install gigatoken for many times the speed")
+        raise DifferentIds("gigatoken is not installed: pip install gigatoken to tokenize many times faster")
     try:
         return StandIn(tokenizer)
     except DifferentIds:
         raise
     except Exception as error:  # gigatoken does not support this kind of model
-        reason = str(error).split("\n", 1)[0]  # the lines below it refer to gigatoken's source
+        reason = str(error).split("\n", 1)[0]  # the other lines refer to gigatoken's source
         raise DifferentIds(f"gigatoken does not support this tokenizer: {reason}") from None

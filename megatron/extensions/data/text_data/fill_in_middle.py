@@ -3,8 +3,8 @@
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Documents are cut at characters, and their three parts tokenized separately, so that cuts may fall within tokens. The
-random numbers for a sample depend only on the seed and the sample's number, not on the layout, workers or restarts."""
+Documents are cut at characters, possibly within tokens, and their three parts are tokenized separately. The random
+numbers for a sample depend only on the seed and the sample number, not on the layout, workers or restarts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from megatron.extensions.data.text_data.flags import FillInMiddleConfig, of_user
 from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
-"""Character that decoders insert for bytes that are not text: a document that is cut by a sample may begin or end
+"""Character that decoders insert for invalid bytes. A document that is cut at the end of a sample may begin or end
 within a character."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens between the parts, of padding, and of the separators between documents and between their
-    fragments."""
+    """Token ids of the markers between the parts, of padding, and of the separators of documents and of fragments."""
 
     prefix: int
     middle: int
@@ -42,7 +41,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
-        """Raises ValueError that lists each flag whose token the tokenizer does not have."""
+        """Look up the tokens that the flags name. Raises ValueError that lists every flag whose token the tokenizer
+        lacks."""
         fields = {part: f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")}
         fields["split"] = "fim_split_sample"
         names = {part: name for part, field in fields.items() if (name := getattr(config, field)) is not None}
@@ -60,8 +60,8 @@ class SpecialTokens:
 
 
 class FillInMiddle(TextDataset):
-    """Samples of another dataset whose documents are rearranged with probability --fim-rate. The length is kept: excess
-    tokens are cut off, and missing ones are padded. The loss ignores predictions of padding."""
+    """Samples of another dataset, whose documents are rearranged with probability --fim-rate. Samples keep their
+    length: excess tokens are cut off, and shorter samples are padded. The loss ignores predictions of padding."""
 
     def __init__(self, inner: Dataset, config: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
         assert isinstance(inner, TextDataset)
@@ -83,7 +83,7 @@ class FillInMiddle(TextDataset):
         return self.inner.origin(index)
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """Document lengths of the sample before its documents were rearranged."""
+        """Return the documents of the sample before they are rearranged."""
         return self.inner.documents_of(index)
 
     def _text(self, index: int) -> NDArray[np.int64]:
@@ -134,7 +134,7 @@ class FillInMiddle(TextDataset):
 
 
 def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
-    """Stretches between the tokens `at`, which are left out."""
+    """Split ids at the tokens `at`, which are left out."""
     ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]

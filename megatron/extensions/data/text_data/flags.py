@@ -27,15 +27,15 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     paths = _paths_of(config)
     plain = [word for word in own.text_key if "=" not in word]
     if len(plain) > 1:
-        rule = "a record has one document, so that one key holds for all data sets"
+        rule = "a record has one document, so that only one key can apply to all data sets"
         example = f"{paths[-1] if paths else 'b.jsonl'}={plain[-1]}"
-        yield Problem("--text-key", " ".join(plain), rule, f"name the data sets of the others, as {example}")
+        yield Problem("--text-key", " ".join(plain), rule, f"give the other keys as PATH=KEY, such as {example}")
     for word in (word for word in own.text_key if "=" in word):
         path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
         if word == f"{path}=":
             yield Problem("--text-key", word, "names no key", "write PATH=KEY")
-        elif path not in paths and "://" not in path and not glob.glob(path):  # a phase may have other data
-            rule = f"there is no data set {path}; those of the run are {', '.join(paths) or 'none'}"
+        elif path not in paths and "://" not in path and not glob.glob(path):  # phases may use other data
+            rule = f"there is no data set {path}; the data sets of the run are {', '.join(paths) or 'none'}"
             yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
 
 
@@ -48,16 +48,16 @@ class TextDataConfig:
     """Key of JSON objects, or column of tables, that contains the document; PATH=KEY for one data set."""
 
     text_documents: str = flag("file", choices=("file", "line"))
-    """Document unit in a plain text file: the file or a line."""
+    """Unit of a document in a plain text file: the whole file, or a line."""
 
     append_eod: bool = True
     """End each document of text files with the end-of-document token, if the tokenizer has one."""
 
     max_bad_lines: int = flag(0, at_least=0)
-    """Number of unreadable records of text files that may be skipped."""
+    """Largest number of unreadable records of text files to skip; more are an error."""
 
     tokenizer_workers: int | None = flag(None, above=0)
-    """Number of processes per node that tokenize text files; default: one per core."""
+    """Number of processes per node that tokenize text files. Default: one per core for large files."""
 
     def key_of(self, path: str) -> str:
         """Return the JSON key that contains the documents of a data set."""
@@ -69,11 +69,11 @@ def rules_of_fill_in_middle(config: RunConfig, world_size: int) -> Iterator[Prob
     own = config.options(FillInMiddleConfig)
     if own.fim_data:
         if config.tokenizer.tokenizer_type is None:
-            yield Problem("--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files")
+            yield Problem("--fim-data", None, "needs a tokenizer to cut text", "add --tokenizer-type and its files")
         if config.data.dataset != "gpt":
             yield Problem.exclusive("--fim-data", None, f"--dataset-type {config.data.dataset}")
         if own.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and own.fim_split_sample is None:
-            rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
+            rule, remedy = "has no effect without --fim-split-sample", "add the token that splits documents"
             yield Problem("--fim-fragment-rate", own.fim_fragment_rate, rule, remedy)
         return
     for name, value in vars(own).items():
@@ -84,7 +84,7 @@ def rules_of_fill_in_middle(config: RunConfig, world_size: int) -> Iterator[Prob
 @extension_flags("fill in the middle", may_change=True, rules=rules_of_fill_in_middle)
 @dataclass(frozen=True)
 class FillInMiddleConfig:
-    """Fill-in-the-middle samples."""
+    """Options for fill-in-the-middle samples."""
 
     fim_data: bool = False
     """Rearrange documents for fill-in-the-middle: move the middle of a document after its end (arXiv 2207.14255)."""
@@ -100,28 +100,35 @@ class FillInMiddleConfig:
     """Token at which documents are split into fragments, each of which is rearranged separately."""
 
     fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Fraction of the fragments of such a document that are rearranged."""
+    """Fraction of fragments that are rearranged, in documents that --fim-split-sample splits."""
 
     fim_no_prefix: str | None = None
     """Documents and fragments that begin with this text are not rearranged."""
 
     fim_prefix_token: str = "<fim_prefix>"
-    """Token before the prefix."""
+    """Token before the prefix of a rearranged document."""
 
     fim_middle_token: str = "<fim_middle>"
-    """Token before the middle."""
+    """Token before the middle of a rearranged document."""
 
     fim_suffix_token: str = "<fim_suffix>"
-    """Token before the suffix."""
+    """Token before the suffix of a rearranged document."""
 
     fim_pad_token: str = "<fim_pad>"
-    """Token that pads a sample. Predictions of it do not count in the loss."""
+    """Token that pads rearranged samples. The loss ignores predictions of it."""
 
     fim_eod_token: str | None = None
-    """Token between documents; default: the tokenizer's."""
+    """Token between documents. Default: the tokenizer's end-of-document token."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """Return the data set with fill-in-the-middle samples, if --fim-data asks for it."""
+        """Return the data set, with fill-in-the-middle samples if --fim-data is given.
+
+        Args:
+            dataset: Data set to wrap.
+            config: Data configuration.
+            tokenizer: Tokenizer of the run; --fim-data needs one.
+            seed: Seed of the random numbers.
+        """
         if not self.fim_data:
             return dataset
         made: Dataset = imported(f"{__package__}.fill_in_middle:FillInMiddle")(dataset, config, tokenizer, seed)
@@ -129,7 +136,7 @@ class FillInMiddleConfig:
 
 
 def _paths_of(config: RunConfig) -> list[str]:
-    """Paths of the text data of a configuration, as its flags name them."""
+    """Return the data paths that the flags name."""
     data = config.data
     words = [*(data.data_path or ()), *(data.train_data_path or ()), *(data.valid_data_path or ())]
     words += [*(data.test_data_path or ()), *(word.partition("=")[2] for word in data.valid or ())]
@@ -140,7 +147,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """Values of the flags of a user's own extensions, for hashes of data. The flags of built-in extensions do not
-    change data by themselves."""
+    """Return the flag values of the user's own extensions, for hashes of data. The flags of built-in extensions do not
+    affect tokens."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

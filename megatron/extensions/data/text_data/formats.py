@@ -1,7 +1,7 @@
-"""Readers that yield the documents of a file in chunks; their memory does not grow with the file.
+"""Readers that yield the documents of a file in chunks, with memory that does not grow with the file.
 
-Records are kept as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes them. An error in
-one record affects only that record. An error that makes the rest of a file unreadable is an error of the file."""
+Readers keep most records as bytes; `texts_of` decodes them in the process that tokenizes them. An error in one record
+affects only that record. An error that makes the rest of a file unreadable is reported for the file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
-"""Number of table rows, and bytes of whole rows, that are read together."""
+"""Number of table rows that are read together, and number of bytes that `read_rows` reads together."""
 
 LONGEST_ESCAPE = 16
-"""Number of characters at the end of the text read so far within which a JSON error may be caused by the cut."""
+"""A JSON error within this many characters of the end of the text read so far may be due to a truncated escape
+sequence; more text is then read."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""A line; the values of the keys in a row; a JSON object or a whole row; or the error of a record."""
+"""A line, the values of the keys in a row, a JSON object, a whole row, or the error of a record."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Reading:
     """Flag settings for reading files."""
 
     keys: tuple[str, ...] = ("text",)
-    """Keys of JSON objects and columns of tables, one document each; none for whole rows."""
+    """Keys of JSON objects or columns of tables, each of which contains a document; empty to read whole rows."""
 
     text_documents: str = "file"
-    """Document unit in a plain text file: "file" or "line"."""
+    """Unit of a document in a plain text file: "file" or "line"."""
 
     flag: str = "--json-keys"
-    """The flag that names the keys, for messages."""
+    """Flag that names the keys, for messages."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ class Chunk:
     """Approximate number of bytes of all records."""
 
     consumed: int
-    """Bytes of the stored file read up to the end of the chunk."""
+    """Number of bytes of the stored file that were read up to the end of the chunk."""
 
     of_json: bool
     """True if lines are JSON."""
 
 
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
-    """Records of all files, in order, about `chunk_bytes` at a time.
+    """Yield the records of all files, in order, in chunks of about `chunk_bytes` bytes.
 
-    Raises ValueError that names the file and the place if a file is damaged or does not match its name.
+    Raises ValueError with the file name and the position if a file is damaged or does not have the format of its name.
     """
     for file in files:
         number, unit = 0, "record"
@@ -108,7 +109,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
 
 
 def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
-    """Return the texts of a record, one for each key. Raises ValueError that describes the error."""
+    """Return the texts of a record, one for each key. Raises ValueError if the record is invalid."""
     if isinstance(record, tuple):
         return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
     row = _row(record, chunk)
@@ -122,9 +123,10 @@ def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
 
 
 def read_rows(file: TextFile) -> list[dict[str, object]]:
-    """Return all rows of a small file, with the types of their values; for plain text, the lines as {"text": line}.
+    """Return all rows of a small file; values keep their types. Lines of plain text are returned as {"text": line}.
 
-    Raises ValueError that names the file and the place if it is damaged or does not match its name.
+    Raises ValueError with the file name and the position if the file is damaged or does not have the format of its
+    name.
     """
     rows, reading = list[dict[str, object]](), Reading((), text_documents="line")
     for chunk in read_chunks([file], reading, ROWS_BYTES):
@@ -140,7 +142,7 @@ def read_rows(file: TextFile) -> list[dict[str, object]]:
 
 
 def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
-    """Return the text of a record, or its object. Raises ValueError that describes the error."""
+    """Return the text or the object of a record. Raises ValueError if the record is invalid."""
     if isinstance(record, ValueError):
         raise record
     if isinstance(record, bytes):
@@ -157,7 +159,7 @@ def _row(record: object, chunk: Chunk) -> str | dict[str, object]:
         except ValueError as error:
             raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object but {_type_name(record)}")
+        raise ValueError(f"not a JSON object, but {_type_name(record)}")
     return record
 
 
@@ -173,7 +175,7 @@ def _decoded(value: bytes, where: str) -> str:
 
 
 def _to_utf_8(text: bytes) -> str:
-    """Remedy for a file whose bytes are not UTF-8."""
+    """Return the remedy for a file that is not UTF-8."""
     utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
     return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
@@ -182,7 +184,7 @@ def _text(value: object, key: str) -> str:
     if isinstance(value, bytes):
         return _decoded(value, repr(key))
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} is not text but {_type_name(value)}")
+        raise ValueError(f"{key!r} is not text, but {_type_name(value)}")
     return value
 
 
@@ -214,12 +216,13 @@ LOOKS_LIKE = (
     (rb"\xfd7zXZ\0", "compressed; name it .xz"),
     (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
 )
-"""(Pattern of the beginning of a file, description of its format). A pattern contains bytes that no text has, or the
-structure of the header, because text may begin with the letters of a format name."""
+"""(Pattern of the beginning of a file, description of its format) pairs. A pattern contains bytes that do not occur in
+text, or the structure of a header, because text may begin with the letters of a format's signature."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """Format by file name, with JSON lines as default. Raises Unreadable if the content has another format."""
+    """Return the format of a file by its name; the default is JSON lines. Raises Unreadable if the content has another
+    format."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):
         return kind
@@ -228,9 +231,9 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
         if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
-        kind = "jsonl"  # many files of lines have this name
+        kind = "jsonl"  # many files of JSON lines have this suffix
     if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
-        raise Unreadable("a JSON object takes several lines; write one object a line, or an array in a .json file")
+        raise Unreadable("a JSON object spans several lines; write one object per line, or an array in a .json file")
     return kind
 
 
@@ -243,7 +246,7 @@ def _lines(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
     if len(reading.keys) > 1:
-        raise Unreadable(f"plain text has one document where {reading.flag} names {len(reading.keys)}")
+        raise Unreadable(f"plain text has one document per record, but {reading.flag} names {len(reading.keys)} keys")
     if reading.text_documents == "line":
         for line in _lines(stream, reading):
             assert isinstance(line, bytes)
@@ -253,7 +256,7 @@ def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    """Yield the objects of an array, each as soon as it is complete."""
+    """Yield each object of an array as soon as it is complete."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     at = 0
@@ -265,7 +268,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         data = stream.read(piece)
         ended = not data
         text, at = text[at:] + decoder.decode(data, final=ended), 0
-        piece = max(piece, len(text))  # so that a long element is not scanned again for each piece
+        piece = max(piece, len(text))  # larger pieces, so that a long element is scanned few times
 
     def next_token() -> str:
         nonlocal at
@@ -277,16 +280,16 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
             more()
 
     next_token()
-    at += 1  # the bracket that was seen
+    at += 1  # skip the opening bracket
     closing = next_token()
     while closing != "]":
         while True:
             try:
                 value, end = next_value(text, at)
-                if end < len(text) or ended:  # a number may continue
+                if end < len(text) or ended:  # a number at the end of the text may continue
                     break
             except RecursionError:
-                raise Unreadable("JSON nested too deep") from None
+                raise Unreadable("JSON is nested too deeply") from None
             except json.JSONDecodeError as error:
                 open_string = error.msg.startswith("Unterminated string")
                 if ended or (error.pos < len(text) - LONGEST_ESCAPE and not open_string):
@@ -294,7 +297,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
             more()
             next_token()
         at = end
-        yield value if isinstance(value, dict) else ValueError(f"not a JSON object but {_type_name(value)}")
+        yield value if isinstance(value, dict) else ValueError(f"not a JSON object, but {_type_name(value)}")
         closing = next_token()
         if closing == ",":
             at += 1
@@ -321,7 +324,7 @@ def _csv(stream: IO[bytes], reading: Reading, delimiter: str = ",") -> Iterator[
             if not reading.keys:
                 yield dict(zip_longest(header, row))
             elif len(row) != len(header):
-                yield ValueError(f"{len(row)} values where the first row names {len(header)}")
+                yield ValueError(f"{len(row)} values, but the first row names {len(header)} columns")
             else:
                 yield tuple(row[place] for place in places)
     finally:
@@ -347,11 +350,11 @@ def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         _places(reading, file.schema_arrow.names)
         yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys) or None), reading)
     except (pa.ArrowException, ValueError) as error:
-        raise Unreadable(f"not Parquet that can be read: {error}") from None
+        raise Unreadable(f"invalid Parquet file: {error}") from None
 
 
 def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
-    """Arrow IPC format, as a file or as a stream."""
+    """Yield the records of an Arrow IPC file or stream."""
     import pyarrow as pa
 
     try:
@@ -364,11 +367,11 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         slices = (batch.slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS))
         yield from _columns(slices, reading)
     except (pa.ArrowException, ValueError) as error:
-        raise Unreadable(f"not Arrow that can be read: {error}") from None
+        raise Unreadable(f"invalid Arrow file: {error}") from None
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Rows as the bytes of their texts, so that one invalid text does not affect the others."""
+    """Yield rows, with texts as bytes, so that one invalid text does not affect other rows."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
@@ -378,13 +381,13 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
             column = batch.column(batch.schema.names.index(key))
             values = _text_bytes(column)
             if values is None:
-                raise Unreadable(f"column {key!r} is not text but {column.type}")
+                raise Unreadable(f"column {key!r} is not text, but {column.type}")
             columns.append(values.to_pylist())
         yield from zip(*columns, strict=True)
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """Texts of an Arrow array of any layout, as bytes; None if it does not contain text.
+    """Convert an Arrow array of texts, in any layout, to bytes. Returns None if it does not contain text.
 
     Lengths and offsets are validated, because a stream has no checksum for them."""
     import pyarrow as pa
@@ -409,7 +412,8 @@ def _text_bytes(column: pa.Array) -> pa.Array | None:
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """Seekable stream, which is in memory if the file is compressed as a whole."""
+    """Return a seekable stream. A stream that is not seekable, such as that of a compressed file, is read into
+    memory."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
 
@@ -422,4 +426,4 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }
-"""Format -> kind of its records, and its reader."""
+"""Maps formats to the unit of their records and their reader."""

@@ -1,9 +1,9 @@
 """Inputs that determine the tokens of text files: the content of the files, and the tokenizer with its files, code and
 results.
 
-A name in the Hugging Face cache, a path or a modification time does not determine content, so content is hashed. The
-digests of files are stored beside the tokens, with the state of each file, so that later starts need not read the files
-again.
+Names in the Hugging Face cache, paths and modification times do not determine the content of files, so the content is
+hashed. The digests are stored beside the tokens, with the state of each file, so that later runs need not read the
+files again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron.extensions.data.text_data.inputs import TextFile
 from megatron.extensions.data.tokenizers.huggingface import tokenizer_inputs
 
 DIGESTS = "digests.json"
-"""Digests of text files, by their paths, in the folder of all tokens."""
+"""Name of the file that maps paths of text files to their digests, in the folder of all tokenized datasets."""
 
 DESCRIPTION = "made_from.json"
-"""File in the folder of one data set that describes what its tokens were made from."""
+"""Name of the file, in the folder of one tokenized dataset, that describes the inputs of the tokens."""
 
 
 def file_digest(path: str | Path) -> str:
-    """Hash of a file's content: about one second per gigabyte on one core."""
-    empty = os.stat(path).st_size == 0  # that cannot be memory-mapped
+    """Return a hash of a file's content."""
+    empty = os.stat(path).st_size == 0  # an empty file cannot be memory-mapped
     return array_digest(np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
 
 
 def state_of(path: str) -> list[int]:
-    """State of a local file, which changes whenever its content does."""
+    """Return the state of a local file, which changes whenever its content does."""
     state = os.stat(path)
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
 
@@ -53,9 +53,10 @@ class Digests:
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Path -> hash of its content, or for a remote file the state that its store reports.
+        """Return a mapping from paths to hashes of the content, or for remote files to the state that the store
+        reports.
 
-        Of the processes that share the folder, one reads the files while the others wait."""
+        If several processes share the folder, one of them reads the files while the others wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
         found = {file.path: f"{file.size} {file.modified}" for file in files if file.remote}
         if local.keys() - (known := self._known(local)).keys():
@@ -79,13 +80,14 @@ class Digests:
         return kept if isinstance(kept, dict) else {}
 
     def _keep(self, digests: Mapping[str, object]) -> None:
-        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # a read-only folder works too
+        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # the folder may be read-only
             temporary.write_text(json.dumps(self._kept() | dict(digests), indent=1))
 
 
 def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, object]:
-    """Description of everything that determines a tokenizer's ids: digests of the files that it reads, and for a user's
-    tokenizer, its code, its flags, and its ids for some texts. It contains no paths, because only content matters."""
+    """Return a description of everything that determines a tokenizer's ids: digests of the files that it reads, its ids
+    for some texts, the flags of the user's extensions, and the code of a user's own tokenizer. The description contains
+    no paths, because only content matters."""
     kind = str(config.tokenizer_type)
     files = {path.name: file_digest(path) for path in tokenizer_inputs(config)}
     options = of_users(config)["extension_options"]
@@ -99,31 +101,31 @@ def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, ob
 
 
 _PROBED: dict[str, str] = {}
-"""Results of `_ids_of_probes` by the identity of the tokenizer and --vocab-size."""
+"""Results of `_ids_of_probes`, by tokenizer identity and --vocab-size."""
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
-    """Hash of the vocabulary size and of the ids of some texts, which differ between package versions that tokenize
-    differently."""
+    """Return a hash of the vocabulary size and of the ids of some texts, which differs between package versions that
+    tokenize differently."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
         found: list[object] = [tokenizer.vocab_size, tokenizer.eod, tokenizer.bos]
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # raised by a tokenizer for other inputs, such as numbers
+            except Exception as error:  # a user's tokenizer may support only some texts, such as numbers
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]
 
 
 def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Values of a user's flags that are files."""
+    """Yield the values of the user's flags that are paths of files."""
     values = (value for each in options for value in each.values() if isinstance(value, str) and value)
     yield from (value for value in values if os.path.isfile(value))
 
 
-# Description of a folder of tokens.
+# Descriptions of folders with tokens.
 
 
 def describe_tokens(
@@ -133,7 +135,15 @@ def describe_tokens(
     digests: Mapping[str, str],
     bad: Sequence[str],
 ) -> None:
-    """Write beside the tokens what they were made from, the `bad` records that they lack, and their checksums."""
+    """Write a description of the tokens into their folder: inputs, records left out, and checksums.
+
+    Args:
+        folder: Folder of the tokens.
+        described: Everything that determines the tokens.
+        files: Input files.
+        digests: Digests of the input files, by path.
+        bad: Records that could not be read and were left out.
+    """
     inputs = [{"path": file.path, "bytes": file.size, "content": digests[file.path]} for file in files]
     written = {
         path.name: {"state": _written(path), "content": file_digest(path)}
@@ -145,14 +155,15 @@ def describe_tokens(
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return the bad records that the tokens in a folder lack."""
+    """Return the unreadable records that were left out of the tokens in a folder."""
     return list(json.loads((folder / DESCRIPTION).read_text())["left_out"])
 
 
 def damage_of(folder: Path) -> str | None:
-    """Return what has changed since the tokens in a folder were written; None if nothing has.
+    """Return a message if the tokens in a folder have changed since they were written; otherwise, return None.
 
-    Always reads the small .idx file; reads the token ids if the size or modification time of their file has changed."""
+    The small .idx file is always read. The token ids are read only if the size or modification time of their file has
+    changed."""
     try:
         written = json.loads((folder / DESCRIPTION).read_text())["written"]
         for name, expected in written.items():

@@ -1,8 +1,7 @@
-"""Files that an input names, by paths, globs, folders or URLs, and their decompressed bytes; all damage is reported as
-an error.
+"""Input files given by paths, globs, folders or URLs, and their decompressed bytes. All damage is reported as an error.
 
-Python's own readers of bz2 and xz drop everything after a damaged stream, and a zstd reader ends silently in the middle
-of a frame. Here the file must end with a complete stream; otherwise Damaged is raised.
+Python's readers of bz2 and xz drop everything after a damaged stream, and a zstd reader may end silently in the middle
+of a frame. The readers in this module raise Damaged unless the file ends with a complete stream.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 ZSTD_WINDOW = 1 << 31
-"""Largest window size of the format, as with `zstd --long=31`. The default of the library is 128 MB."""
+"""Largest window size that the format allows, as with `zstd --long=31`. The default limit of the library is 128 MB."""
 
 
 class Damaged(Exception):
@@ -63,11 +62,11 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""Suffix -> factory of decompressors of one stream."""
+"""Maps suffixes to factories of decompressors, each of which decompresses one stream."""
 
 
 class _Decompressed(io.RawIOBase):
-    """File of one or more compressed streams, one after another. Raises Damaged."""
+    """File of one or more concatenated compressed streams. Raises Damaged."""
 
     def __init__(self, raw: IO[bytes], suffix: str) -> None:
         self._raw, self._suffix = raw, suffix
@@ -127,7 +126,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """Decompress a stored file whose name ends in `suffix`; "" if it is not compressed."""
+    """Decompress a stored file. `suffix` is the suffix of its name, or "" if it is not compressed."""
     if suffix not in COMPRESSIONS:
         return raw
     if suffix == ".zst":
@@ -139,8 +138,8 @@ def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 def remote(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL, such as s3://bucket/key, and the path in it. Raises ValueError if there is
-    none."""
+    """Return the file system of a URL, such as s3://bucket/key, and the path in this file system. Raises ValueError if
+    no package supports the URL."""
     scheme = url.partition("://")[0]
     try:
         import fsspec
@@ -156,10 +155,10 @@ def remote(url: str) -> tuple[AbstractFileSystem, str]:
 logger = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Files that are listed in a line."""
+"""Largest number of files that a message lists."""
 
 WEB = ("http://", "https://")
-"""Prefixes of URLs in which a query follows the path after a question mark."""
+"""Prefixes of URLs in which a question mark begins a query."""
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -173,27 +172,27 @@ FORMATS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-"""Suffix -> format, a key of `megatron.extensions.data.text_data.formats.READERS`."""
+"""Maps suffixes to formats, which are keys of `megatron.extensions.data.text_data.formats.READERS`."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of documents."""
+    """Input file that contains documents."""
 
     path: str
     """Path or URL."""
 
     format: str | None
-    """Format; None if the name does not tell it."""
+    """Format; None if the name does not determine it."""
 
     compression: str
-    """A key of `COMPRESSIONS`, or ""."""
+    """Suffix of the compression, a key of `COMPRESSIONS`; "" if the file is not compressed."""
 
     size: int
     """Size of the stored file in bytes."""
 
     modified: str
-    """Changes when the file does: its modification time, or the state that a remote store reports."""
+    """Value that changes with the file: its modification time, or the state that a remote store reports."""
 
     @property
     def remote(self) -> bool:
@@ -201,7 +200,7 @@ class TextFile:
 
 
 def by_name(path: str) -> tuple[str | None, str]:
-    """Format and compression according to the name of a file: "a.jsonl.gz" gives ("jsonl", ".gz")."""
+    """Return the format and compression according to the name of a file: "a.jsonl.gz" gives ("jsonl", ".gz")."""
     place = path.partition("?")[0] if path.startswith(WEB) else path
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
@@ -209,7 +208,8 @@ def by_name(path: str) -> tuple[str | None, str]:
 
 
 def is_text(path: str) -> bool:
-    """Return True if a path is text by its name, or is a folder that contains such files, except hidden ones."""
+    """Return True if the name of a path has a known suffix, or if the path is a folder with such files that are not
+    hidden."""
     if not os.path.isdir(path):
         return by_name(path)[0] is not None
     names = (os.path.basename(file) for file in files_below(path))
@@ -217,10 +217,10 @@ def is_text(path: str) -> bool:
 
 
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
-    """All files below a folder, including folders that links point to.
+    """Yield all files below a folder, including those in folders that symbolic links point to.
 
-    A folder that several paths lead to counts once, under its own path if that is below. `left_out` receives each
-    further path together with the first one."""
+    A folder that is reached by several paths is visited once, under its own path if this is below `folder`. `left_out`
+    receives each further path together with the first one."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:
@@ -237,14 +237,14 @@ def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link,
 
 @cache
 def _say_left_out(link: str, target: str) -> None:
-    logger.warning("%s left out: it is the folder %s, whose files are taken already", link, target)
+    logger.warning("%s left out: it is the folder %s, whose files are already included", link, target)
 
 
 def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile]:
-    """Files given by paths, globs, folders and URLs: in the given order, sorted within a glob or a folder, without
-    duplicates.
+    """Return the files given by paths, globs, folders and URLs, in the given order and without duplicates. Files of a
+    glob or folder are sorted.
 
-    A folder stands for every file of a known format below it, except hidden ones. Raises ValueError that lists every
+    A folder stands for all files of known formats below it, except hidden ones. Raises ValueError that lists every
     pattern without files.
     """
     found: dict[str, TextFile] = {}
@@ -252,13 +252,13 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     for pattern in map(take_credentials, patterns):
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
-        except Exception as error:  # the libraries for URLs raise errors of their own
+        except Exception as error:  # the libraries for URLs raise their own exception classes
             if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
                 raise
             problems.append(f"{flag} {pattern}: {redacted(str(error)).removeprefix(f'{pattern}: ')}")
             continue
         if not files:
-            where = "" if "://" in pattern else f"; the path is taken from {Path.cwd()}"
+            where = "" if "://" in pattern else f"; the path is relative to {Path.cwd()}"
             problems.append(f"{flag} {pattern}: there is no such file{where}")
         for file in files:
             found.setdefault(file.path, file)
@@ -295,16 +295,16 @@ def _remote_files(url: str) -> Iterator[TextFile]:
 
 
 def _known(paths: Sequence[str], folder: str) -> Iterator[str]:
-    """Files of a known format. Raises ValueError if there are none."""
+    """Yield the files of known formats. Raises ValueError if there are none."""
     inside = [path.removeprefix(folder) for path in paths]
     shown = [path for path, place in zip(paths, inside, strict=True) if "/." not in f"/{place}"]
     known = [path for path in shown if by_name(path)[0] is not None]
     if not known:
         suffixes = ", ".join(FORMATS)
-        raise ValueError(f"the folder has no file of documents ({suffixes}); name its files, as '{folder}/*'")
+        raise ValueError(f"no file in the folder has a known suffix ({suffixes}); name files, such as '{folder}/*'")
     others = sorted(set(shown) - set(known))
     if others:
         files = "1 file" if len(others) == 1 else f"{len(others)} files"
         some = ", ".join(map(os.path.basename, others[:SHOWN])) + (", ..." if len(others) > SHOWN else "")
-        logger.warning("%s: %s of no known format left out: %s", folder, files, some)
+        logger.warning("%s: left out %s of unknown format: %s", folder, files, some)
     yield from known

@@ -1,4 +1,4 @@
-"""JSON values in texts, and recognition of JSON lines. This module does not import torch."""
+"""JSON parsing, and recognition of JSON lines. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def _integer(digits: str) -> int | Decimal:
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""Slower than the decoder of `json.loads`, which refuses integers of more than 4,300 digits."""
+"""Decoder without a limit for integers; it is slower than that of `json.loads`, which refuses integers of more than
+4,300 digits."""
 
 
 def from_json(text: str) -> object:
-    """Value of a JSON text, with integers of any length."""
+    """Return the value of a JSON text; integers may have any length."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -29,7 +30,7 @@ def from_json(text: str) -> object:
 
 
 def next_value(text: str, at: int) -> tuple[object, int]:
-    """JSON value that begins at a position, and the position of its end."""
+    """Return the JSON value that begins at a position, and the position of its end."""
     try:
         return _QUICK.raw_decode(text, at)
     except json.JSONDecodeError:
@@ -40,8 +41,7 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 def is_indented(start: bytes) -> bool:
     """Return True if a file begins with an object that spans several lines: its first line is the beginning of an
-    object, and the next line is not an object by itself. A truncated line followed by complete ones is a bad line
-    instead."""
+    object, and the next line is not a complete value. A truncated line before a complete one is a bad line instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False
@@ -50,7 +50,7 @@ def is_indented(start: bytes) -> bool:
 
 
 def _cut_at_the_end(text: str) -> bool:
-    """Return True if the text is the beginning of a JSON value, up to the end of one of its parts."""
+    """Return True if the text is the beginning of a JSON value and has no error except that it is incomplete."""
     try:
         from_json(text)
     except json.JSONDecodeError as error:

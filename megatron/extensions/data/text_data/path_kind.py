@@ -10,7 +10,7 @@ from megatron.extensions.data.text_data.inputs import find_inputs, is_text
 
 
 class Text(DataKind):
-    """Text files, as --data-path accepts them."""
+    """Path kind of the text files that --data-path accepts."""
 
     urls = True
 
@@ -18,7 +18,7 @@ class Text(DataKind):
         return is_text(path)
 
     def describe(self, flag: str, path: str) -> str:
-        """Describe how many files `path` names, and their size. Raises ValueError if there are none."""
+        """Describe the number and size of the files that `path` names. Raises ValueError if there are none."""
         files = find_inputs([path], flag)
         size = sum(file.size for file in files)
         return f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"

@@ -1,10 +1,10 @@
-"""Text files as training data: they are tokenized once into an indexed dataset, which a cache keeps.
+"""Text files as training data: they are tokenized once into an indexed dataset, which is cached.
 
 The dataset equals the one that tools/preprocess_data.py writes for the same files, so that samples are bit-equal. Its
 name contains a hash of everything that determines it: the content of the files, the tokenizer (see `identity`), and the
-options for reading documents. Of the processes that share a folder, one tokenizes while the others wait. Beside the
-tokens, made_from.json describes what they were made from; if the tokens have changed since, the files are tokenized
-again.
+options for reading documents. If several processes share a folder, one of them tokenizes while the others wait. The
+file made_from.json, beside the tokens, describes their inputs and contains their checksums; if the tokens have changed,
+the files are tokenized again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REPORT_EVERY = 10.0
 """Seconds between progress lines of a tokenization."""
 
 SHOWN_BAD = 5
-"""Number of bad records that an error quotes."""
+"""Number of unreadable records that an error message lists."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,17 @@ class Source:
 
     files: Sequence[TextFile]
     states: dict[str, list[int]]
-    """Digests of local files."""
+    """States of local files, by path, when their digests were computed."""
 
     digests: dict[str, str]
+    """Digests of files, by path."""
+
     described: dict[str, object]
-    """Everything that determines the tokens, for a hash and a description."""
+    """Everything that determines the tokens; it is hashed and stored in their description."""
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
-        """`folder` stores the digests of files."""
+        """Create the source of text files. `folder` stores the digests of files."""
         states = {file.path: state_of(file.path) for file in files if not file.remote}
         digests = Digests(folder).of(files)
         described = {
@@ -74,11 +76,11 @@ class Source:
         return cls(files, states, digests, described)
 
     def dtype(self, job: Job) -> np.dtype:
-        """The dtype of token ids in the dataset: that of the tokenizer's vocabulary."""
+        """Return the dtype of token ids in the dataset, which depends on the tokenizer's vocabulary."""
         return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
 
     def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-        """Token ids of all documents, in order, chunk by chunk."""
+        """Yield the token ids of all documents, in order, chunk by chunk."""
         return encode_all(job, read_chunks(self.files, job.reading, CHUNK_BYTES), workers)
 
     def check_unchanged(self) -> None:
@@ -96,14 +98,15 @@ class TextData:
     tokenizer: TokenizerConfig
     vocab_size: int | None
     prepare: Callable[[], object]
-    """`Job.prepare`."""
+    """Function that each worker process calls first; see `Job.prepare`."""
 
     @property
     def options(self) -> TextDataConfig:
         return self.data.options(TextDataConfig)
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the dataset for the text files that `value` names, which are tokenized now if necessary.
+        """Return the prefix of the dataset for the text files that `value` names. The files are tokenized now if
+        necessary.
 
         Raises ValueError if files are missing, damaged, or have more bad records than --max-bad-lines."""
         files = find_inputs([value], flag)
@@ -112,8 +115,14 @@ class TextData:
         return self.made(flag, value, job, lambda folder: Source.of(files, folder, job))
 
     def made(self, flag: str, value: str, job: Job, source_of: Callable[[Path], Source]) -> str:
-        """Prefix of the dataset of a source, made now if that has not been done. `source_of(folder)` returns the
-        source; the folder may keep digests of its files."""
+        """Return the prefix of the dataset of a source, which is created now if necessary.
+
+        Args:
+            flag: Flag that names the data, for messages.
+            value: Path or URL of the data.
+            job: Settings of tokenization.
+            source_of: Returns the source; its argument is a folder that may store digests of files.
+        """
         folder = self._folder(flag, value)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,9 +131,9 @@ class TextData:
             target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
                 with folder_lock(folder):
-                    if not _intact(target):  # another process may have made it in the meantime
+                    if not _intact(target):  # another process may have created it in the meantime
                         self._tokenize(job, source, target)
-            self._check_bad(left_out(target))  # made by a run that allowed more
+            self._check_bad(left_out(target))  # the dataset may be from a run with a larger --max-bad-lines
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
             raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
@@ -164,7 +173,7 @@ class TextData:
             describe_tokens(temporary, source.described, files, source.digests, bad)
             if target.exists() and not _intact(target):
                 os.replace(target, damaged)
-            if not target.exists():  # without locks, another process may have been first
+            if not target.exists():  # if locks do not work, another process may have created it
                 os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -179,20 +188,21 @@ class TextData:
         if len(bad) > self.options.max_bad_lines:
             shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
             raise ValueError(
-                f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.options.max_bad_lines}; mend the "
+                f"{len(bad)} records cannot be read, --max-bad-lines allows {self.options.max_bad_lines}; repair the "
                 f"files, or raise --max-bad-lines to leave them out:\n{shown}"
             )
 
     def _workers(self, size: int) -> int:
-        """Number of processes that tokenize: the requested number, by default one per core, and 0 for a short job."""
+        """Return the number of processes that tokenize: --tokenizer-workers, or by default 1 for small inputs and one
+        per core otherwise."""
         if self.options.tokenizer_workers is not None:
             return self.options.tokenizer_workers
         return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
 
 
 def _intact(target: Path) -> bool:
-    """Return True if a folder has tokens that are unchanged since they were written. Reports tokens that have
-    changed."""
+    """Return True if a folder contains tokens that have not changed since they were written. Logs a warning if they
+    have changed."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

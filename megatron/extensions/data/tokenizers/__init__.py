@@ -1,4 +1,4 @@
-"""Tokenizers that read files: SentencePiece models, tokenizer.json, GPT-2's vocabulary and merges.
+"""Tokenizers that read files: SentencePiece models, tokenizer.json, and GPT-2's vocabulary and merges.
 
 Values of `--tokenizer-type`: SentencePieceTokenizer, Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer. Read
 `sentencepiece.py` and `huggingface.py`; the package of a tokenizer is imported when the tokenizer is built.

@@ -1,4 +1,4 @@
-"""Recognition of tokenizer files by their content, for messages about a file of the wrong kind."""
+"""Recognition of tokenizer files by their content, for error messages about the wrong kind of file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HUGGING_FACE = (
 
 
 def kind_of_file(file: Path) -> tuple[str, str] | None:
-    """(description of a file, what to give instead or how to give it), by its content; None if it is not recognized."""
+    """Return a description of a file and a remedy, according to its content; None if the content is not recognized."""
     try:
         with open(file, "rb") as stream:
             start = stream.read(BEGINNING)
@@ -52,14 +52,14 @@ def _kind_of_json(file: Path) -> tuple[str, str] | None:
             "give it as --vocab-file, with --merge-file and --tokenizer-type GPT2BPETokenizer",
         )
     if "tokenizer_class" in found or "eos_token" in found:
-        return "a configuration of a tokenizer", "give the tokenizer.json beside it"
+        return "a tokenizer configuration", "give the tokenizer.json beside it"
     if "architectures" in found or "model_type" in found:
-        return "the configuration of a model", "give the tokenizer.json beside it"
+        return "a model configuration", "give the tokenizer.json beside it"
     return None
 
 
 def described(file: Path, wanted: str, error: object) -> str:
-    """Describe why a file is not `wanted`: what it is, or the error of the package that reads it."""
+    """Describe why a file is not `wanted`: by the kind of the file, or by the error of the package that reads it."""
     kind = kind_of_file(file)
     if kind is None or kind[0] == wanted:
         return f"not {wanted} ({error})"

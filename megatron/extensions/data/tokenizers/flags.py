@@ -1,4 +1,4 @@
-"""Import paths of the tokenizers. This module does not import torch."""
+"""Registration of the tokenizers. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of the end-of-document token, tried if no configuration file names it.
+# Candidates for the end-of-document token if no configuration file names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
 GPT2_EOD = "<|endoftext|>"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""A name on the Hugging Face hub, such as gpt2 and meta-llama/Llama-3.1-8B."""
+"""Name on the Hugging Face hub, such as gpt2 or meta-llama/Llama-3.1-8B."""
 
 
 MOST_IDS = 1 << 24
-"""Upper bound for token ids: sixty times the largest vocabularies in use."""
+"""Upper bound of token ids, sixty times the size of the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000
-"""Upper bound for the growth of a text in normalization; normalizers in use lengthen a text at most a few times."""
+"""Upper bound of the factor by which normalization may lengthen a text. Normalizers in use lengthen a text by a small
+factor."""
 
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
 
 class _OverTokenizers:
-    """Common methods of wrappers of a `tokenizers.Tokenizer`."""
+    """Common base class of wrappers of `tokenizers.Tokenizer`."""
 
     _tokenizer: FastTokenizer
 
@@ -51,15 +52,16 @@ class _OverTokenizers:
     vocab_size: int
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError if the tokenizer cannot encode the text: a regular expression fails on it, or it has an
-        unknown character and the vocabulary has no token for these."""
+        """Return the token ids of a text. Raises ValueError if the tokenizer cannot encode it, because a regular
+        expression fails, or because the vocabulary has no token for an unknown character."""
         return self._encode(text)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
-        """`special`: include the ids that the tokenizer adds around each text."""
+        """Return the token ids of a text. `special`: True to include the ids that the tokenizer adds around each
+        text."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except BaseException as error:  # the package raises bare Exception, and panics of Rust are not Exceptions
+        except BaseException as error:  # the package raises bare Exception; Rust panics do not derive from Exception
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
@@ -75,12 +77,12 @@ class _OverTokenizers:
         return None if id is None else int(id)
 
     def to_json(self) -> str:
-        """Content of tokenizer.json."""
+        """Return the tokenizer in the format of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Ids added before and after each text, such as BOS. Raises ValueError if the tokenizer encodes no text, drops
-        the text, or adds ids outside its vocabulary."""
+        """Return the ids added before and after each text, such as BOS. Raises ValueError if the tokenizer encodes no
+        text, drops the text, or adds ids outside its vocabulary."""
         text, bare = self._encodable_text()
         whole = self._encode(text)
         start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
@@ -98,7 +100,7 @@ class _OverTokenizers:
         return before, behind
 
     def _encodable_text(self) -> tuple[str, list[int]]:
-        """Find a text with at least one token. Returns the text and its ids."""
+        """Return a text with at least one token, and its ids. Raises ValueError if there is none."""
         problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
         for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
             try:
@@ -109,28 +111,26 @@ class _OverTokenizers:
         raise problem
 
     def special_names(self) -> list[str]:
-        """Texts of added tokens. A document may contain them."""
+        """Return the texts of added tokens, which documents may contain."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
 def _size_of(vocab: Mapping[str, int], flags: str) -> int:
-    """Number of ids of a vocabulary. Raises ValueError if an id is so large that the file must be damaged or forged:
-    the package allocates a table of all ids when it writes the tokenizer."""
+    """Return the number of ids of a vocabulary. Raises ValueError if an id is so large that the file must be damaged or
+    malicious: the package allocates a table of all ids when it saves the tokenizer."""
     token = max(vocab, key=vocab.__getitem__)
     if vocab[token] >= MOST_IDS:
         raise ValueError(
-            f"{flags}: {token[:40]!a} has the id {vocab[token]}, and the file {len(vocab)} tokens; ids must be below "
-            f"{MOST_IDS:,}: correct the id, or use another file"
+            f"{flags}: {token[:40]!a} has the id {vocab[token]}, but the file has only {len(vocab)} tokens; ids must "
+            f"be below {MOST_IDS:,}: correct the id, or use another file"
         )
     return vocab[token] + 1
 
 
 def tokenizer_file(name: str) -> Path:
-    """Return the tokenizer.json that `name` refers to: the file itself, the file in this folder, or the file of this
-    model in the local Hugging Face cache (HF_HUB_CACHE, HF_HOME), main branch. An existing path takes precedence.
-    Nothing is downloaded.
-
-    Raises ValueError if there is none."""
+    """Return the tokenizer.json that `name` refers to. `name` is the file, its folder, or a model in the local Hugging
+    Face cache (HF_HUB_CACHE, HF_HOME), of which the main branch is used. An existing path takes precedence. Nothing is
+    downloaded. Raises ValueError if there is no such file."""
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
@@ -155,8 +155,8 @@ def tokenizer_file(name: str) -> Path:
 
 
 def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
-    """Existing files that a tokenizer reads: the files that its flags name, or for `HuggingFaceTokenizer` the
-    tokenizer.json and the files beside it."""
+    """Return the existing files that a tokenizer reads: the files that its flags name, or for `HuggingFaceTokenizer`
+    the tokenizer.json and the configuration files beside it."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         file = tokenizer_file(str(config.tokenizer_model))
@@ -167,10 +167,10 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 
 
 class HuggingFaceTokenizer(_OverTokenizers):
-    """Result of `tokenizer_file`.
+    """Tokenizer of a tokenizer.json, which `tokenizer_file` finds.
 
-    Special and added tokens come from `read_special_tokens`, and EOD is the EOS token. Text is encoded as the file
-    specifies, including special tokens. Truncation, padding and random segmentation that it stores are turned off.
+    `read_special_tokens` returns the special and added tokens; EOD is the EOS token. Text is encoded as the file
+    specifies, including special tokens, but without its truncation, padding and random segmentation.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -190,7 +190,7 @@ class HuggingFaceTokenizer(_OverTokenizers):
 
 
 class GPT2BPETokenizer(_OverTokenizers):
-    """GPT-2's byte-level BPE from vocab.json and merges.txt. Text is never encoded to <|endoftext|>."""
+    """GPT-2's byte-level BPE, read from vocab.json and merges.txt. Text is never encoded as <|endoftext|>."""
 
     bos = None
 
@@ -238,24 +238,25 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raise ValueError if a table of a Precompiled normalizer is longer than its data: the package would end the
-    process when it allocates memory for it."""
+    """Raise ValueError if the table of a Precompiled normalizer claims to be longer than its data. The package would
+    abort the process when it allocates memory for the table."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])
         except ValueError:
-            continue  # which the package refuses
+            continue  # the package reports invalid base64
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise ValueError(
-                f"--tokenizer-model {file}: precompiled_charsmap of its normalizer is damaged: its table must fit into "
-                f"its {len(table)} bytes; get the file again"
+                f"--tokenizer-model {file}: the precompiled_charsmap of its normalizer is damaged: the table must fit "
+                f"into its {len(table)} bytes; get the file again"
             )
 
 
 def _growth(part: object) -> float:
-    """Largest factor by which the replacements of a normalizer or decoder in tokenizer.json lengthen a text."""
+    """Return the largest factor by which the replacements of a normalizer or decoder in tokenizer.json can lengthen a
+    text."""
     if not isinstance(part, dict):
-        raise TypeError(f"{str(part)[:80]!r} is no normalizer or decoder")
+        raise TypeError(f"{str(part)[:80]!r} is not a normalizer or decoder")
     growth = prod([_growth(each) for each in (*part.get("normalizers", ()), *part.get("decoders", ()))])
     kind = part.get("type")
     if kind == "Prepend":
@@ -268,7 +269,7 @@ def _growth(part: object) -> float:
 
 
 def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
-    """Turn off settings of a tokenizer.json beyond the encoding: truncation, padding, and random segmentation."""
+    """Disable truncation, padding and random segmentation of a tokenizer.json."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for setting in ("dropout", "alpha"):  # in BPE and Unigram models
@@ -280,8 +281,8 @@ def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
 @cache
 def _say_deterministic(file: Path, setting: str, value: float) -> None:
     logger.warning(
-        "%s: %s %g of its model, which segments text at random, is off, so that the same text always gives the same "
-        "tokens",
+        "%s: %s %g of its model, which segments text at random, is disabled, so that the same text always gives the "
+        "same tokens",
         file,
         setting,
         value,

@@ -8,12 +8,12 @@ from pathlib import Path
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.data.tokenizers.file_kinds import described
 
-# Appended in this order to a model without <EOD>, so that ids equal those in Megatron-LM's data.
+# Pieces appended, in this order, to a model without <EOD>, so that ids equal those in Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class _OverModel:
-    """Common base of tokenizers with a SentencePiece model."""
+    """Common base class of tokenizers with a SentencePiece model."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -21,7 +21,7 @@ class _OverModel:
         model = str(config.tokenizer_model)
         try:
             self._model = SentencePieceProcessor(model_file=model)
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes the part that it cannot read
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the message may quote invalid bytes
             wrong = described(Path(model), "a SentencePiece model", error)
             if wrong.startswith("not "):
                 wrong += "; train one with tools/train_tokenizer.py, or use another --tokenizer-type"
@@ -35,7 +35,7 @@ class _OverModel:
 
 
 class Llama2Tokenizer(_OverModel):
-    """SentencePiece model, used as in Llama 2: text starts with BOS, and EOS ends a document."""
+    """Tokenizer with a SentencePiece model, used as in Llama 2: text begins with BOS, and EOS ends a document."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         super().__init__(config)
@@ -54,10 +54,10 @@ class Llama2Tokenizer(_OverModel):
 
 
 class SentencePieceTokenizer(_OverModel):
-    """SentencePiece model whose documents end with <EOD>.
+    """Tokenizer with a SentencePiece model, whose documents end with <EOD>.
 
-    If the model lacks this piece, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never encoded
-    to a special token.
+    If the model lacks the piece <EOD>, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never
+    encoded as a special token.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -75,7 +75,7 @@ class SentencePieceTokenizer(_OverModel):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens appear by name."""
+        """Return the text of token ids, in which special tokens appear by name."""
         parts: list[str] = []
         run: list[int] = []
         for id in map(int, ids):

@@ -1,10 +1,9 @@
-"""Special and added tokens of a Hugging Face folder, read from the same files as in transformers, with the same
-precedence.
+"""Special and added tokens of a Hugging Face folder. Files and their precedence are those of transformers.
 
-- tokenizer_config.json names special tokens by role (`eos_token`), further special tokens, and in
-  `added_tokens_decoder` all tokens that are added to the vocabulary.
+- tokenizer_config.json contains special tokens by role (`eos_token`), other special tokens, and in
+`added_tokens_decoder` all tokens that are added to the vocabulary.
 - Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
-- Tokens that are in none of these lists and not in tokenizer.json get the next free ids.
+- Special tokens that are neither in these lists nor in tokenizer.json get the next free ids.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ FILES = (CONFIG, MAP, ADDED)
 DECODER = "added_tokens_decoder"
 EXTRA = "extra_special_tokens"
 LEGACY_EXTRA = "additional_special_tokens"
-"""Keys of tokenizer_config.json."""
+"""Key of tokenizer_config.json, in older files, for special tokens without a role."""
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Properties of an added token."""
+"""Boolean properties of an added token."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,24 @@ class SpecialTokens:
     """Tokens that the files beside a tokenizer.json name."""
 
     roles: dict[str, Token] = field(default_factory=dict)
-    """Role, such as "eos_token" -> AddedToken, or its text."""
+    """Maps roles, such as "eos_token", to tokens, given as AddedToken or text."""
 
     extra: list[Token] = field(default_factory=list)
     """Special tokens without a role, as AddedToken or text."""
 
     added: dict[int, AddedToken] = field(default_factory=dict)
-    """Id -> AddedToken. New tokens are added in the order of these ids."""
+    """Maps ids to tokens. New tokens are added in the order of these ids."""
 
     split: bool = False
-    """True if special tokens that are spelled out in a text are encoded as ordinary text."""
+    """True to encode special tokens that occur in a text as ordinary text."""
 
     def role(self, name: str) -> str | None:
-        """Text of the token with a role; None if the files name none."""
+        """Return the text of the token with a role; None if no token has this role."""
         token = self.roles.get(name)
         return None if token is None else _text(token)
 
     def add_to(self, tokenizer: Tokenizer) -> None:
-        """Add the tokens that a `tokenizers.Tokenizer` lacks, in transformers' order."""
+        """Add the tokens that a `tokenizers.Tokenizer` lacks, in the order of transformers."""
         from tokenizers import AddedToken
 
         known = tokenizer.get_added_tokens_decoder().values()
@@ -67,7 +66,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # if several have the same text, the last one holds
+                new.append(token)  # if several tokens have the same text, the last one takes precedence
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role
@@ -77,9 +76,9 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
-    """Read the tokens that the files of a folder name; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
+    """Read the special and added tokens of a folder; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
 
-    Raises ValueError that names the file and the key if a value is not a token.
+    Raises ValueError with the file name and key if a value is not a token.
     """
     config = _Settings.of(folder)
     added: dict[int, AddedToken] = {}
@@ -95,12 +94,13 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def role_texts(folder: Path) -> dict[str, str]:
-    """Role, such as "eos_token" -> text of its token, for the roles that the files of a folder name."""
+    """Return a mapping from roles, such as "eos_token", to the texts of their tokens, for the roles that the files of a
+    folder define."""
     return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
 
 
 class _Settings(dict[str, object]):
-    """Values of the configuration files by key, and the file of each."""
+    """Values of the configuration files by key, and the file from which each value was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,14 +119,13 @@ class _Settings(dict[str, object]):
         return config
 
     def update(self, file: Path) -> None:  # type: ignore[override]
-        """Override values with those of a file, if it exists."""
+        """Override values with those of a file, if the file exists."""
         found = _object(file)
         super().update(found)
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """Assign roles to further special tokens that are given as an object of names and tokens: the names are the
-        roles."""
+        """Assign roles to other special tokens that are given as an object; its keys are the roles."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]
@@ -136,7 +135,7 @@ class _Settings(dict[str, object]):
                 self[key], self.files[key] = _token(file, key, value), file
 
     def roles(self) -> dict[str, Token]:
-        """Role -> token."""
+        """Return a mapping from roles to tokens."""
         from tokenizers import AddedToken
 
         found = {role: _token(self.files[role], role, self[role]) for role in ROLES if self.get(role) is not None}
@@ -150,7 +149,7 @@ class _Settings(dict[str, object]):
         return found
 
     def extra(self) -> list[Token]:
-        """Special tokens without a role."""
+        """Return the special tokens without a role."""
         key = "extra_special_tokens" if EXTRA in self else LEGACY_EXTRA
         found = self.get(key) or []
         if not isinstance(found, list):
@@ -172,7 +171,7 @@ def _decoder(file: Path, found: object) -> dict[int, AddedToken]:
 
 
 def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
-    """Tokens of added_tokens.json, an object that maps texts to ids."""
+    """Return the tokens of added_tokens.json, an object that maps texts to ids."""
     from tokenizers import AddedToken
 
     made: dict[int, AddedToken] = {}
@@ -184,7 +183,7 @@ def _listed(file: Path, special: set[str]) -> dict[int, AddedToken]:
 
 
 def _token(file: Path, key: str, value: object) -> Token:
-    """Return a token as text or AddedToken, from a text or an object with its "content"."""
+    """Convert a text, or an object with the key "content", to a token."""
     from tokenizers import AddedToken
 
     if isinstance(value, str) and value:
@@ -219,8 +218,8 @@ def _shown(value: object) -> str:
 
 
 def _object(file: Path) -> dict[str, object]:
-    """Read the JSON object in a file; empty if the file does not exist. Raises ValueError if it contains anything
-    else."""
+    """Read the JSON object in a file; return an empty one if the file does not exist. Raises ValueError if the file
+    contains anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

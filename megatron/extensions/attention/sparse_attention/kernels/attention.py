@@ -1,14 +1,15 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-All keys are concatenated in one tensor. Each query has one list of places in it, which joins its lists for all sets of
-keys. The keys in a window, and the keys that a query may attend to, are listed too. A place of -1 means no key.
+All keys are concatenated into one tensor. Each query has one list of key indices into this tensor, which joins its
+lists for all key sets. Keys that are not selected, such as those of a window, are listed too. An index of -1 stands for
+no key.
 
-Gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass, in a fixed
-order. The second pass is used in deterministic runs, on GPUs that add only single numbers (all except data center
-Hopper and Blackwell), and if lists hold at least `DENSE` of all keys. For each block of keys, the second pass
-multiplies all pairs of a query and a key, from the first query that selected a key of the block to the last. That costs
-less than additions if queries have selected many keys.
+Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
+fixed order. The second pass is used in deterministic runs, on GPUs without vectorized atomic additions (all except data
+center Hopper and Blackwell), and if lists hold at least the fraction `DENSE` of all keys. For each block of keys, the
+second pass multiplies all pairs of a query and a key, from the first query that selected a key of the block to the last
+one. It is faster than atomic additions if queries have selected many keys.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Quer
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST_VALUES, WIDEST_REST = 512, 64
-"""Channels of the widest keys that the kernels support: value channels, and other channels."""
+"""Largest numbers of value channels and of other channels of a key that the kernels support."""
 
 DENSE = 0.16
-"""Fraction of all keys in lists from which a second pass sums the gradients of keys: there, both ways take the same
-time by the assumed rates of an H200 (`plan/planner/devices/h200.yaml`), which nobody has timed."""
+"""Fraction of all keys in lists at and above which a second pass sums the gradients of keys. At this fraction, both
+methods take the same time under the rates assumed for an H200 (`plan/planner/devices/h200.yaml`), which have not been
+measured."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Largest number of queries with which kernels are compared."""
+"""Largest number of queries in the samples with which kernels are checked."""
 
 TOLERANCE = 2.0**-6
 
 
 def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
-    """[n, b, count] int32: places of the keys that each query attends to, padded with -1."""
+    """Return the indices of the keys that each query attends to, [n, b, count] int32, padded with -1."""
     if picked is not None:
         return picked
     at = queries.first.unsqueeze(-1) + torch.arange(queries.most, device=queries.first.device)
@@ -58,8 +60,8 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Return all keys [s, b, w], the places [n, b, count] of the keys that each query attends to, and how many of these
-    places, from the left, belong to the first set."""
+    """Return all keys [s, b, w], the indices [n, b, count] of the keys that each query attends to, and the number of
+    leading indices that belong to the first key set."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -72,13 +74,13 @@ def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
-    """Return True if gradients of keys are added in any order."""
+    """Return True if gradients of keys are accumulated by atomic additions."""
     several = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return True if GPU kernels compute attention of queries [n, b, h, w] with values of this width."""
+    """Return True if the kernels support queries [n, b, h, w] and values of this width."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0
@@ -90,7 +92,7 @@ def suits(q: Tensor, width: int) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor with adjacent channels."""
+    """Return the tensor, copied if its channels are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -103,7 +105,7 @@ def attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """`attend_to_selected`."""
+    """Implement `attend_to_selected` with Triton kernels; the arguments are the same."""
     keys, picked, first = joined_sets(seen, k)
     out, lse, of_first, highest = _attend(_dense(q), keys, picked, sinks, first, scale, width)
     return Attended(out, lse, lse if len(k) == 1 else of_first, highest.amax((0, 1)) if notes else None)
@@ -119,7 +121,7 @@ def gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """`selected_attention_gradients`."""
+    """Implement `selected_attention_gradients` with Triton kernels; the arguments are the same."""
     keys, picked, _ = joined_sets(seen, k)
     adds = adds_gradients(q.device, len(keys), picked.shape[-1])
     dq, dk = _gradients(_dense(grad), _dense(q), keys, picked, out, lse, scale, adds)
@@ -127,19 +129,27 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """`attended_weights` for selected keys."""
+    """Implement `attended_weights` for selected keys with a Triton kernel; the arguments are the same."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
 
 def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Weights [n, b, count] of the listed keys, summed over heads: q [n, b, h, w], k [s, b, w], lse [n, b, h]."""
-    # Channels of values and other channels are treated alike here.
+    """Return the attention weights of the listed keys, summed over heads [n, b, count].
+
+    Args:
+        q: [n, b, h, w], queries.
+        k: [s, b, w], keys.
+        places: [n, b, count] int32, indices of keys; -1 for none.
+        lse: [n, b, h], log-sum-exps of the scores of all attended keys and sinks.
+        scale: Factor of the scores.
+    """
+    # This kernel treats value channels and other channels alike.
     return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))
 
 
 def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
-    """Return True if the kernel computes the weights: it does for selected keys with known log-sum-exps."""
+    """Return True if the kernel supports these arguments of `attended_weights`, which needs selected keys and `lse`."""
     return rows.picked is not None and lse is not None and suits(q, min(q.shape[-1], WIDEST_VALUES))
 
 
@@ -163,8 +173,8 @@ _attend = gpu_operator(
     _fake_attend,
     __package__,
 )
-"""Outputs [n, b, h, values]; log-sum-exps over all places and over the first places, and the largest scores, each [n,
-b, h]."""
+"""Outputs [n, b, h, values], and three tensors [n, b, h]: log-sum-exps over all listed keys, log-sum-exps over the keys
+of the first set, and the largest scores."""
 
 _weights = gpu_operator(
     "attention_triton:weights_of_selected",
@@ -181,7 +191,7 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Gradients of q, and of k in fp32; with `adds` the gradients of k are added in any order."""
+"""Gradients of q, and of k in fp32. If `adds` is True, the gradients of k are accumulated by atomic additions."""
 
 
 BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
@@ -189,27 +199,28 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """The entry of a plan's `Launches` that records kernels which gather rows."""
+    """Interface of a plan's `Launches` that records kernels that gather rows."""
 
     any_order: bool
-    """True if kernels may add in any order."""
+    """True if kernels may use atomic additions, whose order varies."""
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 
 
 HEADS, PARTS = 32, 4
-"""Planned number of heads for which a program gathers keys, and of programs of the second pass that share the
+"""Numbers assumed in plans: heads for which a program gathers keys, and programs of the second pass that share the
 queries."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Planned number of keys and of channels that a program of the second pass holds."""
+"""Numbers assumed in plans: keys and channels that a program of the second pass holds."""
 
 MOST_BYTES = 2**28
-"""Largest number of bytes of the weights and score gradients of a chunk of queries, which the second pass needs."""
+"""Largest number of bytes of the weights and score gradients that are stored for the second pass, for a chunk of
+queries."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Number of (query, key) pairs that are attended to, and number that could be."""
+    """Return the number of (query, key) pairs that are computed, and the number that could be selected."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:
@@ -230,7 +241,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Tensors that `attend` allocates, for a plan."""
+    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan; the other arguments are the
+    same."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -242,7 +254,8 @@ def planned_attend(
 
 
 def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
-    """Tensors that `gradients` allocates, for a plan, on GPUs that add."""
+    """Allocate the tensors of `gradients` and record its kernels in `launches`, for a plan. The GPU is assumed to have
+    fast atomic additions."""
     grad, q, out, lse, *_ = operands
     seen, k = operands[4:6]
     scale, width = operands[6:]
@@ -264,8 +277,8 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
-    """Tensors kept for a chunk of queries, and the sums over all chunks. A program reads the places of its keys in the
-    lists, and the listed rows, once for each slice of channels."""
+    """Record the second pass for a plan: tensors stored for a chunk of queries, and the kernels of all chunks. A
+    program reads the positions of its keys in the lists, and the listed rows, once for each slice of channels."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -280,14 +293,22 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Tensors that `weights` allocates, for a plan."""
+    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan; the other arguments are the
+    same."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
 
 
 def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
-    """Tensors that `listed_weights` allocates, for a plan with this many pairs of a query and a key."""
+    """Allocate the tensors of `listed_weights` and record its kernel, for a plan.
+
+    Args:
+        launches: Records of kernels.
+        q: [n, b, h, w], queries.
+        places: [n, b, count], indices of keys.
+        pairs: Number of (query, key) pairs.
+    """
     heads, width = q.shape[2:]
     launches.gathered(2.0 * pairs * heads * width, pairs * -(-heads // HEADS) * width * q.element_size())
     return torch.zeros(places.shape, dtype=torch.float32, device=q.device)
@@ -297,7 +318,7 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """First chunk of these queries, with selected keys."""
+    """Yield arguments of `attended_weights`: the first chunk of each sample with selected keys."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]
@@ -312,7 +333,7 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """Samples for each kind of layer of a run: the last queries of a sequence."""
+    """Yield arguments of `attend_to_selected`, for the last queries of a sequence, for each kind of layer of a run."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):
@@ -320,7 +341,7 @@ def samples(shapes: RunShapes) -> Iterator[Operands]:
 
 
 def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
-    """Random queries and keys; lists contain random keys."""
+    """Return random queries and keys; lists contain random keys."""
     n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
     last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
     longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))
@@ -351,7 +372,7 @@ def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
 
 
 def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
-    """The same queries, with outputs and output gradients."""
+    """Yield arguments of `selected_attention_gradients` for the queries of `samples`."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width

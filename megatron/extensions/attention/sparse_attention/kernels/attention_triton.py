@@ -1,12 +1,12 @@
 """Triton kernels for attention to selected keys (`attention.py`).
 
 A program computes one query of a sample for some heads: it gathers the query's keys in blocks, once for all of these
-heads. Scores are transposed, [keys, heads], so that the rows of the products are keys or channels, and as few as 16
-heads fill the tensor cores. The value channels are divided into four parts, so that the gradients of one part fit in
-registers.
+heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys or channels, and as few
+as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the gradients of one part fit
+in registers.
 
-The gradients of keys are either added in fp32 where they are computed, in any order, or summed in a second pass
-(`key_sums_triton.py`). For that pass, the weights of listed keys and their score gradients are stored.
+The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
+(`key_sums_triton.py`). For the second pass, the weights of listed keys and their score gradients are stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,7 +44,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _log2_sum(a, b):
-    """log2(2^a + 2^b) of a number b and of a, which may be -infinity."""
+    """Return log2(2^a + 2^b); a may be -infinity."""
     top = tl.maximum(a, b)
     return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
 
@@ -53,9 +53,12 @@ def _log2_sum(a, b):
 def selected_forward(
     q, k, picked, sinks, out, sums, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values]; and in
-    `sums` [n, b, heads] the log-sum-exps over all scores and over the first places of each list, and the largest
-    scores."""
+    """Compute attention to listed keys.
+
+    q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values], and three
+    `sums` [n, b, heads]: log-sum-exps over all scores, log-sum-exps over the keys of the first set, and the largest
+    scores.
+    """
     samples, heads, count, first = sizes
     PART: tl.constexpr = WIDTHS[2]
     HEADS: tl.constexpr = BLOCKS[0]
@@ -98,8 +101,8 @@ def selected_forward(
 
 @triton.jit
 def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
-    """Add values [keys, HELD] to `size` channels, beginning at `start`, of the rows of dk that begin at `at`, in any
-    order."""
+    """Add values [keys, HELD] atomically to rows of dk: to the `size` channels from `start`, in the rows that begin at
+    the elements `at`."""
     c = tl.arange(0, values.shape[1])
     where = dk + at[:, None] + (start + c)[None, :]
     tl.atomic_add(where, values, mask=inside[:, None] & (c < size)[None, :], sem="relaxed")
@@ -107,13 +110,13 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def _of_keys(ds, queries, p, grads):
-    """[keys, PART]: gradients of rows as keys and as values."""
+    """Return the gradients of rows [keys, PART], as keys plus as values."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 
 @triton.jit
 def _add_gradients(dk, at, inside, ds, queries, of_queries, p, grads, WIDTHS: tl.constexpr):
-    """Add gradients to all channels of keys, in any order."""
+    """Add gradients atomically to all channels of keys."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
@@ -141,9 +144,12 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """dq [n, b, heads, w]; and, if `dk` [s, b, w] is given, additions to it in any order. Otherwise `kept` receives the
-    weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b, heads] has the sums of
-    grad * out."""
+    """Compute the gradients of attention to listed keys.
+
+    Writes dq [n, b, heads, w]. If `dk` [s, b, w] is given, adds the gradients of keys to it atomically. Otherwise,
+    `kept` receives the weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b,
+    heads] contains the sums of grad * out over channels.
+    """
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
@@ -189,7 +195,7 @@ def selected_backward(
 
 @triton.jit
 def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr, HEADS: tl.constexpr):
-    """delta [n, b, heads]: sums over channels of grad * out"""
+    """Compute delta [n, b, heads], the sums of grad * out over channels."""
     row, sample, h, in_h, before = place_of(samples, heads, HEADS)
     c = tl.arange(0, HELD)
     mask = in_h[:, None] & (c < values)[None, :]
@@ -203,7 +209,7 @@ def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr,
 def selected_weights(
     q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """out [n, b, count], initially zero: weights of the listed keys, summed over heads."""
+    """Compute the weights of the listed keys, summed over heads: out [n, b, count], initially zero."""
     samples, heads, count = sizes
     HEADS: tl.constexpr = BLOCKS[0]
     KEYS: tl.constexpr = BLOCKS[1]
@@ -237,25 +243,25 @@ class Tiling(NamedTuple):
     forward: Blocks
     of_queries: Blocks
     adding: Blocks
-    """Gradients of queries, with additions to the gradients of keys."""
+    """Blocks of the backward that adds the gradients of keys atomically."""
     of_keys: Tile
 
 
 HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Compute capability 9, with 227 KiB of shared memory per program."""
+"""Block sizes for compute capability 9, with 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Compute capability 10: larger blocks would exceed its shared memory."""
+"""Block sizes for compute capability 10; larger blocks would exceed its shared memory."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
-"""Other GPUs, with 99 KiB of shared memory per program."""
+"""Block sizes for other GPUs, with 99 KiB of shared memory per program."""
 
 SCAN = 1024
-"""Number of list places that are read together to find the end of the list."""
+"""Number of list entries that are read together to find the end of the list."""
 
 
 def tiling(device: torch.device) -> Tiling:
-    """Return the block sizes for a GPU. Raises RuntimeError if the GPU is too old."""
+    """Return the block sizes for a GPU. Raises RuntimeError if its compute capability is below 8.0."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise RuntimeError(f"no kernel for compute capability {capability[0]}.{capability[1]}")
@@ -274,7 +280,7 @@ def _scan(count: int) -> int:
 def attend_selected(
     q: Tensor, k: Tensor, picked: Tensor, sinks: Tensor | None, first: int, scale: float, values: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kernel call; see `attention.py`."""
+    """Launch the forward kernel; see `_attend` in `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     out = q.new_empty(n, b, heads, values)
     sums = tuple(torch.empty(n, b, heads, dtype=torch.float32, device=q.device) for _ in range(3))
@@ -294,7 +300,7 @@ def attend_selected(
 
 
 def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale: float, values: int) -> Tensor:
-    """Kernel call; see `attention.py`."""
+    """Launch the kernel of weights; see `_weights` in `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     out = torch.zeros(n, b, count, dtype=torch.float32, device=q.device)
     blocks, widths = tiling(q.device).forward, tuple(Widths.of(width, values))
@@ -306,7 +312,7 @@ def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale
 def selected_gradients(
     grad: Tensor, q: Tensor, k: Tensor, picked: Tensor, out: Tensor, lse: Tensor, scale: float, adds: bool
 ) -> tuple[Tensor, Tensor]:
-    """Kernel call; see `attention.py`."""
+    """Launch the backward kernels; see `_gradients` in `attention.py`."""
     n, b, heads, width = q.shape
     values, count = out.shape[-1], picked.shape[-1]
     found, widths = tiling(q.device), Widths.of(width, values)

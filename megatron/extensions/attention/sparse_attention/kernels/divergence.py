@@ -1,11 +1,10 @@
-"""Gradients of the indexer loss over selected keys with Triton kernels, which replace `divergence`.
+"""Indexer loss over selected keys, and its gradients, with Triton kernels, which replace `divergence`.
 
-Each query is computed with its selected keys only. In plain torch, a chunk of queries holds the products of all indexer
-heads with all keys in memory.
+Each query is multiplied by its selected keys only. Plain PyTorch stores the products of all indexer heads and all keys
+for a chunk of queries.
 
-Gradients of keys are either added in fp32 where they are computed, in any order, or summed by a second kernel, in a
-fixed order. In the second case, a chunk of queries holds the gradients of its scores in memory, [rows, b, keys] in
-fp32.
+Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel, in a
+fixed order. For the second kernel, the score gradients of a chunk of queries are stored, [rows, b, keys] in fp32.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Planned number of keys that a program of the second pass holds, and of programs that share the queries of these
+"""Numbers assumed in plans: keys that a program of the second pass holds, and programs that share the queries of these
 keys."""
 
 MOST_HEADS = 64
 """Largest number of indexer heads that a program holds."""
 
 SLOW_ADDITIONS = 150
-"""FLOPs of matrix products that an H200 computes in the time of adding one fp32 byte to rows, by the assumed rates of
-`plan/planner/devices/h200.yaml`, which nobody has timed."""
+"""Matrix product FLOPs that an H200 computes in the time of one byte of fp32 atomic additions, under the rates assumed
+in `plan/planner/devices/h200.yaml`, which have not been measured."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return True if GPU kernels compute this loss: they do for selected keys with known log-sum-exps of attention."""
+    """Return True if the kernels support this loss, which needs selected keys and the log-sum-exps of attention."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -49,13 +48,14 @@ def fits(index: Index, loss: Loss) -> bool:
 
 
 def sums_later(keys: int, count: int, heads: int) -> bool:
-    """Return True if a second pass over all pairs of a query and a key takes less time than additions. It computes 4
-    FLOPs for each channel of a head and pair; additions add 4 bytes to each channel of a selected key."""
+    """Return True if a second pass over all pairs of a query and a key takes less time than atomic additions. The
+    second pass computes 4 FLOPs for each pair and channel of a head; atomic additions add 4 bytes for each channel of a
+    selected key."""
     return count * SLOW_ADDITIONS >= keys * heads
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """Chunks of the loss, joined; the queries of each rank's indexer stay separate."""
+    """Return the chunks of the loss, merged within the queries of each rank's indexer."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -66,7 +66,7 @@ def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
 
 
 def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """`divergence`."""
+    """Implement `divergence` with Triton kernels."""
     assert loss.picked is not None and loss.lse is not None
     q, k, weights = (x.contiguous() for x in index)
     keys_of_attention, count = loss.k.contiguous(), loss.picked.shape[-1]
@@ -90,7 +90,7 @@ def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
 
 
 def _results(index: Index) -> tuple[Tensor, Index]:
-    """The sum of divergences, initially zero, and the gradients; those of keys are zero and in fp32."""
+    """Allocate the sum of divergences and the gradients. The sum and the key gradients, which are in fp32, are zero."""
     of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
     found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
     return torch.zeros((), dtype=torch.float64, device=index.k.device), found
@@ -110,13 +110,14 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` of k in fp32, from the
-attention weights of the listed keys [n, b, count], summed over heads. With `adds`, the gradients of keys are added in
-any order."""
+"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` keys of k in fp32.
+`attended` [n, b, count] contains the attention weights of the listed keys, summed over heads. If `adds` is True, the
+gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Tensors that `by_kernels` allocates, for a plan, on GPUs that add."""
+    """Allocate the tensors of `by_kernels` and record its kernels, for a plan. The GPU is assumed to have fast atomic
+    additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None
@@ -137,7 +138,7 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
 def _planned_gradients(
     launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
 ) -> Tensor:
-    """Gradients of keys, by one or two kernels."""
+    """Record the one or two kernels that compute the gradients of keys; return these gradients."""
     q, k = index.q[rows], index.k
     heads, width = q.shape[2:]
     channels, read = float(heads * width), 2 * pairs * width * q.element_size()
@@ -152,7 +153,7 @@ def _planned_gradients(
 
 
 def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
-    """The queries of `attention.samples`, the last ones of a sequence, with indexer keys."""
+    """Yield arguments of `divergence` for the queries of `attention.samples`."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -170,7 +171,7 @@ def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
 
 
 def _log_sums(q: Tensor, seen: Keys, k: Tensor, scale: float) -> Tensor:
-    """[n, b, h]: log-sum-exps of the scores of one set of keys."""
+    """Return the log-sum-exps [n, b, h] of the scores of one key set."""
     chunks = seen.queries.chunks
     return torch.cat([Rows(q, k, seen.queries, chunk, seen.picked).scores(scale).logsumexp(-1) for chunk in chunks])
 

@@ -1,11 +1,11 @@
 """Triton kernels for the gradients of the indexer loss (`divergence.py`).
 
-A program computes one query for all indexer heads at once. It gathers the query's keys twice: first for the log-sum-exp
-of their scores, then for the gradients of the query and of the head weights. Products are transposed, [keys, heads], as
-in attention.
+A program computes one query for all indexer heads at once. It gathers the query's keys twice: first to compute the
+log-sum-exp of their scores, then the gradients of the query and of the head weights. Products are stored transposed,
+[keys, heads], as in `attention_triton.py`.
 
-The gradients of keys are either added in fp32 where they are computed, in any order, or summed by a second kernel. A
-program of that kernel holds a block of keys and visits the queries in order. It computes their products with all keys
+The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel. A
+program of the second kernel holds a block of keys and visits the queries in order. It multiplies each query by all keys
 of the block; the gradient of a score is zero if the query did not select the key.
 """
 
@@ -34,18 +34,18 @@ class Blocks(NamedTuple):
     keys: int = 128
     """Keys that a program of the second kernel holds."""
     columns: int = 64
-    """Query heads that such a program multiplies its keys by at a time."""
+    """Query heads by which a program of the second kernel multiplies its keys at a time."""
 
 
 BLOCKS = Blocks()
 
 SCAN = 1024
-"""Number of list places that are read together to find the end of the list."""
+"""Number of list entries that are read together to find the end of the list."""
 
 
 @triton.jit
 def _listed(k, lists, at, count, samples, sample, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Listed keys, and their rows."""
+    """Return listed keys and their rows."""
     key = tl.load(lists + at, mask=at < count, other=-1)
     return key, load_rows(k, (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0, 0, WIDTH, HELD)
 
@@ -63,9 +63,9 @@ def _sums_of_list(
     HELD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Log-sum-exp of the scores of listed keys, and sum of the attention weights."""
+    """Return the log-sum-exp of the scores of listed keys, and the sum of their attention weights."""
     samples, sample, count = sizes
-    # Each place of a block has its own sum: sums over a block would make all threads wait.
+    # Each element of a block has its own sum: a reduction over every block would synchronize all threads.
     top = tl.full([KEYS], float("-inf"), tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
@@ -102,9 +102,12 @@ def divergence_of_row(
     KEYS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """q [n, b, heads, d], k [s, b, d], weights [n, b, heads], picked and attended [n, b, count] -> `found`: the
-    divergences [n, b], the gradients of q and weights, and those of scores [n, b, keys], which are None if they are
-    added to dk [keys, b, d] instead."""
+    """Compute the divergence of one query, and its gradients.
+
+    q [n, b, heads, d], k [s, b, d], weights [n, b, heads], picked and attended [n, b, count] -> `found`: divergences
+    [n, b], gradients of q, gradients of weights, and gradients of scores [n, b, keys]. The last one is None if
+    gradients of keys are added to dk [keys, b, d] instead.
+    """
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
@@ -161,8 +164,10 @@ def divergence_of_keys(
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dense [n, b, keys], the gradients of scores -> dk [parts, keys, b, d] in fp32: sums over the queries of a part,
-    in ascending order."""
+    """Sum the gradients of keys over queries in ascending order.
+
+    dense [n, b, keys], the gradients of scores -> dk [parts, keys, b, d] in fp32, one sum for each part of the queries.
+    """
     n, samples, heads, count = sizes
     KEYS: tl.constexpr = BLOCKS[0]
     ROWS: tl.constexpr = BLOCKS[1]
@@ -195,14 +200,14 @@ def divergence_of_keys(
 
 
 def warps_of(heads: int, adds: bool) -> int:
-    """Number of warps of a program for a query: enough for its sums to fit in registers."""
+    """Return the number of warps of a program for a query, which must be enough for the sums to fit in registers."""
     return 8 if adds or heads > 16 else 4
 
 
 def gradients_of_listed(
     q: Tensor, k: Tensor, weights: Tensor, picked: Tensor, attended: Tensor, keys: int, adds: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kernel call; see `divergence.py`."""
+    """Launch the kernels; see `_gradients` in `divergence.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     sums = torch.empty(n, b, dtype=torch.float32, device=q.device)
     dq, dw = torch.empty_like(q), torch.empty_like(weights)

@@ -1,4 +1,4 @@
-"""Gradients of keys, summed in a fixed order: the second pass of the backward of attention to selected keys.
+"""Second backward pass of attention to selected keys: gradients of keys, summed in a fixed order.
 
 The first pass stores the weights of listed keys and the gradients of their scores, one chunk of queries at a time. A
 program holds some channels of a block of keys, and multiplies the stored values by the queries and by the output
@@ -28,9 +28,9 @@ class Tile(NamedTuple):
 
     keys: int
     columns: int
-    """Query heads that it multiplies at a time."""
+    """Query heads that a program multiplies at a time."""
     channels: tuple[int, int]
-    """Channels that it holds: a power of two, and half of it."""
+    """Channels that a program holds, in two parts: a power of two, and half of it."""
     warps: int
     stages: int
 
@@ -53,10 +53,10 @@ def selected_sum(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dk [parts, s, b, w] in fp32 += sums over the queries of a part, in ascending order.
+    """Add the sums over the queries of a part, in ascending order, to dk [parts, s, b, w] in fp32.
 
-    `weights` and `ds` [n, b, count, heads]. `readers` has the place [n, b, blocks * KEYS] at which a query lists a key,
-    or -1, and the range [b, blocks] of queries that list a key of a block: the first one and the end."""
+    `weights` and `ds` are [n, b, count, heads]. `readers` contains the fields of `Readers`.
+    """
     samples, heads, count, s = sizes
     places, firsts, ends = readers
     part, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -67,7 +67,7 @@ def selected_sum(
     found = tl.maximum(stop - first, 0)
     begin = first + found * part // tl.num_programs(1)
     end = first + found * (part + 1) // tl.num_programs(1)
-    # Channels, in two parts.
+    # The channels are in two parts.
     c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
     d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
     acc = tl.zeros([KEYS, WIDE], tl.float32)
@@ -99,7 +99,7 @@ def selected_sum(
 
 @triton.jit
 def _channels(x, at, inside, c, size: tl.constexpr):
-    """[rows, channels]; zeros outside"""
+    """Load [rows, channels]; elements outside are zero."""
     return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < size)[None, :], other=0.0)
 
 
@@ -110,18 +110,19 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Which queries list the keys of a block, for a chunk of queries. All int32."""
+    """Queries that list the keys of a block, for a chunk of queries. All tensors are int32."""
 
     places: Tensor
-    """[n, b, blocks * block]: the place at which a query lists a key, or -1."""
+    """[n, b, blocks * block]: position of a key in a query's list, or -1."""
     firsts: Tensor
-    """[b, blocks]: the first query that lists a key of a block."""
+    """[b, blocks]: first query that lists a key of a block."""
     ends: Tensor
-    """[b, blocks]: one past the last query that lists a key of a block."""
+    """[b, blocks]: last query that lists a key of a block, plus one."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
-    """picked [n, b, count]: places among s keys, or -1. The host does not wait for the device."""
+    """Return the queries that list each block of keys, without synchronizing with the device. picked [n, b, count]
+    contains indices of s keys, or -1."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)
@@ -135,7 +136,17 @@ def readers_of(picked: Tensor, s: int, block: int) -> Readers:
 
 
 def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: Tensor, ds: Tensor, tile: Tile) -> None:
-    """Add the sums of a chunk of queries to dk [parts, s, b, w], in the same order each time."""
+    """Add the gradients of keys from a chunk of queries to `dk`, always in the same order.
+
+    Args:
+        dk: [parts, s, b, w] in fp32.
+        grad: [n, b, heads, values], output gradients.
+        q: [n, b, heads, w], queries.
+        picked: [n, b, count], indices of the listed keys, or -1.
+        weights: [n, b, count, heads], attention weights of the listed keys.
+        ds: [n, b, count, heads], gradients of the scores of the listed keys.
+        tile: Block sizes.
+    """
     parts, s, b, width = dk.shape
     heads, values = q.shape[2], grad.shape[-1]
     held = min(tile.columns, triton.next_power_of_2(max(16, heads)))

@@ -1,5 +1,5 @@
-"""Building blocks of Triton kernels that gather selected rows: channels in parts, products of these, and the position
-of a program."""
+"""Building blocks of Triton kernels that gather selected rows: loads of channels in parts, products of the parts, and
+the position of a program."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,10 +12,10 @@ import triton.language as tl
 
 
 class Widths(NamedTuple):
-    """Number of key channels, and the powers of two that hold them."""
+    """Numbers of key channels, and the powers of two that hold them."""
 
     values: int
-    """The first channels, which are the values."""
+    """Number of value channels, which come first."""
     rest: int
     part: int
     """Power of two that holds a quarter of the value channels."""
@@ -40,8 +40,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
-    """[rows, HELD]: `size` channels, beginning at `start`, of the rows that begin `at` elements after x; zeros
-    outside."""
+    """Load [rows, HELD]: the `size` channels from `start` of the rows that begin `at` elements after x. Elements
+    outside are zero."""
     c = tl.arange(0, HELD)
     where = x + at[:, None] + (start + c)[None, :]
     if size >= HELD:
@@ -51,7 +51,7 @@ def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.c
 
 @triton.jit
 def load_values(x, at, inside, WIDTHS: tl.constexpr):
-    """The four parts of the value channels of rows."""
+    """Load the value channels of rows, in four parts."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     return (
@@ -64,7 +64,7 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """The channels of rows after the values; arbitrary contents if there are none."""
+    """Load the channels of rows after the value channels; return arbitrary contents if there are none."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
@@ -78,14 +78,14 @@ def dot(a, b, sums):
 
 @triton.jit
 def products(a, b):
-    """Products [rows of a, rows of b] over all value parts, in fp32."""
+    """Return the products [rows of a, rows of b], summed over all value parts in fp32."""
     found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     return dot(a[3], tl.trans(b[3]), dot(a[2], tl.trans(b[2]), dot(a[1], tl.trans(b[1]), found)))
 
 
 @triton.jit
 def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
-    """[keys, heads] in fp32"""
+    """Return the scores [keys, heads] in fp32."""
     found = products(keys, queries)
     if WIDTHS[3]:
         found = dot(rest, tl.trans(of_queries), found)
@@ -111,7 +111,7 @@ def scaled(sums, factors):
 
 @triton.jit
 def end_of_list(lists, count, SCAN: tl.constexpr):
-    """One past the place of the last key of a list."""
+    """Return the position after the last key of a list."""
     found = 0
     j = tl.arange(0, SCAN)
     for start in range(0, count, SCAN):
@@ -122,8 +122,9 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Row, sample and heads of a program, a mask of existing heads, and the elements of [n, b, heads] before them. Rows
-    with the most keys come first, and programs of one row are adjacent because they read the same keys."""
+    """Return the row, sample and heads of a program, a mask of existing heads, and the number of elements of [n, b,
+    heads] before the heads. Rows with the most keys come first; programs of one row are adjacent because they read the
+    same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
@@ -133,7 +134,7 @@ def place_of(samples, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_heads(x, values, before, h, in_h, start: tl.constexpr, size: tl.constexpr, WIDTH: tl.constexpr):
-    """Store values [HELD, heads] in `size` channels, beginning at `start`, of x [n, b, heads, WIDTH]."""
+    """Store values [HELD, heads] in the `size` channels from `start` of x [n, b, heads, WIDTH]."""
     c = tl.arange(0, values.shape[0])
     at = x + (before + h)[None, :] * WIDTH + (start + c)[:, None]
     tl.store(at, values.to(x.dtype.element_ty), mask=in_h[None, :] & (c < size)[:, None])

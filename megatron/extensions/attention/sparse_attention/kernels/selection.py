@@ -1,8 +1,8 @@
 """Selection with Triton kernels, which replace `scores_of_keys` and `largest_scores`.
 
-Neither the products of single heads nor a sorted row is stored in memory. Scores equal those of plain torch up to
-rounding; plain torch first rounds 16-bit products to 16 bits. Among equal scores the later ones are selected, as in
-plain torch.
+The kernels store neither the products of individual heads nor sorted rows. Scores equal those of plain PyTorch up to
+rounding; plain PyTorch first rounds 16-bit products to 16 bits. Both select the later ones among keys with equal
+scores.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Channels of the widest indexer heads that the kernel supports, and the number of queries with which kernels are
-compared."""
+"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples with which
+kernels are checked."""
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if GPU kernels compute scores of queries [n, b, heads, d]."""
+    """Return True if the kernels support queries [n, b, heads, d]."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST and q.numel() > 0
 
 
 def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """`scores_of_keys`."""
+    """Implement `scores_of_keys` with a Triton kernel."""
     return _scores(q.contiguous(), k.contiguous(), weights.contiguous())
 
 
 def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """`largest_scores`."""
+    """Implement `largest_scores` with a Triton kernel; the arguments are the same."""
     begin, end = torch.broadcast_tensors(first, last)
     return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
 
 
 def keys(index: Index, queries: Queries, topk: int) -> Tensor:
-    """`keys_of_chunks` for joined chunks: kernels store only the scores of keys in memory."""
+    """Implement `keys_of_chunks` with Triton kernels. Chunks are merged, because the kernels store only the scores of
+    keys."""
     return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
 
@@ -74,7 +75,7 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """The entry of a plan's `Launches` that records matrix products."""
+    """Interface of a plan's `Launches` that records matrix products."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -82,7 +83,8 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Tensors that `scores` allocates, for a plan."""
+    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan; the other arguments are the
+    same."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -93,7 +95,8 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Tensors that `largest` allocates, for a plan: a row is read from memory once, and then again from the cache."""
+    """Allocate the tensors of `largest` and record its kernel, for a plan; the other arguments are the same. A row is
+    read from memory once, and then from the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -102,12 +105,14 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """Tensors that `keys` allocates, for a plan."""
+    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan; the other arguments are the
+    same."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 
 def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries of one sample and all keys, for each kind of layer that selects."""
+    """Yield arguments of `scores_of_keys`: queries of one sample and all keys, for each kind of layer with an
+    indexer."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -118,7 +123,7 @@ def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Scores with many ties."""
+    """Yield arguments of `largest_scores` whose scores have many ties."""
     for q, k, _ in _score_samples(shapes):
         assert shapes.config is not None
         topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)
@@ -142,7 +147,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # its parts are compared separately
+    lambda shapes: (),  # its parts are checked separately
     0.0,
     planned_keys,
 )

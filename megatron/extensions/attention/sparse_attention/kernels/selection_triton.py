@@ -1,8 +1,8 @@
 """Triton kernels for selection (`selection.py`): the indexer scores, and the keys with the largest scores.
 
-Scores: a program holds a block of keys and visits queries. It computes their products with all indexer heads, and
-rectifies, weights and sums these at once. Selection: a program finds the smallest selected score of a query, digit by
-digit from the top (radix select), and then lists the keys.
+Scores: a program holds a block of keys and visits queries. It multiplies the keys by all indexer heads of a query, and
+applies ReLU, head weights and sums without storing the products. Selection: a program finds the smallest selected score
+of a query, digit by digit from the most significant one (radix select), and then lists the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -50,7 +50,7 @@ def score_keys(
 
 @triton.jit
 def _ordered(x):
-    """uint32 in the order of fp32 numbers; positive and negative zero are equal."""
+    """Map fp32 numbers to uint32 in the same order; positive and negative zero are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, tl.full([], -1, tl.int32), tl.full([], -(2**31), tl.int32))
     return (bits ^ flipped).to(tl.uint32, bitcast=True)
@@ -58,10 +58,12 @@ def _ordered(x):
 
 @triton.jit
 def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
-    """scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]: the
-    keys with the largest scores in ascending order, the later ones among equal scores. If there are fewer keys, -1
-    fills the other places: places at the end stand for keys after the last one, as many as exist, and places at the
-    start for the rest."""
+    """List the keys with the largest scores, in ascending order; among equal scores, the later keys.
+
+    scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]. If a
+    query may attend to fewer keys, the list is padded with -1: at the end, with one entry for each existing key after
+    the last one as far as needed, and at the start with the rest.
+    """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     bound = row * bound_rows + sample * bound_samples
@@ -72,7 +74,7 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     into = out + (row * samples + sample) * topk
     i = tl.arange(0, PLACES)
     digits = tl.arange(0, 256)
-    # Digits of the smallest selected score, and the number of scores with these digits that are selected.
+    # `prefix`: leading digits of the smallest selected score. `wanted`: number of selected scores with these digits.
     prefix = tl.full([], 0, tl.uint32)
     wanted = tl.minimum(topk, seen)
     equal = seen
@@ -114,7 +116,7 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
 
 
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Kernel call; see `selection.py`."""
+    """Launch the score kernel; see `_scores` in `selection.py`."""
     n, b, heads, width = q.shape
     out = torch.empty(n, b, k.shape[0], dtype=torch.float32, device=q.device)
     held, of_heads = triton.next_power_of_2(max(16, width)), min(64, triton.next_power_of_2(max(16, heads)))
@@ -125,7 +127,7 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Kernel call; see `selection.py`."""
+    """Launch the selection kernel; see `_largest` in `selection.py`."""
     n, b, count = scores.shape
     out = torch.empty(n, b, topk, dtype=torch.int32, device=scores.device)
     strides = first.stride(0), first.stride(1) if first.shape[1] > 1 else 0
