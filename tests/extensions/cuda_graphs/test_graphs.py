@@ -142,4 +142,4 @@ def test_without_a_gpu_it_is_refused() -> None:
 def test_phases_of_two_shapes_are_refused(tmp_path: Path) -> None:
     flags = "--mock-data --train-iters 9 --cuda-graph-impl local"
     found = phases.problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 8, seq-length: 32}", flags)
-    assert any("--cuda-graph-impl local: its graphs have one shape" in problem for problem in found)
+    assert any("--cuda-graph-impl local: needs one shape, but phases differ" in problem for problem in found)

@@ -124,7 +124,7 @@ def test_flags(tmp_path: Path) -> None:
     assert not resolve(parse_args(f"{given} --position-embedding-type rope".split()), 1).data.reset_position_ids
     wrong = {
         given.replace("--tokenizer-type NullTokenizer ", ""): "needs the end-of-document token of the tokenizer",
-        f"{TINY} {PACKED}": "packs documents of files, and --dataset-type mock has its own samples",
+        f"{TINY} {PACKED}": "packs documents of files, but --dataset-type mock makes its own samples",
         f"{given} --fim-data": "cannot be combined with --fim-data",
         f"{TINY} --packing-window 9": "has no effect without --sequence-packing best-fit",
     }

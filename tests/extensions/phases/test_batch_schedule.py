@@ -62,7 +62,7 @@ def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str)
     assert plan.schedule().length == ScheduleLength(warmup=4, decay=32, anneal=24, total=64)
 
 
-UNREADABLE = {"": "must begin", "5:4": "must begin", "0:4 10:x": "'10:x' must be", "0:4 9:8 9:16": "must rise"}
+UNREADABLE = {"": "must begin", "5:4": "must begin", "0:4 10:x": "'10:x' must be", "0:4 9:8 9:16": "must increase"}
 UNREADABLE["0.5:4"] = "must be TOKENS"
 
 

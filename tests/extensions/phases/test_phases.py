@@ -126,7 +126,7 @@ def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
     plan = made(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
     assert [(s.first_sample, s.first_iteration) for s in plan.phases] == [(0, 0), (52, 13)]
     found = problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, global-batch-size: 32}\n", more)
-    assert len(found) == 1 and "--rampup-batch-size: FILE: phase 1 set global-batch-size too; keep one" in found[0]
+    assert len(found) == 1 and "--rampup-batch-size: cannot be combined with global-batch-size in FILE: phase 1; keep one" in found[0]
 
 
 def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:
         assert ScheduleLength.in_samples(optimizer, plan.phases[1].samples).anneal == plan.phases[1].samples / 2 > 0
     for wrong in ("1", "-0.1", "80%", "[0.5]"):
         found = problems(tmp_path / "s.yaml", f"- {{}}\n- {{from-fraction: {wrong}}}\n")
-        assert any("must be a number from 0 to below 1: the part of the run that is before" in each for each in found)
+        assert any("must be at least 0 and below 1: the fraction of the run that is before" in each for each in found)
 
 
 def test_a_beginning_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_rules_of_a_run_judge_each_phase(tmp_path: Path) -> None:
         "FILE: phase 1 (long): --seq-length 34: must be a multiple of",
         "FILE: phase 1 (long): --global-batch-size 10: must be a multiple of",
         "FILE: phase 2 (late): from-iterations 4000: begins at sample",
-        "and the run ends at sample 400; begin it earlier, remove it, or train longer",
+        "but the run ends at sample 400; begin it earlier, remove it, or train longer",
     ):
         assert part in text, f"{part}\n\nin\n\n{text}"
 
@@ -223,11 +223,11 @@ def test_phases_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -
     longer = made(path, TWO, "--mock-data --train-samples 500").continued(History(310, before.record(310)))
     assert longer.phases[-1].lengths == (100, 200)
     for text, message in (
-        (TWO.replace("seq-length: 64", "seq-length: 32"), "(long) has begun with seq-length 64, and has 32 now"),
-        (TWO.replace("3000", "3500"), "(long) began at sample 192 in the checkpoint, and begins at 224 now"),
-        (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "phase 0 (main) has begun without lr, and has it now"),
+        (TWO.replace("seq-length: 64", "seq-length: 32"), "(long) has begun with seq-length 64, but now has 32"),
+        (TWO.replace("3000", "3500"), "(long) began at sample 192 in the checkpoint, but now begins at 224"),
+        (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "phase 0 (main) has begun without lr, but now has it"),
         ("- {name: main, rotary-base: 10000}", "has begun phase long, which is missing"),
-        (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, and the run is at sample 200"),
+        (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, but the run is at sample 200"),
     ):
         with pytest.raises(ValueError, match="from sample 200 on") as caught:
             made(path, text).continued(history)
@@ -239,7 +239,7 @@ def test_a_run_without_phases_may_take_them_up(tmp_path: Path) -> None:
     history = History(96, plan_of(config).record(96))
     text = "- {}\n- {from-samples: 96, seq-length: 32}"
     plan = made(tmp_path / "s.yaml", text).continued(history)
-    with pytest.raises(ValueError, match=r"phase 0 has begun with seq-length 16, and has 64 now"):
+    with pytest.raises(ValueError, match=r"phase 0 has begun with seq-length 16, but now has 64"):
         made(tmp_path / "s.yaml", text.replace("{}", "{seq-length: 64}")).continued(replace(history, config=config))
     assert plan.phases[0].lengths == (400,) and plan.phases[1].first_sample == 96
     longer = replace(config, training=replace(config.training, train_samples=900))

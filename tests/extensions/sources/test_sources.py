@@ -159,7 +159,7 @@ def test_errors_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"--data-path .*saved: no column 'text' \(--text-key\); .* 'body', 'id'"):
         made(path)
     assert len(IndexedDataset(made(path, text_key=("body",)))) == len(TEXTS)
-    with pytest.raises(ValueError, match="neither text nor token ids but int"):
+    with pytest.raises(ValueError, match="neither text nor token ids, but int"):
         made(path, text_key=("id",))
     with pytest.raises(ValueError, match="there is no file that datasets reads"):
         made("datasets:nothing/*.parquet")

@@ -109,11 +109,11 @@ def test_bad_lines_are_named_counted_and_decide_the_exit_code(tmp_path):
     flags = ("--input", source, "--output-prefix", tmp_path / "out", *BYTES)
     shown = tool("preprocess_data.py", *flags, code=1)
     for number, reason in (
-        (2, "'text' is not text but a number"),
+        (2, "'text' is not text, but a number"),
         (4, "no key 'text' (--json-keys); the keys are 'txt'"),
         (5, "not JSON"),
         (6, "not UTF-8: byte 10 of the line is 0xff"),
-        (7, "not a JSON object but a list"),
+        (7, "not a JSON object, but a list"),
         (8, "not Unicode text"),
     ):
         assert f"{source}:{number}: {reason}" in shown
@@ -141,7 +141,7 @@ def test_preprocess_names_every_mistake_at_once(tmp_path):
         *("--tokenizer-type", "GPT2BPETokenizer", "--split-sentences"),
         code=2,
     )
-    folder = "the folder has no file of documents"
+    folder = "no file in the folder has a known suffix"
     for part in ("--workers 0", "/no/such.jsonl", folder, "--vocab-file", "--merge-file", "--split-sentences"):
         assert part in shown
     assert "Traceback" not in shown

@@ -58,7 +58,7 @@ def test_a_folder_is_its_known_files_in_order(tmp_path: Path, caplog: pytest.Log
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert documents(tmp_path) == ["one", "two", "last"]
-    assert "1 file of no known format left out: README.md" in caplog.text
+    assert "left out 1 file of unknown format: README.md" in caplog.text
 
 
 def test_linked_folders_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
     assert documents(tmp_path / name) == ["one", "two"]
     number = rows[0].replace('"one"', "9" * 5000)
     (tmp_path / name).write_text(f"[{number}]" if name == "a.json" else number)
-    with pytest.raises(ValueError, match="'text' is not text but a number"):
+    with pytest.raises(ValueError, match="'text' is not text, but a number"):
         documents(tmp_path / name)
 
 
@@ -207,13 +207,13 @@ MISNAMED = [
     ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
     ("a.json", b'[{"text": "a"}] more', "after the end of the array"),
     ("a.json", b'[{"text": nope}' + b" " * 600_000 + b"]", "cannot be read after record 0: not JSON"),
-    ("a.json", b'{\n  "text": "a"\n}\n', "a JSON object takes several lines; write one object a line, or an array"),
-    ("a.jsonl", b'{"text": "a",\n "id": [\n  1]}\n', "a JSON object takes several lines; write one object a line"),
+    ("a.json", b'{\n  "text": "a"\n}\n', "a JSON object spans several lines; write one object per line, or an array"),
+    ("a.jsonl", b'{"text": "a",\n "id": [\n  1]}\n', "a JSON object spans several lines; write one object per line"),
     ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
     ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
     ("a.csv", b"id,text\n1,\xff\n", "not UTF-8: byte 0xff"),
-    ("a.parquet", b"PAR1 and nothing else", "not Parquet that can be read"),
-    ("a.arrow", b"nothing of it", "not Arrow that can be read"),
+    ("a.parquet", b"PAR1 and nothing else", "invalid Parquet file"),
+    ("a.arrow", b"nothing of it", "invalid Arrow file"),
 ]
 
 
@@ -245,6 +245,6 @@ def test_a_row_that_is_bad_spoils_no_other(tmp_path: Path) -> None:
             except ValueError as error:
                 found.append(f"{number}: {error}")
     assert found == [
-        *("one", "2: 1 values where the first row names 2", "four"),
-        *("one", "2: not UTF-8: byte 0 of 'text' is 0xff", "3: 'text' is not text but null", "four"),
+        *("one", "2: 1 values, but the first row names 2 columns", "four"),
+        *("one", "2: not UTF-8: byte 0 of 'text' is 0xff", "3: 'text' is not text, but null", "four"),
     ]

@@ -285,8 +285,8 @@ def test_a_text_key_for_each_data_set(tmp_path: Path) -> None:
     for words, said in {
         f"{b}=text": "",
         f"body {b}=text {c}=text": "",
-        "text body": f"--text-key text body: a record has one document.*name the data sets of the others, as {b}=body",
-        f"{tmp_path}/d.jsonl=text": f"there is no data set {tmp_path}/d.jsonl; those of the run are {a}, {b}",
+        "text body": f"--text-key text body: a record has one document.*give the other keys as PATH=KEY, such as {b}=body",
+        f"{tmp_path}/d.jsonl=text": f"there is no data set {tmp_path}/d.jsonl; the data sets of the run are {a}, {b}",
         f"{b}=": "names no key; write PATH=KEY",
     }.items():
         for name in ("--text-key", "--json-keys"):
@@ -377,7 +377,7 @@ def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
 def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\nnope\n{"text": "two"}\n')
-    said = r"1 records cannot be read, --max-bad-lines allows for 0.*\n.*a\.jsonl:2: not JSON"
+    said = r"1 records cannot be read, --max-bad-lines allows 0.*\n.*a\.jsonl:2: not JSON"
     with pytest.raises(ValueError, match=said):
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("a-*"))

@@ -204,7 +204,7 @@ def test_stored_truncation_padding_and_dropout_are_off(tmp_path, caplog):
     assert tokenizer.tokenize("fox") == build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "plain")).tokenize(
         "fox"
     )
-    assert caplog.text.count("dropout 0.5 of its model, which segments text at random, is off") == 1
+    assert caplog.text.count("dropout 0.5 of its model, which segments text at random, is disabled") == 1
     assert '"truncation":null,"padding":null' in tokenizer.to_json().replace(" ", "").replace("\n", "")
 
 
@@ -319,7 +319,7 @@ def write_tokenizer(folder, vocab, **more):
 
 def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
     folder = write_tokenizer(tmp_path, {"a": 0, "b": 4_000_000_000})
-    with pytest.raises(ValueError, match=r"--tokenizer-model \S+: 'b' has the id 4000000000, and the file 2 tokens"):
+    with pytest.raises(ValueError, match=r"--tokenizer-model \S+: 'b' has the id 4000000000, but the file has only 2 tokens"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
 
 
