@@ -1,1 +1,1 @@
-"""Checkpoints and flags of other programs."""
+"""Interoperability with other programs: checkpoint conversion and flag translation."""

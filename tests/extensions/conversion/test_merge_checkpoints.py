@@ -124,7 +124,7 @@ def test_the_last_stable_k_exclude_the_decay(run: Path, tmp_path: Path, capsys: 
     assert_mean(parameters(tmp_path / "out"), [parameters(at(run, each)) for each in range(2, 8)], [1 / 6] * 6)
     assert "note:" not in capsys.readouterr().err
     said = refused(capsys, "--input", run, "--last", 7, "--stable", "--output", tmp_path / "more")
-    assert "has 6 checkpoints at the peak learning rate (2, 3, 4, 5, 6, 7); lower it" in said
+    assert "has 6 checkpoints at the peak learning rate (2, 3, 4, 5, 6, 7); use a lower number" in said
 
 
 def test_an_emulated_decay(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,16 +235,16 @@ def test_missing_or_unequal_inputs_are_refused(
 ) -> None:
     out, hf = ["--output", tmp_path / "out"], converted["hf"]
     two, decay = ["--input", at(run, 5), at(run, 6)], ["--emulate-decay", "linear"]
-    there = "there are those of 1, 2, 3, 4, 5, 6, 7, 8"
+    there = "it has those of 1, 2, 3, 4, 5, 6, 7, 8"
     for words, message in (
-        (["--input", run], "one checkpoint is nothing to merge"),
+        (["--input", run], "a merge needs several checkpoints"),
         (["--input", run, "--iterations", 5, 9, 11], f"has no checkpoint of 9, 11; {there}"),
-        (["--input", run, "--last", 9], "has 8 checkpoints; lower it"),
+        (["--input", run, "--last", 9], "has 8 checkpoints; use a lower number"),
         (["--input", run, "--last", 1], "--last 1: must be at least 2"),
         ([*two, "--last", 2], "--last takes the folder of one run, not 2 inputs"),
         ([*two, "--iterations", 5], "--iterations has 1 values for 2 inputs"),
         ([*two, "--iterations", 5, 7], "is of iteration 6, not 7"),
-        ([*two, "--weights", 1, 1], "--weights sum to 2, and must sum to 1; give 0.5 0.5, or --allow-unnormalized"),
+        ([*two, "--weights", 1, 1], "--weights sum to 2, but must sum to 1; give 0.5 0.5, or --allow-unnormalized"),
         ([*two, "--weights", 1], "--weights has 1 values for 2 checkpoints"),
         ([*two, "--weights", 0.5, 0.5, *decay], "--weights and --emulate-decay both give weights"),
         ([*two, "--stable"], "--stable needs --last"),
@@ -287,7 +287,7 @@ def test_another_model_is_refused(
     other = [*MODEL, *RUN, "--save", str(tmp_path / "wide"), "--hidden-size", "48", "--train-iters", "4"]
     run_forked(1, other, tmp_path / "screen")
     said = refused(capsys, "--input", at(run, 4), at(tmp_path / "wide", 4), "--output", tmp_path / "out")
-    assert f"{at(tmp_path / 'wide', 4)} is another model than {at(run, 4)}: " in said
+    assert f"{at(tmp_path / 'wide', 4)} is a different model from {at(run, 4)}: " in said
     assert "has shape [48], not [32]" in said and "more" in said
     theirs = shutil.copytree(converted["hf"][0], tmp_path / "theirs")
     change_json(theirs / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rope_theta=5e5)
@@ -297,7 +297,9 @@ def test_another_model_is_refused(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize(("value", "what"), [(float("nan"), "has NaN"), (float("-inf"), "has infinite values")])
+@pytest.mark.parametrize(
+    ("value", "what"), [(float("nan"), "contains NaN"), (float("-inf"), "contains infinite values")]
+)
 def test_non_finite_tensors_are_named_with_their_source(
     value: float,
     what: str,
@@ -313,7 +315,7 @@ def test_non_finite_tensors_are_named_with_their_source(
     for workers in (1, 2):
         words = ["--input", converted["dcp"][0], broken, "--output", tmp_path / "out", "--to", to, "--workers", workers]
         said = refused(capsys, *words)
-        expected = f"{broken}: decoder.layers.1.mlp.linear_fc2.weight {what}; leave this checkpoint out of the merge"
+        expected = f"{broken}: decoder.layers.1.mlp.linear_fc2.weight {what}; remove this checkpoint from the merge"
         assert said == f"error: {expected}"
         assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 

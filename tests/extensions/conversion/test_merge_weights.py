@@ -120,9 +120,9 @@ def test_weights_match_values_computed_by_hand() -> None:
     assert given_weights([0.333333, 0.333333, 0.333334], 3, False) == [0.333333, 0.333333, 0.333334]
     assert given_weights([2, -0.5], 2, True) == [2, -0.5]
     for values, allowed, message in (
-        ([0.5, 0.5], False, "--weights has 2 values for 3 checkpoints; give one for each, in their order"),
-        ([1, 1, 2], False, "--weights sum to 4, and must sum to 1; give 0.25 0.25 0.5, or --allow-unnormalized"),
-        ([1, -1, 0], False, "must sum to 1; give --allow-unnormalized to merge with them as they are"),
+        ([0.5, 0.5], False, "--weights has 2 values for 3 checkpoints; give one per checkpoint, in the same order"),
+        ([1, 1, 2], False, "--weights sum to 4, but must sum to 1; give 0.25 0.25 0.5, or --allow-unnormalized"),
+        ([1, -1, 0], False, "must sum to 1; give --allow-unnormalized to use these weights"),
         ([1, math.nan, 0], True, "--weights nan: must be finite"),
     ):
         with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared

@@ -58,7 +58,7 @@ def test_a_round_trip_in_shards_with_two_workers(
     convert("--input", llama, "--output", tmp_path / "ours", *words)
     convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", *words)
     out = capsys.readouterr().out
-    found = re.findall(r"largest difference of logits over 9 tokens: (\S+) \(largest logit: (\S+)\)", out)
+    found = re.findall(r"largest logit difference over 9 tokens: (\S+) \(largest logit: (\S+)\)", out)
     assert len(found) == 2 and all(float(error) < 1e-5 < float(scale) for error, scale in found), out
     assert_same_weights(llama, tmp_path / "hf")
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
@@ -198,7 +198,7 @@ NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no_layers": (config(num_hidden_layers=4), "model.layers.3.input_layernorm.weight is missing"),
     "fewer_layers": (config(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unknown"),
-    "a_billion_layers": (config(num_hidden_layers=10**9), "config.json says num_hidden_layers = 1000000000, and there"),
+    "a_billion_layers": (config(num_hidden_layers=10**9), "config.json has num_hidden_layers = 1000000000, but there"),
     "other_vocabulary": (config(vocab_size=84), "model.embed_tokens.weight of shape [83, 32] do not fit"),
     "other_heads": (config(num_attention_heads=8), "layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj"),
     "layers_in_words": (
@@ -213,9 +213,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         "config.json cannot be read",
     ),
-    "no_weights": (lambda folder: (folder / SAFE).unlink(), "holds no weights"),
-    "truncated": (content(lambda data: data[:-1]), "model.safetensors is cut short"),
-    "empty_file": (content(lambda data: b""), "is not a safetensors file, or is cut short: it has 0 bytes"),
+    "no_weights": (lambda folder: (folder / SAFE).unlink(), "contains no weights"),
+    "truncated": (content(lambda data: data[:-1]), "model.safetensors is truncated"),
+    "empty_file": (content(lambda data: b""), "is not a safetensors file, or is truncated: it has 0 bytes"),
     "endless_header": (content(lambda data: b"\xff" * 64), "model.safetensors is not a safetensors file"),
     "overlapping": (content(overlapping), "model.safetensors is damaged"),
     "absent_shard": (index("absent.safetensors"), "absent.safetensors is missing; model.safetensors.index.json names"),
@@ -223,11 +223,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "index_that_lies": (index("shard.safetensors", "model.extra"), "shard.safetensors lacks model.extra"),
     "pickle_that_executes": (
         pickled(lambda folder, file: torch.save({NORM: Attack(folder)}, file)),
-        "pytorch_model.bin is refused, as it is not a plain file of tensors: it asks for ",
+        "pytorch_model.bin is refused, because it is no plain tensor file: it asks for ",
     ),
     "plain_pickle_that_executes": (
         pickled(lambda folder, file: file.write_bytes(pickle.dumps(Attack(folder)))),
-        "pytorch_model.bin is refused, as it is not a plain file of tensors: it is damaged, or no file of torch.save",
+        "pytorch_model.bin is refused, because it is no plain tensor file: it is damaged, or no file of torch.save",
     ),
     "bin_of_bytes_by_a_number": (
         pickled(lambda folder, file: file.write_bytes(older(LARGE["bytes by a number"]))),
@@ -235,7 +235,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "bin_without_tensors": (
         pickled(lambda folder, file: torch.save({NORM: "text"}, file)),
-        "pytorch_model.bin must hold tensors by name",
+        "pytorch_model.bin must contain a dict of names and tensors",
     ),
 }
 
@@ -270,7 +270,7 @@ def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path
         for name, value in other.items():
             assert torch.equal(found[name][()], value) and torch.equal(theirs[name], value), (named, name)
     for named, why in (
-        ("../other.safetensors", "must name a file inside of the folder"),
+        ("../other.safetensors", "must name a file inside the folder"),
         ("pytorch_model.bin", r"must name a file \*\.safetensors or \*\.safetensors\.index\.json"),
         (7, r"must name a file \*\.safetensors"),
         ("none.safetensors", "is missing; transformers_weights of config.json names it"),
@@ -301,7 +301,7 @@ def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "exists already" in refused(capsys, "--input", llama, "--output", llama)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("")
-    assert "holds no model" in refused(capsys, "--input", llama, "--output", tmp_path / "mine", "--force")
+    assert "contains no model" in refused(capsys, "--input", llama, "--output", tmp_path / "mine", "--force")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     file = llama / "config.json"
     for bad, why in ((file / "x", f"{file} is a file, not a folder"), (tmp_path / ("x" * 300), "file name too long")):
@@ -323,7 +323,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(SafetensorsWriter, "_write", full)
     said = refused(capsys, "--input", llama, "--output", tmp_path / "out", "--to", to)
     assert (
-        said == f"error: --output {tmp_path / 'out'} cannot be written: no space left on device; nothing of it was kept"
+        said == f"error: --output {tmp_path / 'out'} cannot be written: no space left on device; "
+        "the partial output was deleted"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -88,7 +88,7 @@ def test_class_ids_beyond_the_vocabulary_are_ignored() -> None:
 def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
     model = config_from_hf(missing_keys.tiny("llama"))
     chosen, notice = hf_format._family_to_write(model, "gpt2", None)
-    assert chosen == "llama" and notice is not None and "not as gpt2, which the model came from" in notice
+    assert chosen == "llama" and notice is not None and "instead of gpt2, the family of the model's origin" in notice
     assert hf_format._family_to_write(model, "mistral", None) == ("mistral", None)
     chosen, notice = hf_format._family_to_write(model, "pebbles", None)
     assert chosen == "llama" and str(notice).endswith("this family is not known; add --hf-family FILE")
@@ -107,9 +107,9 @@ def test_a_family_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     for flag in ("--hf-family", "--model-type"):
         assert convert(tmp_path / "ours", tmp_path / flag, flag, "mistral") == 0
         assert json.loads((tmp_path / flag / "config.json").read_text())["model_type"] == "mistral"
-    with pytest.raises(ValueError, match="--hf-family: mistrall: is no Hugging Face family; nearest: mistral; a file"):
+    with pytest.raises(ValueError, match="--hf-family: mistrall: is not a Hugging Face family; nearest: mistral;"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "mistrall")
-    with pytest.raises(ValueError, match="--hf-family: llama and qwen2 are two families to write; give one NAME"):
+    with pytest.raises(ValueError, match="--hf-family: llama and qwen2 are several families to write; give one NAME"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "llama", "--hf-family", "qwen2")
     with pytest.raises(ValueError, match="model_type gpt2 cannot have"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "gpt2")

@@ -154,7 +154,7 @@ def test_continued_training_at_a_longer_context_exports_its_positions(llama: Pat
     lengthened = f"--load {llama} --seq-length 64 --rotary-base 500000"
     flags = f"{lengthened} --save {run} --save-interval 1 {iters}".split()
     screen = run_forked(1, [*flags, "1", "--export-hf-interval", "1"], tmp_path / "screen")
-    assert "--rotary-base 10000 -> 500000, --max-position-embeddings 32 -> 64; its checkpoints and exports" in screen
+    assert "--rotary-base 10000 -> 500000, --max-position-embeddings 32 -> 64; checkpoints and exports" in screen
     exported = AutoModelForCausalLM.from_pretrained(run / "hf/iter_0000001")
     assert exported.config.max_position_embeddings == 64
     assert exported.config.rope_parameters["rope_theta"] == 500000.0
@@ -205,7 +205,7 @@ def test_sequences_beyond_the_folders_positions_need_a_flag(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 64 --load {llama}".split()
-    remedy = "add --max-position-embeddings 64 to train beyond them, and usually a larger --rotary-base, or"
+    remedy = "add --max-position-embeddings 64 to train on longer sequences, and usually a larger --rotary-base, or"
     for given in ((), ("--rotary-base", "10000"), ("--rotary-scaling-factor", "8")):
         said = refusal(capsys, *flags, *given)
         assert f"--seq-length 64: is above max_position_embeddings 32 in {llama}/config.json; {remedy}" in said
@@ -213,7 +213,7 @@ def test_sequences_beyond_the_folders_positions_need_a_flag(
     assert command_line([*flags, "--max-position-embeddings", "128"]).config.model.max_position_embeddings == 128
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 32, "n_layer": 1}))
     said = refusal(capsys, *flags, "--load", tmp_path)
-    assert "the rows of its learned table; nearest: 32" in said and len(said.strip().splitlines()) == 2, said
+    assert "the number of rows of the learned table; nearest: 32" in said and len(said.strip().splitlines()) == 2, said
 
 
 def test_checkpoints_take_precedence_over_a_folder(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_folder_in_16_bits_is_not_silently_trained_in_32(mixtral: Path, tmp_pa
         return [note for note in command_line(words).notes if "float32" in note]
 
     (notice,) = notices("", dtype="bfloat16")
-    assert "has weights in bfloat16" in notice and "add --bf16 to keep its format, or --fp32 to confirm" in notice
+    assert "has weights in bfloat16" in notice and "add --bf16 to keep this format, or --fp32 to confirm" in notice
     assert "add --fp16" in notices("", torch_dtype="float16")[0]
     assert not notices("", dtype="float32") + notices("--bf16", dtype="bfloat16") + notices("--fp32", dtype="bfloat16")
 
@@ -259,7 +259,7 @@ def test_a_smaller_vocabulary_is_refused(mixtral: Path, tmp_path: Path, capsys: 
     assert f"--vocab-size 80: is 83 in {mixtral}/config.json; remove the flag" in said
     assert "a larger value adds tokens" in said
     screen = run_forked(1, [*flags, "--tokenizer-type", "NullTokenizer"], tmp_path / "screen", code=2)
-    assert "has a vocabulary of 83 tokens, and the run one of 80" in screen and "give --vocab-size 83 or more" in screen
+    assert "has a vocabulary of 83 tokens, but the run's has 80" in screen and "give --vocab-size 83 or more" in screen
 
 
 def means_of_columns(rows: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
     screen = run_forked(ranks, f"{files} {ADDED[family]} {TRAINING} 1".split(), tmp_path / "screen")
     before, after = weights_in(folder), weights_in(run / "hf/iter_0000001")
     old = json.loads((folder / "config.json").read_text())["vocab_size"]
-    said = f"{300 - old} new tokens (from id {old}): rows initialized as the mean of {old} rows, all rows of the folder"
+    said = f"{300 - old} new tokens (from id {old}): rows set to the mean of {old} rows, all rows of the folder"
     assert said in screen
     assert json.loads((run / "hf/iter_0000001/config.json").read_text())["vocab_size"] == 300
     grown = [name for name, value in before.items() if after[name].shape != value.shape]
@@ -306,7 +306,7 @@ def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path)
     for ranks, run in enumerate(runs, 1):
         flags = f"--load {llama} --save {run} --save-interval 1 --vocab-size 300 --new-token-init normal --bf16 --tp"
         screen = run_forked(ranks, f"{flags} {ranks} {TRAINING} 1".split(), tmp_path / f"screen{ranks}")
-        assert "217 new tokens (from id 83): rows drawn as for a new model" in screen
+        assert "217 new tokens (from id 83): rows drawn as in a new model" in screen
         convert = ["--input", str(run), "--output", str(tmp_path / f"hf{ranks}"), "--dtype", "float32"]
         convert_checkpoint.main(convert)
     assert_same_weights(tmp_path / "hf1", tmp_path / "hf2")
@@ -330,7 +330,7 @@ def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, 
     run, given = tmp_path / "run", f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tokenizer"
     flags = f"--load {tmp_path}/llama --save {run} --save-interval 1 --export-hf-interval 1 {given} {TRAINING} 1"
     screen = run_forked(1, flags.split(), tmp_path / "screen")
-    assert "6 new tokens (from id 83): rows initialized as the mean of 80 rows, the tokens of the folder's" in screen
+    assert "6 new tokens (from id 83): rows set to the mean of 80 rows, the tokens of the folder's" in screen
     assert "rows 80 to 82, which pad the folder's vocabulary, keep its values" in screen
     exported = run / "hf/iter_0000001"
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -355,8 +355,8 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
     assert "model_type gpt2 cannot have activation_func = 'squared_relu'; change the model or remove" in refused
     assert problem(f"{export} --hf-family gpt2") == ""
     assert "--hf-family llama: model_type llama cannot have" in problem(f"{export} --hf-family llama")
-    assert "--hf-family: gpt3: is no Hugging Face family; nearest: gptj" in problem(f"{export} --hf-family gpt3")
-    unused = "--hf-family gpt2: selects the family of exports, and the run exports nothing; add --export-hf-interval"
+    assert "--hf-family: gpt3: is not a Hugging Face family; nearest: gptj" in problem(f"{export} --hf-family gpt3")
+    unused = "--hf-family gpt2: selects the family of exports, but the run exports nothing; add --export-hf-interval"
     assert unused in problem(f"{model} --hf-family gpt2")
 
 

@@ -242,24 +242,26 @@ FC2 = "decoder.layers.0.mlp.linear_fc2"
 CASES: dict[str, Damage] = {
     "mp_rank_01_000/model_optim_rng.pt is refused": rewritten(lambda content: content.update(rng_state=Attack()), 2),
     "mp_rank_00_000/model_optim_rng.pt is": rank_file(0, lambda path: path.write_bytes(pickle.dumps(Attack()))),
-    "01_001 is missing; its arguments say TP 2, PP 2, EP 1": rank_file(3, lambda path: shutil.rmtree(path.parent)),
+    "01_001 is missing; the sizes in its arguments are TP 2, PP 2, EP 1": rank_file(
+        3, lambda path: shutil.rmtree(path.parent)
+    ),
     "mp_rank_01_001/model_optim_rng.pt is missing": rank_file(3, Path.unlink),
     "00_001/model_optim_rng.pt is damaged": rank_file(1, lambda path: os.truncate(path, path.stat().st_size // 2)),
     "decoder.layers.2.mlp.linear_fc1.weight has shape [5, 8] at TP rank 1": rewritten(cut_a_shape, 2),
     f"{FC2}.bias is missing": of_model(lambda model: model.pop(f"{FC2}.bias")),
     f"{FC2}.weight is missing at TP rank 1, EP rank 0": of_model(lambda model: model.pop(f"{FC2}.weight"), 2),
     "adapter.weight is unknown": of_model(lambda model: model.update({"adapter.weight": torch.zeros(2)}), 0),
-    "holds a str as adapter": of_model(lambda model: model.update({"adapter": "text"}), 0),
+    "contains a str as adapter": of_model(lambda model: model.update({"adapter": "text"}), 0),
     "is of iteration 7, unlike the others": rewritten(lambda content: content.update(iteration=7), 1),
     "has no arguments (args)": rewritten(lambda content: content.pop("args")),
-    "its ranks hold 1 to 2 chunks of the model": rewritten(lambda content: content.pop("model1"), 0),
-    "has a tensor [3] as a state": of_optimizer(lambda states: states["state"][0].update(exp_avg=torch.zeros(3))),
+    "its ranks have 1 to 2 model chunks": rewritten(lambda content: content.pop("model1"), 0),
+    "has a state that is a tensor [3]": of_optimizer(lambda states: states["state"][0].update(exp_avg=torch.zeros(3))),
     "a group has": of_optimizer(lambda states: states["param_groups"][0]["params"].pop()),
     "it is in an unknown format": rewritten(lambda content: content.update(optimizer={"state": 3})),
-    "is no rank of TP 1, PP 2, EP 1": lie("tensor_model_parallel_size", 1),
+    "is not a rank of TP 1, PP 2, EP 1": lie("tensor_model_parallel_size", 1),
     "mp_rank_02_000 is missing": lie("tensor_model_parallel_size", 10**9),
     "the parallel size pp is -1": lie("pipeline_model_parallel_size", -1),
-    "its arguments say num_layers 1000000000": lie("num_layers", 10**9),
+    "its arguments have num_layers 1000000000": lie("num_layers", 10**9),
     "has shape [6, 8] at TP rank 0, EP rank 0, not [10, 8]": lie("ffn_hidden_size", 20),
     "distrib_optim.pt is missing": lie("use_distributed_optimizer", True),
 }
@@ -291,14 +293,14 @@ def replaced(content: Any) -> Damage:
 
 
 BUFFERS: dict[str, Damage] = {
-    "elements, where the model has": buffers(
+    "elements, but the model has": buffers(
         lambda kinds: kinds.update({kind: value[1:] for kind, value in kinds.items() if isinstance(value, Tensor)})
     ),
     "the optimizer's fp32 parameters are not in the order of the model": buffers(
         lambda kinds: kinds.update(param=kinds["param"].roll(1))
     ),
     "distrib_optim.pt is refused": replaced([Attack()]),
-    "bucket by bucket": replaced({0: {}}),
+    "stores single buckets": replaced({0: {}}),
 }
 
 

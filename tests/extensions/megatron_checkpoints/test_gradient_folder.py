@@ -84,15 +84,15 @@ def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
         GradientFolder(tmp_path, model)
     write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, (2, 1, 1, 2))
     torch.save({"model": {}}, tmp_path / "mp_rank_01.pth")
-    with pytest.raises(ValueError, match=r"mp_rank_01.pth holds no gradients"):
+    with pytest.raises(ValueError, match=r"mp_rank_01.pth contains no gradients"):
         GradientFolder(tmp_path, model)
 
 
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("mp_rank_00_001", r"mp_rank_00_001 is missing; the files' names say TP 2, PP 2, EP 1"),
-        ("mp_rank_01", r"model at TP 1, PP 2, EP 1, as the names mp_rank_00_000, mp_rank_00_001 say, .* has shape"),
+        ("mp_rank_00_001", r"mp_rank_00_001 is missing; the sizes in the file names are TP 2, PP 2, EP 1"),
+        ("mp_rank_01", r"model at TP 1, PP 2, EP 1, the sizes in the names mp_rank_00_000, mp_rank_00_001, .* has shape"),
     ],
     ids=["a stage", "a TP rank"],
 )

@@ -107,5 +107,7 @@ def test_parts_without_names_are_listed(style: str) -> None:
 
 
 def test_models_that_megatron_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match="Megatron-LM has no --scale-word-embeddings, --activation-func geglu"):
+    with pytest.raises(
+        ValueError, match="Megatron-LM does not support --scale-word-embeddings, --activation-func geglu"
+    ):
         refuse_inexpressible(RunConfig(model=replace(GPT, scale_word_embeddings=True, activation_func="geglu")))

@@ -126,7 +126,10 @@ def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
     plan = made(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
     assert [(s.first_sample, s.first_iteration) for s in plan.phases] == [(0, 0), (52, 13)]
     found = problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, global-batch-size: 32}\n", more)
-    assert len(found) == 1 and "--rampup-batch-size: cannot be combined with global-batch-size in FILE: phase 1; keep one" in found[0]
+    assert (
+        len(found) == 1
+        and "--rampup-batch-size: cannot be combined with global-batch-size in FILE: phase 1; keep one" in found[0]
+    )
 
 
 def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:

@@ -319,7 +319,9 @@ def write_tokenizer(folder, vocab, **more):
 
 def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
     folder = write_tokenizer(tmp_path, {"a": 0, "b": 4_000_000_000})
-    with pytest.raises(ValueError, match=r"--tokenizer-model \S+: 'b' has the id 4000000000, but the file has only 2 tokens"):
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model \S+: 'b' has the id 4000000000, but the file has only 2 tokens"
+    ):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
 
 

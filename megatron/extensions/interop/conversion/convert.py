@@ -1,4 +1,4 @@
-"""Converts a checkpoint between formats: opens the source, plans the target, and writes the output atomically."""
+"""Conversion of a checkpoint between formats: open the source, plan the target, and write the output atomically."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
     """Yield a temporary folder beside `final`, and rename it to `final` if the body succeeds.
 
-    If the body fails, the temporary folder is deleted. Remains of a killed process are deleted by the next conversion.
-    With `force` an existing model folder is replaced; `final` is never half-written. Raises ValueError if `final`
-    exists otherwise.
+    If the body fails, the temporary folder is deleted. The next conversion deletes the remains of a killed process.
+    `final` is never half-written. With `force`, an existing model folder is replaced; otherwise, ValueError is raised
+    if `final` exists.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")
@@ -59,7 +59,7 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
 def refuse(final: Path, force: bool | None) -> None:
     """Raise ValueError if `final` must not or cannot be written.
 
-    `force` permits replacing a model folder, but nothing else. It is None if the program has no such flag.
+    `force` permits replacing a model folder, but nothing else. It is None if the program has no flag --force.
     """
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
@@ -75,7 +75,7 @@ def refuse(final: Path, force: bool | None) -> None:
         remedy = "choose another folder" if force is None else "choose another folder, or replace it with --force"
         raise ValueError(f"--output {final} exists already; {remedy}")
     if not PATH_KINDS.facts(kind_of(final)).model:
-        raise ValueError(f"--output {final} holds no model, so that --force does not replace it; choose another folder")
+        raise ValueError(f"--output {final} contains no model, so --force does not replace it; choose another folder")
 
 
 def _publish(scratch: Path, final: Path, force: bool | None) -> None:
@@ -124,7 +124,7 @@ def formats() -> dict[str, Format]:
 
 @dataclass(frozen=True)
 class Input:
-    """The model to convert."""
+    """Model to convert."""
 
     format: str
     paths: tuple[PurePath, ...]
@@ -134,13 +134,13 @@ class Input:
 
     @classmethod
     def at(cls, path: PurePath, flag: str = "--input") -> Input:
-        """Return the model in a folder, which `flag` names. Raises ValueError if there is none."""
+        """Return the model in a folder, which `flag` names. Raises ValueError if the folder contains no model."""
         kind = recognize(path, flag)
         return cls(kind.format, (path,), partial(kind.open, path))
 
 
 class Conversion:
-    """A planned conversion of a folder, or of another `Input`."""
+    """Planned conversion of a folder or of another `Input`."""
 
     def __init__(
         self, given: PurePath | Input, output: Path, to: str | None, options: Options, force: bool | None = False
@@ -150,12 +150,13 @@ class Conversion:
         Args:
             given: Folder or input to convert.
             output: Folder to write.
-            to: Name of the target format; None selects the usual one.
+            to: Name of the target format; None selects the default.
             options: Options of the output.
-            force: True to replace an existing model folder; None if the program has no such flag.
+            force: True to replace an existing model folder; None if the program has no flag --force.
 
         Raises:
-            ValueError: A problem that is visible before a weight is read, in one line.
+            ValueError: The conversion has a problem that can be detected without reading weights. The message is one
+            line.
         """
         given = given if isinstance(given, Input) else Input.at(given)
         known = formats()
@@ -164,7 +165,7 @@ class Conversion:
         self.output, self.force = output, force
         refuse(output, force)
         if options.weights is not None and given.format != "dcp":
-            raise ValueError(f"--weights {options.weights}: is for checkpoints of pretrain_gpt.py; leave it out")
+            raise ValueError(f"--weights {options.weights}: applies only to checkpoints of pretrain_gpt.py; remove it")
         if any(output.resolve() in (resolved(path), *resolved(path).parents) for path in given.paths):
             raise ValueError(f"--output {output} contains the input; choose another folder")
         self.source: Source = given.open(options)
@@ -176,9 +177,9 @@ class Conversion:
         return (*self.source.notes, *self.target.notes)
 
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
-        """Convert with this many processes; calls `show` with the bytes written so far.
+        """Convert with `workers` processes. `show` is called with the number of bytes written so far.
 
-        Raises ValueError or CheckpointError, and leaves the output folder as it was.
+        Raises ValueError or CheckpointError, and then leaves the output folder unchanged.
         """
         try:
             with new_folder(self.output, self.force) as folder:
@@ -195,16 +196,17 @@ class Conversion:
             raise ValueError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
-        """Return one line for a file that cannot be read or written: a full or faulty disk, or missing permissions."""
+        """Return a message of one line for a file that cannot be read or written, for example because of a full or
+        faulty disk, or missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # of a tensor that was read while a checkpoint was written
+        if isinstance(cause, ValueError):  # a tensor could not be read while a checkpoint was written
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)
         path = Path(cause.filename) if isinstance(cause.filename, str) else None
         if path is not None and self.output.absolute().parent not in path.absolute().parents:
             return f"{path}: {cause.strerror.lower()}"
-        return f"--output {self.output} cannot be written: {cause.strerror.lower()}; nothing of it was kept"
+        return f"--output {self.output} cannot be written: {cause.strerror.lower()}; the partial output was deleted"
 
     def _write_together(self, folder: Path, workers: int, show: Callable[[int], None]) -> None:
         total = mp.get_context("fork").Value("q", 0)
@@ -237,7 +239,7 @@ class Conversion:
 
 
 def _counted(show: Callable[[int], None]) -> Written:
-    """Add up the bytes of one process."""
+    """Return a function that adds up the bytes written by one process and passes the sum to `show`."""
     total = 0
 
     def written(count: int) -> None:
@@ -249,7 +251,7 @@ def _counted(show: Callable[[int], None]) -> Written:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Parse a dtype of weights by its torch name. Raises ValueError for another name."""
+    """Parse the torch name of a weight dtype. Raises ValueError for another name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in names:
         raise ValueError(f"{name!r} must be one of {', '.join(names)}")
@@ -260,7 +262,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes. Raises ValueError."""
+    """Parse a size such as `5GB`, `500MB` or `2GiB`, or a number of bytes. Raises ValueError."""
     digits = text.rstrip("KMGiBkmgb")
     unit = text[len(digits) :].upper()
     if unit not in UNITS or not digits.replace(".", "", 1).isdigit() or (size := int(float(digits) * UNITS[unit])) < 1:

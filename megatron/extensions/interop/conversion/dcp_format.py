@@ -1,4 +1,4 @@
-"""This program's checkpoints as a source and a target of conversions."""
+"""This program's checkpoint format, as a source and a target of conversions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class DCPSource(Source):
-    """An open checkpoint with verified files: the given one, or the latest of a folder."""
+    """Open checkpoint whose files have been verified: the given one, or the latest one in a folder."""
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
@@ -71,7 +71,7 @@ class DCPSource(Source):
         self.progress = None if converted(checkpoint) else progress
 
     def _state(self, wanted: str) -> str:
-        """Return the key prefix of a callback's state. Raises ValueError unless exactly one state has this name."""
+        """Return the key prefix of a callback's state. Raises ValueError unless exactly one state matches the name."""
         kept = [key.removeprefix(CALLBACKS) for key in self.checkpoint.tensors if key.startswith(CALLBACKS)]
         trained = [name for name, meta in self.metas.items() if not self.config.optimizer.freezes(meta)]
         ends = tuple(f".{name}" for name in trained[:1])
@@ -79,7 +79,7 @@ class DCPSource(Source):
         found = [state for state in states if wanted in (state, state.partition(".")[0])]
         if len(found) != 1:
             has = f"the checkpoint has {', '.join(states)}" if states else "the checkpoint has no averaged weights"
-            remedy = "name one of them" if states else "train with --ema-decay, or leave out the flag"
+            remedy = "name one of them" if states else "train with --ema-decay, or remove the flag"
             raise ValueError(f"--weights {wanted}: {has}; {remedy}")
         if missing := [name for name in trained if f"{CALLBACKS}{found[0]}.{name}" not in self.checkpoint.tensors]:
             raise ValueError(f"--weights {wanted}: {self.checkpoint.folder} has no {found[0]} of {missing[0]}")
@@ -91,8 +91,8 @@ class DCPSource(Source):
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """Return a whole parameter.
 
-        In its own dtype, it is the model's parameter; in another dtype, it is the optimizer's main parameter if there
-        is one. If averages were requested, it is the average of a trained parameter.
+        In the stored dtype, this is the model's parameter; in another dtype, it is the optimizer's main parameter if
+        there is one. If averages were requested, it is the averaged value for trained parameters.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))
@@ -114,7 +114,7 @@ class DCPSource(Source):
         ]:
             kind, name = missing[0]
             raise ValueError(
-                f"{self.checkpoint.folder} has no {kind} of {name}, though of other parameters, as under --optimizer "
+                f"{self.checkpoint.folder} has {kind} for some parameters but not for {name}, as with --optimizer "
                 "muon and --freeze; give --weights-only"
             )
         return TrainingState(
@@ -128,7 +128,8 @@ class DCPSource(Source):
 
 
 class DCPTarget(Target):
-    """A folder with a checkpoint of iteration 0 that holds only weights, run_config.yaml, and the tokenizer's files."""
+    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. Unless training state is copied, the
+    checkpoint contains only weights, as of iteration 0."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -146,7 +147,7 @@ class DCPTarget(Target):
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())
         if source.side_files:
-            # Absolute path of the final folder, where the files will be.
+            # The configuration names the final location of the tokenizer files by an absolute path.
             folder = output.resolve() / TOKENIZER_FOLDER
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
 
@@ -191,7 +192,7 @@ class DCPTarget(Target):
 
 
 class DCPFormat:
-    """The format of this program's checkpoints."""
+    """Format of this program's checkpoints."""
 
     format = "dcp"
     usual = False

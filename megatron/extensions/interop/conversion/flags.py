@@ -1,1 +1,1 @@
-"""This extension has no flags. Formats are kinds of paths, see `formats.Format`."""
+"""This extension has no flags. Formats are path kinds; see `formats.Format`."""

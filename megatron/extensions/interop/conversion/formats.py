@@ -1,8 +1,8 @@
 """Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
 
-A format is one `Source`, one `Target`, or both. They exchange parameters by our names (`ParamMeta.name`): a source
-reads a whole parameter, and a target requests one after another and drops each once it is written. In addition, a
-source provides the tokenizer files of the model's folder, as Hugging Face names them. This module does not import
+A format provides a `Source`, a `Target`, or both. They exchange parameters under our names (`ParamMeta.name`): a source
+reads whole parameters, and a target requests one parameter after another and drops each one once it is written. A
+source also provides the tokenizer files of the model's folder, under Hugging Face's names. This module does not import
 torch.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """User options of the output."""
+    """User options of a conversion's output."""
 
     dtype: torch.dtype | None = None
     """Dtype of all weights; None keeps the stored dtypes."""
@@ -44,12 +44,12 @@ class Options:
     model."""
 
     weights_only: bool = False
-    """Omit the optimizer's state and the run's progress."""
+    """True to omit the optimizer's state and the run's progress."""
 
     weights: str | None = None
     """Source in our format: callback state to use instead of the trained weights, such as an average.
 
-    The form is `CALLBACK.STATE`, or `CALLBACK` if it has only one state.
+    The form is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
     """
 
     make_vocab_size_divisible_by: int = 128
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state of a source beside the model's weights, with which a run can resume where another stopped."""
+    """Training state of a source besides the model's weights, with which a run can resume where another one stopped."""
 
     progress: Progress
     step_count: int
@@ -71,10 +71,10 @@ class TrainingState:
     """Maps (kind, parameter name) to the whole state."""
 
     dtype: Callable[[str, str], torch.dtype]
-    """The dtype in which `read` returns a state."""
+    """Maps (kind, parameter name) to the dtype in which `read` returns the state."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
-    """State of fp16's loss scaler: "scale", and for a dynamic one "good_steps" and "allowance"."""
+    """State of the fp16 loss scaler: "scale", and for a dynamic loss scaler "good_steps" and "allowance"."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +100,25 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Return whether a value is a token id, or a list of token ids, because several tokens may end a text."""
+    """Return True if a value is a token id, or a list of token ids: several tokens may end a text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
 class Source(ABC):
-    """A model on disk. Its constructor raises ValueError, in one line, if the model cannot be read or expressed."""
+    """Model on disk. The constructor raises ValueError, with a message of one line, if the model cannot be read or
+    expressed."""
 
     config: RunConfig
-    """Model, tokenizer and number format; other sections are meaningless here."""
+    """Configuration of the model, tokenizer and number format; other sections are meaningless."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of the model's untrained tensors that the source has; a target initializes the missing ones."""
+    """Names of the model's untrained tensors that the source contains; a target initializes the missing ones."""
 
     origin: Origin = Origin()
-    """Hugging Face model from which the weights came; its family is unknown if there is none."""
+    """Hugging Face model from which the weights came; without a family if there is no such model."""
 
     side_files: Mapping[str, Path] = {}
     """Tokenizer and generation files to copy, by their names in a Hugging Face folder."""
@@ -144,7 +145,7 @@ class Source(ABC):
         """Return a whole parameter or state. Raises ValueError or OSError."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """Return an untrained tensor of the model; zeros, its initial value, if the source lacks it."""
+        """Return an untrained tensor of the model; its initial value, zeros, if the source lacks it."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros
@@ -153,20 +154,21 @@ class Source(ABC):
 
     @abstractmethod
     def check_data(self) -> None:
-        """Raise ValueError for problems that are visible only by reading weights."""
+        """Raise ValueError for problems that can be detected only by reading weights."""
 
 
 def few(problems: Sequence[str], limit: int) -> str:
-    """Join the first problems in one line, with the number of further ones."""
+    """Join the first problems in one line, followed by the number of further problems."""
     return "; ".join(problems[:limit]) + (f"; and {len(problems) - limit} more" if len(problems) > limit else "")
 
 
 Written = Callable[[int], None]
-"""Called with the number of bytes of each tensor that has been written."""
+"""Function that is called with the number of bytes of each tensor that has been written."""
 
 
 class Target(ABC):
-    """Output of a conversion. The constructor plans it and raises ValueError if the format cannot express the model."""
+    """Output of a conversion. The constructor plans the output, and raises ValueError if the format cannot express the
+    model."""
 
     nbytes: int
     """Number of bytes in all tensors."""
@@ -176,34 +178,35 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        """Write the weights. Collective over `world`, whose processes share the work."""
+        """Write the weights. This is a collective over `world`, whose processes share the work."""
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
-        """Write all other files. Called once, after the weights."""
+        """Write all other files. This is called once, after the weights are written."""
 
 
 @runtime_checkable
 class Format(Protocol):
-    """A format from and to which models are converted. A kind of path in `PATH_KINDS` may implement it."""
+    """Format from and to which models are converted. A path kind in `PATH_KINDS` may implement it."""
 
     @property
     def format(self) -> str:
-        """Name of the format for --to."""
+        """Name of the format, a value of --to."""
 
     @property
     def usual(self) -> bool:
-        """True if checkpoints of this program are converted to it by default."""
+        """True if checkpoints of this program are converted to this format by default."""
 
     def open(self, path: PurePath, options: Options) -> Source:
-        """Open a path: in any storage for our checkpoints, on the local disk for other formats."""
+        """Open a model. The path may be in any storage for this program's checkpoints, and must be on the local disk
+        for other formats."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
-        """Plan the output of a conversion into the folder `final`."""
+        """Plan the output of a conversion into `folder`."""
 
 
 MERGE_FILE = "merge.json"
-"""File that describes `Source.merged` in an output of any format."""
+"""Name of the file that describes merged checkpoints (`Source.merged`), in an output of any format."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
@@ -220,14 +223,14 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """List the files of a folder that belong to its tokenizer."""
+    """Yield the files of a folder that belong to its tokenizer."""
     return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
     """Return the tokenizer flags for a Hugging Face folder with files of these names.
 
-    The flags name no tokenizer if the files do not form one.
+    The flags name no tokenizer if the folder has no complete set of tokenizer files.
     """
     names = storage_of(folder).names(folder) if names is None else names
     if "tokenizer.json" in names:
@@ -242,8 +245,7 @@ def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> 
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """Return a run's tokenizer files, by their names in a Hugging Face folder, if they still exist at the run's
-    paths."""
+    """Return the existing tokenizer files of a run, by their names in a Hugging Face folder."""
     found: dict[str, Path] = {}
     tokenizer = with_local_files(tokenizer)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":

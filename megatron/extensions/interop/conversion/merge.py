@@ -1,4 +1,4 @@
-"""Selects checkpoints to merge and their weights, and opens their weighted mean as a conversion's input."""
+"""Selection of checkpoints to merge and of their weights; the weighted mean is the input of a conversion."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class Selection:
-    """The user's selection of checkpoints to merge."""
+    """User's selection of checkpoints to merge."""
 
     inputs: Sequence[PurePath]
     last: int | None = None
-    """Number of newest checkpoints to use from a single input, which is a folder of checkpoints."""
+    """Number of newest checkpoints to merge from a single input, which is a folder of checkpoints."""
 
     stable: bool = False
-    """For `last`: skip checkpoints whose last update did not use the peak learning rate."""
+    """True to skip checkpoints whose last update did not use the peak learning rate, in the selection by `last`."""
 
     iterations: Sequence[int] = ()
-    """Iterations to use from a single input; with several inputs, the iteration of each."""
+    """Iterations to merge from a single input; with several inputs, the iteration of each input."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Weights of the checkpoints: `given` explicitly, derived from a `decay`, or equal."""
+    """Weights of the checkpoints: `given` explicitly, derived from a `decay`, or otherwise equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -49,15 +49,15 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A checkpoint to merge."""
+    """Checkpoint to merge."""
 
     path: PurePath
     iteration: int | None
-    """Iteration according to the folder or the user."""
+    """Iteration according to the folder name or the user; None if it is unknown."""
 
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
-    """Map iterations to the complete checkpoints, or models in another format, among a folder's iter_N folders."""
+    """Return the complete checkpoints, or models in another format, in a folder's iter_N subfolders, by iteration."""
     found: dict[int, PurePath] = dict(saved_folders(root))
     for name in storage_of(root).names(root):
         if match := re.fullmatch(r"iter_(\d+)", name):
@@ -74,22 +74,22 @@ def choose(selection: Selection) -> list[Chosen]:
     inputs, iterations = selection.inputs, selection.iterations
     if selection.last is None and (len(inputs) > 1 or not iterations):
         if iterations and len(iterations) != len(inputs):
-            raise ValueError(f"--iterations has {len(iterations)} values for {len(inputs)} inputs; give one for each")
+            raise ValueError(f"--iterations has {len(iterations)} values for {len(inputs)} inputs; give one per input")
         if len(inputs) < 2:
             raise ValueError(
-                f"--input {inputs[0]}: one checkpoint is nothing to merge; give several, or --last or --iterations "
+                f"--input {inputs[0]}: a merge needs several checkpoints; give more inputs, or --last or --iterations "
                 "with the folder of a run"
             )
         known: Sequence[int | None] = iterations or [None] * len(inputs)
         return [Chosen(path, iteration) for path, iteration in zip(inputs, known, strict=True)]
     if len(inputs) > 1:
-        raise ValueError(f"--last takes the folder of one run, not {len(inputs)} inputs; give one, or leave --last out")
+        raise ValueError(f"--last takes the folder of one run, not {len(inputs)} inputs; give one, or remove --last")
     saved = checkpoints_in(inputs[0])
     wanted = list(iterations) if selection.last is None else _last(selection, saved)
     if missing := [iteration for iteration in wanted if iteration not in saved]:
         there = ", ".join(map(str, saved)) or "none"
         raise ValueError(
-            f"--iterations: {inputs[0]} has no checkpoint of {', '.join(map(str, missing))}; there are those of {there}"
+            f"--iterations: {inputs[0]} has no checkpoint of {', '.join(map(str, missing))}; it has those of {there}"
         )
     return [Chosen(saved[iteration], iteration) for iteration in wanted]
 
@@ -102,16 +102,16 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
         config = recognize(newest).open(newest, Options()).config
         rate = learning_rates(config)
         if rate is None:
-            raise ValueError(f"--stable: {newest} does not record the schedule of its learning rate; give --iterations")
+            raise ValueError(f"--stable: {newest} does not record its learning rate schedule; give --iterations")
         allowed = [iteration for iteration in saved if _equal(rate(iteration), config.optimizer.lr or 0.0)]
         which = f"checkpoints at the peak learning rate ({', '.join(map(str, allowed)) or 'none'})"
     if len(allowed) < count:
-        raise ValueError(f"--last {count}: {root} has {len(allowed)} {which}; lower it")
+        raise ValueError(f"--last {count}: {root} has {len(allowed)} {which}; use a lower number")
     return allowed[-count:]
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """Return the weighted mean as the input of a conversion, which opens the checkpoints."""
+    """Return the weighted mean as the input of a conversion; the conversion opens the checkpoints."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))
 
@@ -132,7 +132,7 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Return a description of the merged checkpoints for metadata. URLs in it contain no credentials."""
+    """Return a description of the merged checkpoints for metadata. It contains no credentials of URLs."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -142,7 +142,7 @@ def _record(
 
 
 def _iteration(chosen: Chosen, source: Source) -> int | None:
-    """Return a checkpoint's iteration. Raises ValueError if it contradicts the user's."""
+    """Return a checkpoint's iteration. Raises ValueError if the user gave another one."""
     own = None if source.progress is None else source.progress.iteration
     if own is not None and chosen.iteration is not None and own != chosen.iteration:
         raise ValueError(f"--iterations: {chosen.path} is of iteration {own}, not {chosen.iteration}")
@@ -160,7 +160,8 @@ def _weights(
     if len(known) < len(chosen):
         unknown = chosen[list(iterations).index(None)].path
         raise ValueError(
-            f"--emulate-decay: {unknown} does not record its iteration; give those of all checkpoints with --iterations"
+            f"--emulate-decay: {unknown} does not record its iteration; give the iterations of all checkpoints "
+            "with --iterations"
         )
     if any(after <= before for before, after in pairwise(known)):
         raise ValueError(
@@ -194,12 +195,13 @@ def _remarks(config: RunConfig, iterations: Sequence[int], chosen: Sequence[Chos
     if rate is not None and not _equal(*(spread := _rates(rate, known))):
         yield (
             f"the learning rate was not constant from iteration {known[0]} to {known[-1]} ({spread[1]:.3g} to "
-            f"{spread[0]:.3g}); --last with --stable takes checkpoints before its decay"
+            f"{spread[0]:.3g}); --last with --stable selects checkpoints before the decay"
         )
 
 
 def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
-    """Map each iteration to the learning rate of its update in a run with this configuration; None if it is unknown."""
+    """Return a function from iterations to the learning rates of their updates in a run with this configuration; None
+    if the schedule is unknown."""
     training = config.training
     if (
         config.optimizer.lr is None

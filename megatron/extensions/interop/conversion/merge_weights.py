@@ -1,5 +1,5 @@
-"""Weights of the checkpoints in a merge: equal, given by the user, or emulating a learning rate decay. This module does
-not import torch.
+"""Checkpoint weights in a merge: equal, given by the user, or emulating a learning rate decay. This module does not
+import torch.
 
 The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
 run with a constant learning rate, and g_i the sum of the run's updates between theta_{i-1} and theta_i. A weighted mean
@@ -13,8 +13,8 @@ w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i, 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
 The merged weights equal the decayed run's weights if updates are proportional to the learning rate and independent of
-the weights, and if the ratio or the update is constant between two checkpoints. Otherwise they are an approximation: it
-ignores that a decayed run computes other gradients and that momentum delays updates.
+the weights, and if the ratio or the update is constant between two checkpoints. Otherwise, they are an approximation,
+which ignores that a decayed run computes other gradients and that momentum delays updates.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import WSD_ANNEAL, ScheduleLength, wsd
 
 STYLES = tuple(WSD_ANNEAL)
-"""Shapes of a decay: the values of --lr-wsd-decay-style."""
+"""Decay shapes: the values of --lr-wsd-decay-style."""
 
 TOLERANCE = 1e-6
-"""Largest deviation of the sum of weights from one."""
+"""Largest permitted deviation of the sum of weights from 1."""
 
 
 @dataclass(frozen=True)
 class Decay:
-    """A learning rate decay to emulate: the final anneal of --lr-decay-style WSD."""
+    """Learning rate decay to emulate: the final anneal of --lr-decay-style WSD."""
 
     style: str
     floor: float = 0.0
@@ -50,20 +50,21 @@ def equal_weights(count: int) -> list[float]:
 def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool) -> list[float]:
     """Validate weights from --weights.
 
-    Raises ValueError unless there is one finite weight for each of `count` checkpoints and they sum to one or need not.
+    Raises ValueError unless there is one finite weight for each of `count` checkpoints, and the weights sum to 1 or
+    `allow_unnormalized` is True.
     """
     if len(values) != count:
         raise ValueError(
-            f"--weights has {len(values)} values for {count} checkpoints; give one for each, in their order"
+            f"--weights has {len(values)} values for {count} checkpoints; give one per checkpoint, in the same order"
         )
     if bad := [value for value in values if not math.isfinite(value)]:
         raise ValueError(f"--weights {bad[0]}: must be finite")
     total = math.fsum(values)
     if not allow_unnormalized and abs(total - 1) > TOLERANCE:
-        remedy = "give --allow-unnormalized to merge with them as they are"
+        remedy = "give --allow-unnormalized to use these weights"
         if total > 0:
             remedy = f"give {' '.join(f'{value / total:.8g}' for value in values)}, or --allow-unnormalized"
-        raise ValueError(f"--weights sum to {total:.8g}, and must sum to 1; {remedy}")
+        raise ValueError(f"--weights sum to {total:.8g}, but must sum to 1; {remedy}")
     return list(values)
 
 
@@ -71,15 +72,15 @@ def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence
     """Return checkpoint weights that emulate a decay from the first to the last checkpoint of a run with a constant
     rate.
 
-    The learning rate of each update is that of a run whose --lr-wsd-decay-samples span the checkpoints, so it depends
-    on the samples before the update, as in training. The formula is in the docstring of this module.
+    Learning rates are those of a run whose --lr-wsd-decay-samples span the checkpoints. The rate of an update depends
+    on the samples before it, as in training. The formula is in the docstring of this module.
 
     Args:
         positions: Samples, or iterations, at which each checkpoint was saved; increasing.
         iterations: Updates before each checkpoint; increasing.
 
     Returns:
-        One weight for each checkpoint, which sum to one and are not negative.
+        One weight per checkpoint. The weights are not negative and sum to 1.
     """
     first, last = positions[0], positions[-1]
     length = ScheduleLength(warmup=0.0, decay=last, anneal=last - first, total=last)

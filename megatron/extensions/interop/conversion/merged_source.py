@@ -1,4 +1,4 @@
-"""The weighted mean of several models as a conversion source. Reads each tensor from one model after another."""
+"""Weighted mean of several models as a conversion source, which reads each tensor from one model after another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.training.config.flags import EXTENSION_SECTIONS
 from megatron.training.config.saved_flags import WITH_PARAMETERS, changed_fields, free_choices
 
 STATE = "--optimizer-state"
-WITHOUT_STATE = "leave the flag out to merge weights alone"
+WITHOUT_STATE = "remove the flag to merge only weights"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the models to merge."""
+    """Model to merge."""
 
     path: PurePath
     source: Source
@@ -29,13 +29,14 @@ class Part:
 
 
 class MergedSource(Source):
-    """The weighted mean of models that differ only in their weights.
+    """Weighted mean of models that differ only in their weights.
 
-    A tensor is summed in fp32, or in fp64 if a model stores it in fp64, in the order of the parts, and rounded once. A
-    process holds the sum and one model's tensor, regardless of the number of models. A 16-bit run contributes its
-    optimizer's fp32 weights. Configuration, tokenizer and progress come from the last part that has them.
+    Each tensor is summed in the order of the parts, in fp32, or in fp64 if a model stores it in fp64, and rounded once.
+    A process holds the sum and one model's tensor in memory, regardless of the number of models. A 16-bit run
+    contributes its optimizer's fp32 weights. Configuration, tokenizer and progress come from the last part that has
+    them.
 
-    Raises ValueError if the models differ, and on reading if a tensor is not finite.
+    Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """
 
     def __init__(self, parts: Sequence[Part], merged: dict[str, object], with_state: bool) -> None:
@@ -59,10 +60,10 @@ class MergedSource(Source):
         for part in self.parts:
             yield from (f"{part.path}: {note}" for note in part.source.notes)
         if lost := sorted(states.difference(self.states)):
-            yield f"not all models have {few(lost, 3)}, which start as in a new model"
+            yield f"not all models have {few(lost, 3)}, which are initialized as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return the widest of the models' number formats."""
+        """Return `wanted`, or the dtype to which the models' dtypes promote."""
         return wanted or reduce(torch.promote_types, (part.source.dtype(name, None) for part in self.parts))
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -90,7 +91,7 @@ class MergedSource(Source):
             part.source.check_data()
 
     def training(self) -> TrainingState | None:
-        """Return the mean of the optimizers' states, if they are merged, with the last model's progress."""
+        """Return the mean of the optimizer states, with the last model's progress; None if only weights are merged."""
         if not self.with_state:
             return None
         states = [self._state(part) for part in self.parts]
@@ -99,10 +100,10 @@ class MergedSource(Source):
             if state.kinds != first.kinds:
                 kinds, others = (", ".join(each.kinds) for each in (state, first))
                 raise ValueError(
-                    f"{STATE}: {part.path} has {kinds}, and {self.parts[0].path} has {others}; {WITHOUT_STATE}"
+                    f"{STATE}: {part.path} has {kinds}, but {self.parts[0].path} has {others}; {WITHOUT_STATE}"
                 )
             if part.weight < 0:
-                rule = "means of squared gradients cannot be"
+                rule = "means of squared gradients must not be"
                 raise ValueError(f"{STATE}: the weight of {part.path} is negative, which {rule}; {WITHOUT_STATE}")
 
         def read(kind: str, name: str) -> Tensor:
@@ -130,9 +131,9 @@ def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
         return
     least, largest = (float(end) for end in tensor.aminmax())
     if least != least or largest != largest:
-        raise ValueError(f"{path}: {name} has NaN; leave this checkpoint out of the merge")
+        raise ValueError(f"{path}: {name} contains NaN; remove this checkpoint from the merge")
     if max(-least, largest) == float("inf"):
-        raise ValueError(f"{path}: {name} has infinite values; leave this checkpoint out of the merge")
+        raise ValueError(f"{path}: {name} contains infinite values; remove this checkpoint from the merge")
 
 
 def refuse_different(parts: Sequence[Part]) -> None:
@@ -142,7 +143,7 @@ def refuse_different(parts: Sequence[Part]) -> None:
     for two in parts[1:]:
         if problems := [*_other_tensors(one, two), *_other_fields(one, two)]:
             raise ValueError(
-                f"{two.path} is another model than {one.path}: {few(problems, 5)}; merge checkpoints of one model"
+                f"{two.path} is a different model from {one.path}: {few(problems, 5)}; merge checkpoints of one model"
             )
 
 
@@ -163,7 +164,7 @@ def _other_fields(one: Part, two: Part) -> list[str]:
 
 
 def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
-    """Open models. Formats that pad the vocabulary when read pad it to the same size as the other models.
+    """Open models. Formats that pad the vocabulary on reading pad it to the size of the largest one.
 
     Raises ValueError for a path without a model.
     """

@@ -1,4 +1,4 @@
-"""Local copies of Hugging Face folders from another storage, shared by all processes of a host.
+"""Local copies of Hugging Face folders in other storages, shared by all processes of a host.
 
 This module does not import torch.
 """
@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.file_storage import local_folder
 
 
 def local_model(folder: PurePath) -> Path:
-    """Return a model's folder on the local disk. For a remote folder it contains links to copies of its files.
+    """Return a model's folder on the local disk. For a remote folder, it contains links to local copies of the files.
 
     Raises ValueError.
     """
@@ -20,7 +20,7 @@ def local_model(folder: PurePath) -> Path:
 
 
 def local_config(folder: PurePath) -> Path:
-    """Return a local folder as `local_model` does, without weights."""
+    """Return a model's folder on the local disk, as `local_model` does, but without weights."""
     return _local(folder, _of_config)
 
 

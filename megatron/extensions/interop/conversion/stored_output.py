@@ -1,6 +1,6 @@
-"""Output folders in storages other than the local disk: written to a temporary folder, then uploaded.
+"""Output folders in storages other than the local disk. They are written to a temporary folder and then uploaded.
 
-The folder contains `.unfinished` until all its files are there. A failed upload leaves no folder.
+The output contains a file `.unfinished` until all files are uploaded. A failed upload leaves no folder.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
-    """Yield the folder to write: `output` if it is local, else a temporary folder that is uploaded if the body
+    """Yield the folder to write: `output` if it is local, otherwise a temporary folder that is uploaded if the body
     succeeds.
 
-    Raises ValueError if `output` cannot be written, or if it exists and is not a model that `force` permits to replace.
+    Raises ValueError if `output` cannot be written, or if it exists, unless it is a model and `force` permits replacing
+    it.
     """
     if isinstance(output, Path):
         yield output
@@ -31,7 +32,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
             if not force:
                 raise ValueError(f"--output {output} exists already; choose another folder")
             if not PATH_KINDS.facts(kind_of(output)).model and storage_of(output).finished(output):
-                rule = "holds no model, so that it is not replaced"
+                rule = "contains no model, so it is not replaced"
                 raise ValueError(f"--output {output} {rule}; choose another folder")
         with tempfile.TemporaryDirectory(prefix="upload-") as scratch:
             folder = Path(scratch, output.name or "output")
@@ -39,11 +40,11 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
             if folder.is_dir():
                 upload(folder, output)
     except OSError as error:
-        raise ValueError(f"--output {output} cannot be written: {error}; nothing of it was kept") from error
+        raise ValueError(f"--output {output} cannot be written: {error}; the partial output was deleted") from error
 
 
 def upload(folder: Path, final: PurePath) -> None:
-    """Publish a copy of a folder. Raises OSError and leaves no copy if that fails."""
+    """Upload a folder. Raises OSError, and leaves no copy, if the upload fails."""
     storage = storage_of(final)
     storage.begin(final, keeps_names=True)
     try:

@@ -1,4 +1,4 @@
-"""Streaming checkpoint writer: memory holds only the tensor being written and the next one."""
+"""Streaming checkpoint writer, which holds only the current tensor and the next one in memory."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.interop.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
-"""File size from which a new file is started, so that loading ranks can share the reading."""
+"""File size in bytes at which a new file is started, so that ranks can read different files when they load."""
 
 
 AHEAD_BYTES = 1 << 30
-"""Largest tensor that is read while the previous one is written."""
+"""Largest size in bytes of a tensor that is read while the previous one is written."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
 
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
-    """Call functions in order and yield their results, computing the next one on a thread meanwhile.
+    """Call functions in order and yield their results, while a thread computes the next result.
 
-    `jobs` are pairs (bytes of the result, function). Results above AHEAD_BYTES are not computed ahead. A failure is
-    raised when its result is due.
+    `jobs` are pairs (bytes of the result, function). Results of more than AHEAD_BYTES are not computed ahead. An
+    exception is raised when its result would be yielded.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -59,15 +59,15 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """A tensor to save whose parts are created only when they are written.
+    """Tensor to save, whose parts are created only when they are written.
 
-    `make` returns the whole tensor with this shape and dtype. Alternatively, `parts` creates separate entries along the
-    first dim that this process writes. Use a writer that drops tensors after writing: `storage.save(...,
+    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions that return the
+    entries that this process writes. Use a writer that drops tensors after writing: `storage.save(...,
     writer=StreamingWriter)`.
     """
 
     parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
-    """Maps an offset to the function that creates the part there."""
+    """Maps offsets to functions that create the parts at these offsets."""
 
     part_shape: tuple[int, ...]
 
@@ -102,7 +102,7 @@ class StreamedTensor(ShardedBoxes):
 
 @dataclass(frozen=True)
 class Made:
-    """A target's tensor: shape, dtype, and the function that reads it."""
+    """Tensor of a target: its shape, its dtype, and the function that reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +113,7 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """Return a function that computes the tensor when it is written, and counts its bytes."""
+        """Return a function that reads the tensor when it is written, and counts its bytes."""
 
         def make() -> Tensor:
             written(self.nbytes)
@@ -123,7 +123,8 @@ class Made:
 
 
 def share(tensors: Mapping[Key, Made], world: Axis) -> Iterator[tuple[Key, Made]]:
-    """Return the tensors that this process writes. Each tensor goes to the process with the fewest bytes so far."""
+    """Yield the tensors that this process writes. Each tensor is assigned to the process with the fewest bytes so
+    far."""
     loads = [0] * world.size
     for key, made in tensors.items():
         turn = loads.index(min(loads))

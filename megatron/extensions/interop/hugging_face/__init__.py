@@ -1,4 +1,4 @@
-"""Hugging Face folders: starts a run from one (--load), converts checkpoints to and from them, and exports a run's
+"""Hugging Face folders: start a run from a folder (--load), convert checkpoints from and to folders, and export a run's
 checkpoints (--export-hf-interval, --export-hf-dir).
 
 Start with `families`, which describes each `model_type`. `read_config` and `write_config` translate config.json,

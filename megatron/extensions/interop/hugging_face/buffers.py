@@ -1,4 +1,4 @@
-"""Tensors in Hugging Face files that are not weights but follow from the configuration."""
+"""Tensors in Hugging Face files that are not weights, but are computed from the configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Buffer = tuple[TensorSpec, Callable[[], Tensor]]
 
 
 def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Return the names and values of the buffers in a family's files."""
+    """Yield the names and values of the buffers in a family's files."""
     if model_type == "minimax":
         yield from _lightning_decays(config, dtype)
     if model_type == "longcat_flash":
@@ -43,9 +43,9 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 
 
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Return gate and up weights of LongCat-Flash's experts without computation.
+    """Yield gate and up weights of LongCat-Flash's zero-computation experts.
 
-    Their class has these weights, does not use them, and refuses files without them; we write zeros.
+    The transformers class does not use these weights, but refuses files without them; we write zeros.
     """
     first, zero_experts = config.num_experts or 0, fields_of(config)["moe_zero_experts"]
     count = zero_experts if isinstance(zero_experts, int) else 0

@@ -1,9 +1,9 @@
-"""Hugging Face exports of a run's checkpoints, written by a separate process while training continues.
+"""Hugging Face exports of a run's checkpoints by a separate process, while training continues.
 
     python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
         [--extension FILE.py] [--hf-family NAME|FILE]
 
-converts a checkpoint that is complete on disk, so an export costs training only disk and processor time.
+converts a checkpoint that is complete on disk, so that an export costs training only disk bandwidth and CPU time.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ PACKAGE = Path(__file__).resolve().parents[4]
 
 
 COUNTS = struct.Struct("qq")
-"""Written and total bytes, as an export process reports them."""
+"""Format in which an export process reports written and total bytes."""
 
 
 class ExportProcess:
-    """The process of one export. It sees no GPU and runs at a lower priority than training."""
+    """Process of one export. It has no access to GPUs and runs at a lower priority than training."""
 
     def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
-        # A file, because a pipe would fill up while nobody reads it during training.
+        # A file instead of a pipe, which would fill up because training does not read it.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
         fd = self._counts.fileno()
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -88,7 +88,7 @@ class ExportProcess:
         return self._process.returncode, said.strip().splitlines()
 
     def progress(self) -> tuple[int, int]:
-        """Written and total bytes; zeros until the first bytes are written."""
+        """Return the written and total bytes; zeros until the first bytes are written."""
         counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
         return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
 
@@ -99,9 +99,9 @@ class ExportProcess:
 
 
 class HFExporter:
-    """Exports checkpoints one after another, in order, on one rank.
+    """Queue of exports, which run one after another on one rank.
 
-    `held` are the checkpoints that must not be deleted.
+    `held` lists the checkpoints that must not be deleted.
     """
 
     doing = "exporting to Hugging Face"
@@ -124,10 +124,10 @@ class HFExporter:
             self._waiting.append((checkpoint, self.root / checkpoint.name))
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Start the next export when the previous one has ended.
+        """Start the next export if the previous one has ended.
 
-        Returns a line for each export that has ended, with its new notes. With `wait`, returns after all exports have
-        ended.
+        Returns a line for each export that has ended, and lines for its new notes. With `wait`, returns after all
+        exports have ended.
         """
         lines: list[str] = []
         while self._waiting or self._running is not None:
@@ -147,7 +147,8 @@ class HFExporter:
         return lines
 
     def abandon(self) -> list[str]:
-        """Stop the current export and drop the queued ones, before the process exits. Returns a line for each."""
+        """Stop the current export and drop the queued ones before the process exits. Returns a line for each dropped
+        export."""
         lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
         if self._running is not None:
             self._running.terminate()
@@ -157,7 +158,7 @@ class HFExporter:
 
 
 class HFExports(Callback):
-    """Starts exports during a run."""
+    """Callback that starts exports during a run."""
 
     def exporter(self, held: list[PurePath]) -> HFExporter:
         return HFExporter(self.config, held)
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises an exception, so that temporary files are removed
     try:
         load_extensions(args.extension)
         add_families(args.hf_family)

@@ -1,6 +1,6 @@
 """Hugging Face families: weight names and layouts, and keys of config.json. This module does not import torch.
 
-A `Rule` pairs one of our parameters with Hugging Face tensors. A `Family` holds the rules of a `model_type` and maps
+A `Rule` pairs one of our parameters with Hugging Face tensors. A `Family` contains the rules of a `model_type` and maps
 the keys of its config.json to our fields. `family_files` reads families from files.
 """
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and the Hugging Face tensors that form it.
+    """One of our parameters, and the Hugging Face tensors of which it consists.
 
     `{i}` is the layer number, `{i/2}` and `{i%2}` its half and remainder; `{e}` stands for every expert. In a
-    multi-token prediction module, `{i}` is the depth from 0, and `{n}` is that number counted on from the layers.
+    multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the depth plus the number of layers.
     """
 
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """How the tensors form our parameter: a name in `named_layouts`, or a custom `Layout`."""
+    """Conversion between the tensors and our parameter: a name in `named_layouts`, or a custom `Layout`."""
 
 
 class Adapter(ABC):
-    """Reads and writes config.json keys that have special rules, see `adapters`."""
+    """Reader and writer of config.json keys with special rules; see `adapters`."""
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        """Return the fields of a model, given the fields from the family's tables. Raises ValueError."""
+        """Return the fields of a model; `fields` contains those from the family's tables. Raises ValueError."""
 
     def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
-        """Return the keys of a model.
+        """Return the config.json keys of a model.
 
         Args:
             hf: Keys from the family's tables.
@@ -55,18 +55,18 @@ class Adapter(ABC):
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face `model_type`."""
+    """Hugging Face family, identified by its `model_type`."""
 
     model_type: str
     architecture: str
     rules: tuple[Rule, ...]
 
     prefix: str
-    """Prefix of Hugging Face tensor names. Files of the bare decoder lack it."""
+    """Prefix of Hugging Face tensor names, which files of the bare decoder lack."""
 
     keys: Mapping[str, str]
-    """Maps a config.json key to the TransformerConfig field with the same value. In a file, null removes a key of the
-    base."""
+    """Maps a config.json key to the TransformerConfig field with the same value. In a family file, null removes a key
+    of the base."""
 
     fixed: Mapping[str, object]
     """TransformerConfig fields with a fixed value in this family."""
@@ -81,7 +81,7 @@ class Family:
     """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys in the family's configuration class."""
+    """Maps other names of keys, in the family's configuration class, to the usual names."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """Supported values of keys; the first one is written."""
@@ -94,16 +94,16 @@ class Family:
     them."""
 
     quantized: Sequence[str] = ()
-    """Quantization methods whose weights can be read, by their names in config.json."""
+    """Names, in config.json, of quantization methods whose weights can be read."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Alternative spellings of parts of tensor names, mapped to the usual ones."""
+    """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of tensors of modules that the transformers class lacks too."""
+    """Prefixes of tensors to ignore, whose modules do not exist in the transformers class either."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Alternative spellings of config.json keys."""
+    """Maps alternative spellings of config.json keys to the usual spellings."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
     """Maps the usual name of a key with special rules to its name in this family's config.json."""
@@ -112,43 +112,44 @@ class Family:
     """Rules of multi-token prediction modules, if the family's files contain them."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of further tensors of such a module, mapped to our parameters that they copy."""
+    """Maps names of further tensors in multi-token prediction modules to the parameters of ours that they copy."""
 
     multi_token_key: str | None = None
     """Key with the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that only affect how a config.json without newer keys is read."""
+    """Keys that are not written, because they only affect how a config.json without newer keys is read."""
 
     layers_each: int = 1
-    """Number of our layers per layer that config.json counts."""
+    """Number of our layers per layer of config.json."""
 
     windows_below: str | None = None
-    """Key of the first layer without a window, for a config.json that does not list layer kinds."""
+    """Key with the number of the first layer without a window, for a config.json that does not list layer kinds."""
 
     window_groups: int = 1
-    """Key/value heads of a layer with a sliding window, per key/value head of other layers."""
+    """Number of key/value heads in layers with a sliding window, per key/value head of other layers."""
 
     earlier_tokens: str | None = None
     """Key with the number of earlier tokens in a sliding window, which is --window-size minus one."""
 
     width_without_experts: str | None = None
-    """Key of the MLP width in a model without experts; in MoE models it is the shared expert's width."""
+    """Key with the MLP width of models without experts; in MoE models, it has the shared expert's width."""
 
     adapters: Sequence[Adapter] = ()
     """Adapters that read and write keys with special rules, in this order.
 
-    A file names classes of `config_json.adapters`, and "like" for the base's adapters.
+    A family file names classes of `config_json.adapters`; "like" stands for the base's adapters.
     """
 
     rotary_by_adapter: bool = False
     """True if an adapter reads the rotary embedding."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding: "all", only "windows" (layers with a sliding window), or "windows, if any"."""
+    """Layers with a rotary embedding: "all", "windows" for layers with a sliding window only, or "windows, if any" for
+    these layers if they exist and otherwise all layers."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
-    """Maps a key to another key that must have the same value, if given."""
+    """Maps a key to another key; both must have the same value if both are given."""
 
     same: Mapping[str, str] = field(default_factory=dict)
     """Maps a TransformerConfig field to another field with the same value."""
@@ -169,7 +170,7 @@ class Family:
     """Kind of the last layer, which overrides `layer_types`."""
 
     needed_layer_type: str | None = None
-    """Kind of the last layer if no other layer has this kind."""
+    """Kind that at least one layer must have; the last layer has it if no other layer does."""
 
     linear_kind: str = "linear_attention"
     """Value in layer_types for a layer with linear attention."""
@@ -177,7 +178,7 @@ class Family:
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
     """Maps the supported values of a config.json key to values of our field.
 
-    If several have the same meaning, the first one is written.
+    If several values have the same meaning, the first one is written.
     """
 
     file: str = "an extension"
@@ -190,34 +191,34 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks, as the transformers configuration class sets or derives them.
+# Values of keys that a config.json lacks, which the transformers configuration class sets or derives.
 
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values by which a class marks a key that it derives from other keys."""
+"""Values of keys that a class derives from other keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:
-    """Maps other spellings of keys to the names in the family's tables."""
+    """Return a mapping from other spellings of keys to the names in the family's tables."""
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     of_class = {name: names.get(usual, usual) for name, usual in family.class_names.items()}
     return {name: usual for name, usual in of_class.items() if name != usual and name not in family.keys} | names
 
 
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
-    """Return the keys in override order: later ones replace earlier ones.
+    """Return the keys in order of increasing precedence.
 
-    Other spellings come last, because classes read them after the usual keys.
+    Other spellings come last, because the classes read them after the usual keys.
     """
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 
 
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
-    """Return the value of each key that a config.json lacks, under the family's usual names.
+    """Return the default value of each key, under the family's usual names.
 
-    The class's default takes precedence. If it is None, the class derives the value from other keys, and the family's
-    default states the result.
+    The class's default takes precedence. If the class's default is None, the class derives the value from other keys,
+    and the family's default is the result.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}
@@ -228,7 +229,7 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return values inside an object that the family reads individually, as `object.key`."""
+    """Return the values inside objects that the family reads individually, under the names `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:
@@ -271,11 +272,11 @@ DERIVED: Mapping[str, Callable[[Values], object]] = {
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
-"""Maps a key to the functions by which classes derive it from other keys, in the classes' order."""
+"""Maps a key to the function by which classes derive it from other keys, in the order in which the classes do."""
 
 
 def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:
-    """Return the values of keys that the family's class derives because a config.json does not set them."""
+    """Return the values of keys that the family's class derives, because config.json does not set them."""
     open_keys = {names.get(key, key) for key, value in family.class_defaults.items() if value in UNSET}
     found: Fields = {}
     for key, derive in DERIVED.items():

@@ -1,9 +1,9 @@
-"""Reads Hugging Face families from the folder `families` and from a user's files (--hf-family). This module does not
+"""Reader of Hugging Face families, in the folder `families` and in user files (--hf-family). This module does not
 import torch.
 
 A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. It extends the base or
-family that it names in `like`. An unknown key, a wrong type, or a name that does not exist raises a ValueError of one
-line with file, key and rule. The default of a key with listed values is the first one.
+family that it names in `like`. An unknown key, a wrong type, or an unknown name raises ValueError with a message of one
+line that contains file, key and rule. The default of a key with listed values is the first value.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 }
 """Maps each key of a file to the type of its value.
 
-`like` names a base or another family. `weights` names tables of weights.json, "like" for the base's tables, or contains
-tables; later ones override earlier ones. `layer` is the prefix of tensor names in a layer. `multi_token_weights` are
-the weights of multi-token prediction modules outside their layer; the layer has the family's weights and is called
-`multi_token_layer`.
+`like` names a base or another family. Each entry of `weights` is the name of a table in weights.json, "like" for the
+base's tables, or a table; later tables override earlier ones. `layer` is the prefix of tensor names in a layer.
+`multi_token_weights` describes the weights of multi-token prediction modules outside their layer; the layer has the
+family's weights, with the prefix `multi_token_layer`.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]
@@ -46,7 +46,7 @@ for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults"
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables whose values, or otherwise keys, are fields of TransformerConfig."""
+"""Tables that refer to fields of TransformerConfig: True if the values do, False if the keys do."""
 
 
 @cache
@@ -55,7 +55,7 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 
 
 def missing_part(kind: str, name: object) -> str | None:
-    """Return the unsupported part of the model that a family or setting needs; None if none is known.
+    """Return the unsupported model part that a family or setting needs; None if it is not known.
 
     `kind` is "families" or "settings".
     """
@@ -68,7 +68,7 @@ def common_keys() -> list[str]:
 
 
 def __getattr__(name: str) -> Family:
-    """Return a built-in family by its `model_type` in capitals: `family_files.GEMMA3_TEXT`."""
+    """Return a built-in family by its `model_type` in capitals, such as `family_files.GEMMA3_TEXT`."""
     if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _family(name.lower(), f"families/{name.lower()}.json", _built_in(name.lower()))
@@ -79,23 +79,25 @@ def built_in_names() -> list[str]:
 
 
 def is_family_file(value: str) -> bool:
-    """Return whether a value of --hf-family is a FILE with a family to add, rather than the NAME of one to write."""
+    """Return True if a value of --hf-family is a FILE with a family to add, rather than the NAME of a family to
+    write."""
     return value.endswith(".json") or "/" in value
 
 
 def family_to_write(values: Iterable[str]) -> str | None:
-    """Return the family that --hf-family selects for exports, if any, after reading its files. Raises ValueError."""
+    """Return the family that --hf-family selects for exports; None if it selects none. Family files must have been
+    added. Raises ValueError."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} are two families to write; give one NAME, and files as FILE.json")
+        raise ValueError(f"{' and '.join(names)} are several families to write; give one NAME, and files as FILE.json")
     if unknown := [name for name in names if name not in FAMILIES]:
-        remedy = f"{near(unknown[0], FAMILIES)}; a file with a family of your own ends in .json"
-        raise ValueError(f"{unknown[0]}: is no Hugging Face family{remedy}")
+        remedy = f"{near(unknown[0], FAMILIES)}; files with custom families end in .json"
+        raise ValueError(f"{unknown[0]}: is not a Hugging Face family{remedy}")
     return names[0] if names else None
 
 
 def add_families(values: Iterable[str]) -> None:
-    """Register the families of a user's files under the files' names. Raises ValueError."""
+    """Register the families in user files under the file names. Raises ValueError."""
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
@@ -105,8 +107,8 @@ def add_families(values: Iterable[str]) -> None:
                 raise ValueError(f"{path}: {problem}")
             FAMILIES.register(name, _family(name, str(path), table))
         elif FAMILIES[name].file != str(path):
-            remedy = "rename the file, which names the model_type"
-            raise ValueError(f"{path}: model_type {name!r} is one of {FAMILIES[name].file}; {remedy}")
+            remedy = "rename the file: its name is the model_type"
+            raise ValueError(f"{path}: model_type {name!r} is already defined by {FAMILIES[name].file}; {remedy}")
 
 
 def _built_in(name: str) -> dict[str, Any]:
@@ -139,10 +141,10 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of a file's keys and values."""
+    """Yield problems of a file's keys and values."""
     for key, value in table.items():
         if key not in SCHEMA:
-            yield f"{key}: is no key of a family{near(key, SCHEMA)}"
+            yield f"{key}: is not a key of a family{near(key, SCHEMA)}"
         else:
             yield from _wrong(value, SCHEMA[key], key)
     known = {flag.field for flag in flags_of("model")}
@@ -150,7 +152,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
         for theirs, ours in table.get(key, {}).items():
             name = ours if of_values else theirs
             if name is not None and name not in known and home_of(dashed(name)) is None:
-                yield f"{key}: {name!r} is no field of a model{near(name, known)}"
+                yield f"{key}: {name!r} is not a field of a model{near(name, known)}"
     for each in table.get("weights", ()):
         if isinstance(each, str) and each != "like" and each not in _shared("weights"):
             yield f"weights: there is no table {each!r}{near(each, _shared('weights'))}"
@@ -163,7 +165,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
-    """Yield misspelled names in a file's tables, compared with the built-in families."""
+    """Yield problems of names in a file's tables that differ from those of the built-in families."""
     known = [*_shared("bases").values(), *map(_built_in, built_in_names())]
     keys = {key for each in known for key in config_keys(each)} | {*common_keys()}
     tables = [part for each in known for part in each.get("weights", ()) if isinstance(part, dict)]
@@ -174,7 +176,7 @@ def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
-    """Yield the problems of a value whose type does not match SCHEMA."""
+    """Yield problems of a value whose type does not match SCHEMA."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Mapping and isinstance(value, dict):
         for name, each in value.items():
@@ -195,9 +197,9 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table merged with the table that it names in `like`, if any.
+    """Return a table merged with the table that it names in `like`, if there is one.
 
-    A key or field in the table overrides the base's fixed value, and the default of that key in the base's class.
+    A key or field in the table overrides the base's fixed value, and the default of this key in the base's class.
     """
     own = dict(table)
     like = own.pop("like", None)
@@ -228,10 +230,10 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
-    """Parse a weights table to rules, ours -> theirs.
+    """Parse a weights table, which maps our names to theirs, to rules.
 
-    Their names are separated by spaces, after the name of a layout and a colon unless the layout is "Same". A name that
-    starts with a dot belongs to a layer; `*` stands for both weight and bias.
+    A value contains the name of a layout and a colon, which are omitted for the layout "Same", and then their names,
+    separated by spaces. A name that starts with a dot belongs to a layer; `*` stands for both weight and bias.
     """
 
     def whole(name: str, layer: str, kind: str) -> str:
@@ -245,15 +247,15 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
 
 
 def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Keep only the last rule of each of our parameters."""
+    """Return only the last rule of each of our parameters."""
     return tuple({rule.ours: rule for rule in rules}.values())
 
 
 def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
-    """Build the family of a file's table. Raises ValueError if something is missing."""
+    """Build the family that a file's table describes. Raises ValueError if a key is missing."""
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
-        raise ValueError(f"{file}: {missing[0]}: is missing; state it, or say which base this family is like")
+        raise ValueError(f"{file}: {missing[0]}: is missing; add it, or name a base in like")
     booleans = {"true": True, "false": False, "null": None}  # JSON has only string keys
     values = {
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}

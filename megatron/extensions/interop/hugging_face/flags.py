@@ -1,4 +1,4 @@
-"""Flags of exports and families, the built-in families, and entry points for Hugging Face folders.
+"""Flags of exports and families, and registration of the built-in families and of Hugging Face folders as path kinds.
 
 This module does not import torch.
 """
@@ -21,15 +21,15 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class HuggingFaceConfig:
     export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
-    """Iterations between exports of checkpoints to Hugging Face folders, which are written in the background. Must
-    be a multiple of --save-interval."""
+    """Number of iterations between exports of checkpoints to Hugging Face folders, which are written in the background.
+    It must be a multiple of --save-interval."""
 
     export_hf_dir: str | None = flag(None, path="stored", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for the exports of --export-hf-interval; default: hf in --save."""
 
     hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
-    """A Hugging Face family: FILE.json adds one of your own, whose model_type is the file's name; NAME selects the one
-    that exports are written as. May be given more than once."""
+    """Hugging Face family. FILE.json adds a custom family, whose model_type is the name of the file; NAME selects the
+    family of exports. The flag may be given more than once."""
 
     new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
     """Initialization of embedding and output rows for tokens beyond the vocabulary of the Hugging Face folder in
@@ -64,7 +64,7 @@ _USUAL = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
 )
-"""Families to try first if several can express a model, in this order."""
+"""Families that are tried first, in this order, when a model is exported."""
 
 _FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
 

@@ -1,7 +1,8 @@
 """Hugging Face model folders: config.json, and weights in one file or in shards with an index.
 
-Folders may come from untrusted sources. Weights are safetensors, or .bin files loaded with `weights_only`. No other
-pickle is read, and the index may name only files in its own folder. Every problem raises a ValueError of one line.
+Folders may come from untrusted sources. Weights are read from safetensors files, or from .bin files with
+`weights_only`. No other pickle is read, and an index may name only files in its own folder. Every problem raises
+ValueError with a message of one line.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class HFFolder:
-    """An open folder: `config` is its config.json, `tensors` its on-disk weights by name.
+    """Open folder: `config` is the content of config.json, and `tensors` maps names to weights on disk.
 
-    For a multimodal model, both belong to its text model. Raises ValueError.
+    For a multimodal model, both are those of the text model. Raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,17 +45,17 @@ class HFFolder:
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
     """Open the weights of a folder from the files that transformers would read, in the same order.
 
-    `named` is the value of transformers_weights in config.json, which names a weights file or index other than the
-    usual ones.
+    `named` is the value of transformers_weights in config.json, which may name a weights file or index with another
+    name than the default ones.
     """
     if named is not None:
         return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
-        if (folder / single).is_file():  # like transformers, even beside an index that an earlier model may have left
+        if (folder / single).is_file():  # takes precedence over an index, as in transformers
             return {**read(folder / single)}
         if (folder / index).is_file():
             return _open_shards(folder, index, read)
-    raise ValueError(f"{folder} holds no weights: there is no {SAFE}, {SAFE_INDEX}, {BIN} or {BIN_INDEX}")
+    raise ValueError(f"{folder} contains no weights: there is no {SAFE}, {SAFE_INDEX}, {BIN} or {BIN_INDEX}")
 
 
 def _open_named(folder: Path, named: object) -> dict[str, Sliceable]:
@@ -64,10 +65,10 @@ def _open_named(folder: Path, named: object) -> dict[str, Sliceable]:
         raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {str(named)[:80]!r} {rule}; correct or remove the key")
     root, place = (os.path.abspath(each) for each in (folder, folder / named))
     if os.path.commonpath([root, place]) != root:
-        rule = "must name a file inside of the folder"
+        rule = "must name a file inside the folder"
         raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {named[:80]!r} {rule}; correct or remove the key")
     if not os.path.isfile(place):
-        raise ValueError(f"{place} is missing; {NAMED_WEIGHTS} of config.json names it: correct or remove the key")
+        raise ValueError(f"{place} is missing; {NAMED_WEIGHTS} in config.json names it: correct or remove the key")
     if named.endswith(".index.json"):
         return _open_shards(folder, named, read_header)
     return {**read_header(Path(place))}
@@ -76,7 +77,7 @@ def _open_named(folder: Path, named: object) -> dict[str, Sliceable]:
 def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, Sliceable]]) -> dict[str, Sliceable]:
     places = read_json(folder / index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{folder / index} has no weight_map from names of tensors to names of files")
+        raise ValueError(f"{folder / index} has no weight_map from tensor names to file names")
     found: dict[str, Sliceable] = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file or file in (".", ".."):
@@ -85,24 +86,25 @@ def _open_shards(folder: Path, index: str, read: Callable[[Path], Mapping[str, S
             raise ValueError(f"{folder / file} is missing; {index} names it")
         tensors = read(folder / file)
         listed = {name for name, place in places.items() if place == file}
-        for names, what in ((listed - tensors.keys(), "lacks"), (tensors.keys() - listed, "also holds")):
+        for names, what in ((listed - tensors.keys(), "lacks"), (tensors.keys() - listed, "also contains")):
             if names:
-                raise ValueError(f"{folder / file} {what} {min(names)}, unlike what {index} says")
+                raise ValueError(f"{folder / file} {what} {min(names)}, which contradicts {index}")
         found |= tensors
     return found
 
 
-# .bin files
+# Files in .bin format.
 
 
 class _BinFiles:
-    """torch.save files, loaded with `weights_only` and memory-mapped if possible. One file is open at a time."""
+    """Files of torch.save, loaded with `weights_only` and memory-mapped if possible. Only one file is open at a
+    time."""
 
     def __init__(self) -> None:
         self._open: tuple[Path, dict[str, Tensor]] | None = None
 
     def read(self, path: Path) -> dict[str, _BinTensor]:
-        """Return the tensors of a file. Raises ValueError if it contains anything else."""
+        """Return the tensors of a file. Raises ValueError if the file contains anything else."""
         tensors = self.tensors(path)
         return {name: _BinTensor(tuple(value.shape), value.dtype, self, path, name) for name, value in tensors.items()}
 
@@ -126,21 +128,21 @@ class _BinTensor(TensorSpec):
 def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
         found = load_torch_file(path)
-    except Exception as error:  # any exception that a damaged or malicious file can cause
-        raise ValueError(f"{path} is refused, as it is not a plain file of tensors: {why_refused(error)}") from None
+    except Exception as error:  # a damaged or malicious file can cause any exception
+        raise ValueError(f"{path} is refused, because it is no plain tensor file: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(
         isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
         for value in found.values()
     ):
-        raise ValueError(f"{path} must hold tensors by name and nothing else")
+        raise ValueError(f"{path} must contain a dict of names and tensors, and nothing else")
     return found
 
 
-# Written folders
+# Writing.
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Divide tensors, in order, among files of at most `max_bytes`; a larger tensor gets its own file."""
+    """Assign tensors, in order, to files of at most `max_bytes`; a larger tensor gets a file of its own."""
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():

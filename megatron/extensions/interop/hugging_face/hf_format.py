@@ -1,6 +1,6 @@
-"""Hugging Face folders as a source and a target of conversions.
+"""Hugging Face folders, as a source and a target of conversions.
 
-Also checks conversions by comparing the logits of transformers with our checkpoint's, in fp32.
+`compare_logits` checks a conversion: it compares the logits of transformers with those of our checkpoint, in fp32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class HFSource(Source):
-    """An open Hugging Face folder. Names and shapes of all weights are checked before any is read."""
+    """Open Hugging Face folder. Names and shapes of all weights are checked before any weight is read."""
 
     def __init__(self, path: Path, options: Options) -> None:
         folder = HFFolder(path)
@@ -94,11 +94,11 @@ class HFSource(Source):
         self.weights.check_copies()
 
 
-WITHOUT_MODULES = "which no program needs to predict one token at a time"
+WITHOUT_MODULES = "which are not needed to predict one token at a time"
 
 
 class HFTarget(Target):
-    """A Hugging Face folder to write: config.json, weights in shards, and tokenizer files."""
+    """Hugging Face folder to write: config.json, weights in shards, and tokenizer files."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -171,10 +171,10 @@ class HFTarget(Target):
 
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
-    """Select the family of an export, with a notice if it differs from the model's origin.
+    """Select the family of an export. Returns it with a notice if it differs from the model's origin.
 
-    It is the requested family, else the origin's family if the model still fits, else the first that can express the
-    model.
+    It is the requested family, or else the origin's family if this family can still express the model, or else the
+    first family that can.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -185,7 +185,7 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
         placements(config, origin)
     except ValueError as error:
         chosen = choose_family(config)
-        return chosen, f"written as {chosen}, not as {origin}, which the model came from: {error}"
+        return chosen, f"written as {chosen} instead of {origin}, the family of the model's origin: {error}"
     return origin, None
 
 
@@ -193,12 +193,12 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def origin_of(hf_config: Mapping[str, object]) -> Origin:
-    """Return the family and the token ids of a config.json, for the model's checkpoints."""
+    """Return the family and the token ids in a config.json, which the model's checkpoints record."""
     return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
 def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Return the token ids in a config.json, or the class's defaults if the vocabulary contains them."""
+    """Return the token ids in a config.json. Missing ids are the class's defaults, if the vocabulary contains them."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}
@@ -207,14 +207,14 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
 
-    An id is None if nothing names it, because without the key transformers uses the class's default, which may be
-    another token.
+    An unknown id is None. The key must not be omitted, because transformers would then use the class's default, which
+    may be another token.
     """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
         return known, "the checkpoint names no tokenizer: no tokenizer files are written"
     if config.tokenizer.tokenizer_type == "NullTokenizer" and source.origin.token_ids:
-        return known, None  # it counts ids and knows no token of the model
+        return known, None  # a NullTokenizer does not know the model's tokens
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
         pad = _pad_token_id(tokenizer, source.side_files)
@@ -226,7 +226,7 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
 
 
 def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
-    """Return the token in the tokenizer's settings, or the id in the generation settings."""
+    """Return the id of the padding token in the tokenizer's settings, or else the id in the generation settings."""
     settings, generation = (
         read_json(side_files[name]) if name in side_files else {}
         for name in ("tokenizer_config.json", GENERATION_CONFIG)
@@ -245,7 +245,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Largest difference between two models' logits on one text."""
+    """Largest difference between the logits of two models on one text."""
 
     largest: float
     scale: float
@@ -259,12 +259,12 @@ class LogitDifference:
         return self.largest <= 0.01 * max(self.scale, 1e-3)
 
     def __str__(self) -> str:
-        what = f"largest difference of logits over {self.tokens} tokens"
+        what = f"largest logit difference over {self.tokens} tokens"
         return f"{what}: {self.largest:.3g} (largest logit: {self.scale:.3g})"
 
 
 def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> LogitDifference:
-    """Run both models on a text, on the CPU in fp32. Both are in memory at once.
+    """Run both models on a text, on the CPU in fp32. Both models are in memory at the same time.
 
     Raises ValueError if transformers is not installed or the text has no tokens.
     """
@@ -289,7 +289,7 @@ def require_transformers() -> None:
 
 
 def _tokens(folder: Path, text: str, vocab_size: int, longest: int) -> Tensor:
-    """Return the ids [1, s] of a text; without a tokenizer, its bytes modulo the vocabulary size."""
+    """Return the ids [1, s] of a text; if there is no tokenizer, the ids are the bytes modulo the vocabulary size."""
     tokenizer = tokenizer_config(folder)
     if tokenizer.tokenizer_type is None:
         ids = [byte % vocab_size for byte in text.encode()]

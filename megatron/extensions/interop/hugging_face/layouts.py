@@ -17,24 +17,24 @@ from megatron.core.config.model import TransformerConfig
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
-"""A slice with a start and a stop for each dim."""
+"""Slices with a start and a stop, one for each dim."""
 
 
 class Layout:
-    """Bit-exact conversion of one of our parameters from and to Hugging Face tensors."""
+    """Bit-exact conversion between one of our parameters and Hugging Face tensors."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        """Convert their tensors to our parameter. Their shapes equal the ones that `theirs` returns."""
+        """Convert their tensors, which have the shapes that `theirs` returns, to our parameter."""
         raise NotImplementedError
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter to their tensors. It may be on the meta device."""
+        """Convert our parameter, which may be on the meta device, to their tensors."""
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        """Return a box of `ours`.
+        """Return a box of our parameter.
 
-        Their tensors may be on disk; subclasses override this method if they need to read only parts of them.
+        The tensors may be on disk; subclasses override this method to read only parts of them.
         """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
@@ -45,32 +45,35 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pieces(Layout):
-    """Our parameter consists of pieces: their tensors, or sections of a single tensor, with permuted dims."""
+    """Layout in which our parameter consists of pieces: their tensors, or sections of a single tensor, with permuted
+    dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
-    """Dims of their tensor and of the piece, as "(g n d) ... -> g n d ...".
+    """Dims of their tensor and of our piece, such as "(g n d) ... -> g n d ...".
 
-    Axes in parentheses form one dim, row-major; "1" is a dim of size 1, and "..." stands for any other dims. A tuple
-    contains one pattern per piece.
+    Axes in parentheses form one dim in row-major order, "1" is a dim of size 1, and "..." stands for all other dims. A
+    tuple contains one pattern per piece.
     """
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
-    """Sizes of axes. One axis of each dim may be omitted; its size follows from the others."""
+    """Function that returns the sizes of axes. One axis of each dim may be omitted; its size follows from the
+    others."""
 
     joined: int | None = None
-    """Our dim along which pieces are concatenated; None for a single piece."""
+    """Dim of our parameter along which pieces are concatenated; None for a single piece."""
 
     counts: Callable[[TransformerConfig], Sequence[int]] | None = None
-    """Sizes of the pieces along that dim; None means 1 each."""
+    """Function that returns the sizes of the pieces along the dim `joined`; None if all sizes are 1."""
 
     section: int | None = None
-    """Dim of the single tensor along which the pieces are concatenated, in proportion to their counts."""
+    """Dim of their single tensor along which the pieces are concatenated, with sizes in proportion to their counts."""
 
     sections: int | None = None
-    """Number of pieces concatenated in the first of several tensors; each other tensor is one piece."""
+    """Number of pieces that are concatenated in the first of several tensors; each other tensor is one piece."""
 
     may_be_thirds: bool = False
-    """True if files may also contain the rows in equal parts, as transformers saves one fused tensor of its class."""
+    """True if files may also contain all rows divided into equal parts, because transformers divides a fused tensor in
+    this way."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
@@ -104,7 +107,7 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Return a box of a piece. Reads, in each dim of their tensor, only the box's range of the outermost axis."""
+        """Return a box of a piece. In each dim of their tensor, only the box's range of the outermost axis is read."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -132,7 +135,7 @@ class Pieces(Layout):
 
 
 class _Section:
-    """Section `at` of a tensor's dim, whose length is divided in proportion to `counts`."""
+    """Section `at` of a tensor along a dim, whose length is divided in proportion to `counts`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
         self.tensor = tensor
@@ -164,14 +167,14 @@ def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) ->
 
 
 def _dims(side: str, further: int) -> list[list[str]]:
-    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with two more dims is [[g, n], [], [.0],
-    [.1]]."""
+    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with two further dims gives [[g, n], [],
+    [.0], [.1]]."""
     spelled = side.replace("...", " ".join(f".{number}" for number in range(further)))
     return [[] if dim == "1" else dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", spelled)]
 
 
 def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of a dim's axes, one of which may be missing in `sizes`."""
+    """Return the sizes of a dim's axes, one of which may be missing from `sizes`."""
     rest = size // prod(sizes.get(name, 1) for name in names)
     return {name: sizes.get(name, rest) for name in names}
 
@@ -180,8 +183,8 @@ def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> di
 class HeadsOfGroups(Layout):
     """Layout of linear_qkv.
 
-    Our tensor has the heads of each query group as [groups, heads, channels of a head, ...] if all have the same width,
-    and as [groups, rows, ...] otherwise.
+    Our tensor is [groups, heads, channels of a head, ...] if all heads have the same width, and [groups, rows, ...]
+    otherwise.
     """
 
     even: Layout
@@ -198,7 +201,7 @@ class HeadsOfGroups(Layout):
 
 
 class VocabularyRows(Layout):
-    """Vocabulary rows; ours are zero-padded to the padded vocabulary size."""
+    """Layout of vocabulary rows; ours are zero-padded to the padded vocabulary size."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return (parameter[: config.vocab_size],)
@@ -211,7 +214,8 @@ class VocabularyRows(Layout):
 
 
 class StackedExperts(Layout):
-    """Gate and up of all experts as [E, 2, ffn, h]; Hugging Face stores them expert by expert."""
+    """Layout of gate and up of all experts, [E, 2, ffn, h], which Hugging Face stores as separate tensors for each
+    expert."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return parameter.flatten(0, 1).unbind()
@@ -223,9 +227,9 @@ class StackedExperts(Layout):
 
 @dataclass(frozen=True)
 class OneOfThree(Layout):
-    """One of three numbers that share a Hugging Face tensor with other parameters.
+    """Layout of a parameter that is one of three numbers in a Hugging Face tensor.
 
-    Tensors with the same name are added up. Adding -0.0 changes no number.
+    Written tensors with the same name are summed; adding -0.0 changes no number.
     """
 
     place: int
@@ -287,7 +291,8 @@ class PartOfLayer(Layout):
 
 
 class WithConstantsOfXIELU(Layout):
-    """The second scalar of xIELU, beside which Hugging Face stores its slope at zero and a bound of its exponent."""
+    """Layout of the second scalar of xIELU, with which Hugging Face stores the slope at zero and a bound of the
+    exponent."""
 
     constants = 0.5, -1e-6
 
@@ -303,12 +308,12 @@ class WithConstantsOfXIELU(Layout):
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """Another layout with reordered channels along one of our dims."""
+    """Another layout, with channels reordered along one of our dims."""
 
     base: Layout
     dim: int
     order: Callable[[TransformerConfig], list[int]]
-    """Index of their channel for each of our channels."""
+    """Function that returns the index of their channel for each of our channels."""
 
     but_values: bool = False
     """True if the values of each query group, the last rows of dim 1, keep their order."""

@@ -1,8 +1,8 @@
 """Layouts that Hugging Face family files name, by subject.
 
-`"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names one of them. Comments
-list the families that use a layout, and the shapes of their tensors if these are not obvious. A weight and its bias
-share a layout: the bias has only the first dims.
+For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
+QueryGroups. Comments list the families that use a layout, and tensor shapes that are not obvious. A weight and its bias
+share a layout; the bias has only the first dims.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.extensions.interop.hugging_face.layouts import (
 )
 
 ROWS = "(g n) ... -> g n ..."
-"""Rows of groups, one group after another; our tensor has a separate dim for groups."""
+"""Pattern for rows of groups, one group after another; our tensor has a separate dim for groups."""
 
 HEADS = "(g n d) ... -> g n d ..."
-"""Like ROWS, for groups of heads with d channels."""
+"""Pattern like ROWS, for groups of heads with d channels."""
 
 TAPS = "(g n) 1 t -> g n t"
-"""Like ROWS, for convolution taps, [channels, 1, taps]."""
+"""Pattern like ROWS, for convolution taps, [channels, 1, taps]."""
 
 
 def option(config: TransformerConfig, name: str) -> int:
-    """Return the value of a flag, whichever extension defines it."""
+    """Return the value of a flag of any extension."""
     return next(getattr(each, name) for each in config.extension_options if hasattr(each, name))
 
 
@@ -44,9 +44,10 @@ WHOLE_TENSORS: dict[str, Layout] = {
     "VocabularyRows": VocabularyRows(),
     # GPT-2's linear layers are [in, out], ours are [out, in].
     "Transposed": Pieces("... o -> o ..."),
-    # Several tensors of one shape, such as gate and up of a gated MLP, along a new first dim of ours.
+    # Several tensors of the same shape, such as gate and up of a gated MLP, stacked along a new first dim of our
+    # tensor.
     "Stacked": Pieces("... -> 1 ...", joined=0),
-    # LFM2's short convolution: three consecutive projections of one width.
+    # LFM2's short convolution: three consecutive projections of the same width.
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
     # DeepSeek-V4's hyper-connections: one tensor holds three of our factors.
     "FirstOfThree": OneOfThree(0),
@@ -59,7 +60,7 @@ WHOLE_TENSORS: dict[str, Layout] = {
 }
 
 PAIR = "pair"
-"""The axis of gate and up in a gated MLP, in this order."""
+"""Axis of gate and up in a gated MLP, in this order."""
 
 
 def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
@@ -72,7 +73,7 @@ MLPS_AND_EXPERTS: dict[str, Layout] = {
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
     # Mixtral: two tensors for each expert. Ours has [experts, 2, ffn, h].
     "StackedExperts": StackedExperts(),
-    # A tensor [experts, ffn, h] of all gates and another one of all ups.
+    # One tensor [experts, ffn, h] of all gates, and another one of all ups.
     "StackedHalves": Pieces("e ... -> e 1 ...", joined=1),
     # [experts, h, 2 * ffn]: Llama 4 has all gates before all ups, gpt-oss has each gate before its up.
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
@@ -98,8 +99,8 @@ def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
-    """Return the heads of a query group in each of their tensors: all queries ("q"), twice as many ("pairs"), or
-    one."""
+    """Return a function that gives the number of heads of a query group in each tensor: all queries ("q"), twice as
+    many ("pairs"), or one."""
     numbers = {"q": 1, "pairs": 2}
     return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in tensors]
 
@@ -110,13 +111,13 @@ def _with_swapped_halves(config: TransformerConfig) -> list[int]:
 
 
 QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
-"""q [heads * d, ...], k and v [groups * d, ...] as ours, [groups, queries of a group + 2, d, ...]."""
+"""Converts q [heads * d, ...] and k and v [groups * d, ...] to our [groups, queries of a group + 2, d, ...]."""
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
     "QueriesOfGroups": Pieces(HEADS, _query_groups, 1, _of_group("q")),
     "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
-    # Two tensors of the queries' shape, the second one for the gates of outputs, then keys and values.
+    # Two tensors of the queries' shape, the second one for output gates, then keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),
     # Qwen3-Next: [heads * 2 * d, ...] with each head's query before its gate, then keys and values.
     "QueryGatePairs": Pieces(
@@ -134,9 +135,9 @@ ATTENTION: dict[str, Layout] = {
     ),
     # Ling: one tensor with all query rows, then all key rows, then all value rows
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: likewise along the last dim, which is the only dim of a bias
+    # GPT-2: the same along the last dim, which is the only dim of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
-    # BLOOM, GPT-NeoX: query, key and value head by head, which is our order
+    # BLOOM, GPT-NeoX: query, key and value, head by head, which is our order
     "GroupByGroup": Pieces(HEADS, _query_groups),
     # CodeGen: four blocks of heads, each with all its queries, then all values, then all keys
     "BlocksOfHeads": Reordered(
@@ -146,7 +147,7 @@ ATTENTION: dict[str, Layout] = {
     ),
     # nanochat rotates in the other direction, so the halves of queries and keys are swapped
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
-    # DiffLlama: half of all groups away from a group is the other group of its pair
+    # DiffLlama: groups p and p + pairs form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
     # A.X K2: one tensor of latent attention with each head's query before its gate, of which each is a parameter here
@@ -154,13 +155,14 @@ ATTENTION: dict[str, Layout] = {
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),
-    # DeepSeek-V4: outputs of groups of heads, [groups * rank, channels of a group].
+    # DeepSeek-V4: output projections of head groups, [groups * rank, channels of a group].
     "OutputGroups": Pieces("(g r) ... -> g r ...", lambda config: {"g": option(config, "o_groups")}),
 }
 
 
 def _pairs_of_halves(first: int, rotated: int) -> list[int]:
-    """Keep the first `first` channels, then interleave two halves into the pairs that rotate together."""
+    """Return the order that keeps the first `first` channels, and interleaves two halves into pairs that are rotated
+    together."""
     return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
 
 
@@ -182,7 +184,7 @@ def _indexer_channels(config: TransformerConfig) -> list[int]:
     return [len(of_head) * head + at for head in range(option(config, "dsa_indexer_n_heads")) for at in of_head]
 
 
-# Channels that rotate together are adjacent here; in their layout they are half the rotated channels apart.
+# Channels that are rotated together are adjacent in our layout; in theirs, they are half the rotated channels apart.
 ROTATED_HALVES: dict[str, Layout] = {
     # MiniCPM 3: last channels of each head, and of the key/value latent
     "HeadsOfHalves": Reordered(Pieces("(g d) ... -> g d ...", _attention_heads), 1, _head_channels),
@@ -202,7 +204,7 @@ class DeltaNets(Protocol):
 
 
 def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """Return the shape of gated delta nets from the options of whichever extension defines their heads."""
+    """Return the shape of gated delta nets, from the options of the extension that defines it."""
     found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
     return found
 
@@ -212,7 +214,7 @@ def _key_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_key_head(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the rows of a key head: queries, keys, values, gates, writing strengths, decays."""
+    """Return the numbers of rows of a key head: queries, keys, values, gates, writing strengths, decays."""
     return delta_nets(config).linear_channels
 
 
@@ -262,9 +264,9 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the rows of a group in Mamba-2's projection: gates, inputs, B, C and step sizes.
+    """Return the numbers of rows of a group in Mamba-2's projection: gates, inputs, B, C and step sizes.
 
-    The shape is given by options of whichever extension defines it.
+    The shape is read from the options of the extension that defines it.
     """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
@@ -278,8 +280,8 @@ def _convolved_of_mamba_group(config: TransformerConfig) -> tuple[int, ...]:
 
 
 MAMBA: dict[str, Layout] = {
-    # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes; convolutions of inputs, B
-    # and C, with biases.
+    # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes; and convolutions of
+    # inputs, B and C, with biases.
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),
@@ -296,4 +298,4 @@ LAYOUTS: dict[str, Layout] = {
     **KIMI_DELTA_ATTENTION,
     **MAMBA,
 }
-"""All layouts that a family's file may name."""
+"""All layouts that a family file may name."""

@@ -1,4 +1,4 @@
-"""Hugging Face folders as a kind of path: --load accepts them, and conversions read and write them.
+"""Path kind of Hugging Face folders, which --load accepts, and which conversions read and write.
 
 torch is imported only when a folder is opened.
 """
@@ -32,7 +32,7 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """A model folder: `StatesFlags`, `LoadsModels` and a `Format`."""
+    """Path kind of a model folder, which implements `StatesFlags`, `LoadsModels` and `Format`."""
 
     format = "hf"
     usual = True

@@ -1,8 +1,8 @@
-"""Reads a model's configuration from Hugging Face's config.json with the tables of `families`. This module does not
-import torch.
+"""Conversion of Hugging Face's config.json to a model configuration, with the tables of `families`. This module does
+not import torch.
 
-Everything but `read_json` is a pure function. A setting that we cannot express is an error, never an approximation. A
-config.json may be untrusted, so a wrong type or an impossible value raises a ValueError of one line.
+All functions except `read_json` are pure. A setting that we cannot express is an error; it is never approximated. A
+config.json may be untrusted: a wrong type or an impossible value raises ValueError with a message of one line.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ MULTIMODAL = {
     "gemma4": "model.language_model.",
     "gemma4_unified": "model.language_model.",
 }
-"""model_type of a model of images and text -> what the names of its text model's weights begin with."""
+"""Maps the model_type of a multimodal model to the prefix of its text model's tensor names."""
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read a file that contains one JSON object. Raises ValueError otherwise."""
+    """Return the JSON object in a file. Raises ValueError if the file contains anything else."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -64,14 +64,15 @@ def read_json(path: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
 
 
 def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
     """Return the config.json of a folder's text model, and the name prefix of its weights.
 
-    Of a multimodal model only the text part is read; otherwise the file is returned unchanged. Raises ValueError.
+    Only the text part of a multimodal model is read; for other models, the values are returned unchanged. Raises
+    ValueError.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MULTIMODAL:
@@ -90,7 +91,7 @@ def family_of(hf_config: Values) -> Family:
         return FAMILIES[model_type]
     if missing := missing_part("families", model_type):
         raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
-    known = f"known are {', '.join(FAMILIES)}; --hf-family FILE adds one"
+    known = f"supported: {', '.join(FAMILIES)}; --hf-family FILE adds a family"
     raise ValueError(f"config.json: model_type {model_type!r} is not supported; {known}")
 
 
@@ -112,7 +113,7 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Keys in any family's config.json that describe no layer, or that are read separately from the tables."""
+"""Keys of any config.json that do not describe the model, or that are read without the tables."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
@@ -128,13 +129,13 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),
     "final_w_init_variance_scale": lambda hf: 2 / number(hf, "num_hidden_layers"),
 }
-"""Keys that some transformers classes write in addition to the keys that they read, and their source."""
+"""Keys that some transformers classes write but do not read, and functions that compute their values."""
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
-    """Return a notice of unread config.json keys.
+    """Yield a notice of config.json keys that are not read.
 
-    These are unknown to both the family and its transformers class, or have another value than the class derives.
+    These keys are unknown to both the family and its transformers class, or have another value than the class derives.
     """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
@@ -155,7 +156,7 @@ def unread_keys(hf_config: Values) -> Iterator[str]:
 
 
 def _is_derived(key: str, whole: Values) -> bool:
-    """Return whether a key has the value that classes derive for it."""
+    """Return True if a key has the value that classes derive for it."""
     if key == LAYER_BY_LAYER:
         return not whole[key]
     try:
@@ -165,9 +166,9 @@ def _is_derived(key: str, whole: Values) -> bool:
 
 
 def config_from_hf(hf_config: Values) -> TransformerConfig:
-    """Convert a config.json. seq_length becomes its longest context.
+    """Convert a config.json to a model configuration, whose seq_length is the longest context.
 
-    Raises ValueError listing every setting that cannot be expressed.
+    Raises ValueError with a list of all settings that cannot be expressed.
     """
     family = family_of(hf_config)
     hf_config = {**hf_config, **inner_values(hf_config, family)}
@@ -182,7 +183,7 @@ def config_from_hf(hf_config: Values) -> TransformerConfig:
         config = None if problems else _config(hf, family)
         problems += [] if config is None else [*_out_of_bounds(config), *_of_single_layers(hf, family, config)]
         if config is not None and config.position_embedding_type == "rope" and config.rotary_dim == 1:
-            problems = [f"1 of {config.head_dim} channels of a head is rotated, and two rotate together"]
+            problems = [f"1 of {config.head_dim} channels of a head is rotated, but channels are rotated in pairs"]
     except KeyError as error:
         problems = [f"{error.args[0]} is missing"]
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -193,9 +194,9 @@ def config_from_hf(hf_config: Values) -> TransformerConfig:
 
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
-    """Yield values outside the bounds of their flags, and expert groups that leave nothing to select."""
+    """Return values outside the bounds of their flags, and invalid expert groups."""
     if config.head_dim < 1:
-        return [f"a head has no channel: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
+        return [f"a head has no channels: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
     broken = []
     for name, value in values.items():
@@ -206,11 +207,11 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield per-layer settings that contradict the family's keys. Some classes write both."""
+    """Yield a problem if per-layer settings contradict the family's keys. Some classes write both."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
-        yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be settings by layer"
+        yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be an object of settings by layer"
         return
     read = {
         number: {key: _in_layer(config.of_layer(int(number)), family.keys.get(key, key)) for key in own}
@@ -218,11 +219,11 @@ def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> 
         if str(number).isdecimal() and int(number) < config.num_layers
     }
     if read != given:
-        yield f"{LAYER_BY_LAYER} = {str(given)[:80]}, supported: none, as it changes settings of layers"
+        yield f"{LAYER_BY_LAYER} = {str(given)[:80]}, which changes settings of individual layers, is not supported"
 
 
 def _in_layer(own: TransformerConfig, name: str) -> object:
-    """The value of a field of a layer's configuration."""
+    """Return the value of a field of a layer's configuration."""
     return own.query_groups if name == "num_query_groups" else getattr(own, name, None)
 
 
@@ -259,7 +260,7 @@ def _problems(hf: Values, family: Family) -> Iterator[str]:
 
 
 def _problems_of_experts(hf: Values, family: Family) -> Iterator[str]:
-    """Yield DeepSeek routing settings that differ from ours."""
+    """Yield routing settings that are not supported."""
     if "n_shared_experts" in family.defaults and (rule := broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
@@ -313,25 +314,25 @@ def _of_tables(hf: Values, family: Family) -> Fields:
 
 
 def _our_value(value: object, values: Mapping[object, object]) -> object:
-    """Return the field value for the key value `value`; `values` is the family's translation table."""
+    """Return the value of our field for the value of a key; `values` is the family's translation table."""
     value = tuple(value) if isinstance(value, list) else value
     return values.get(value, value)
 
 
 def _positions(hf: Values) -> str:
-    """Return the position embedding of a family whose models may have none."""
+    """Return the type of position embedding, for a family whose models may have none."""
     return "none" if table(hf, "rope_parameters").get("rope_theta", 0) is None else "rope"
 
 
 def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
-    """Return the product of powers of key values; None if a key is missing."""
+    """Return the product of powers of key values; None if a value is null."""
     if any(hf[key] is None for key in powers):
         return None
     return math.prod(_power(number(hf, key), power) for key, power in powers.items())
 
 
 def _power(value: float, power: float) -> float:
-    """Return a power, rounded as in Hugging Face's classes, which divide by a square root."""
+    """Return a power. The power -0.5 is rounded as in Hugging Face's classes, which divide by a square root."""
     return float(1 / math.sqrt(value)) if power == -0.5 else value**power
 
 

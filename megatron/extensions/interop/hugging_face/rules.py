@@ -19,15 +19,15 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
     except ValueError as error:
         yield from Problem.of_errors("--hf-family", None, error)
     if family is not None and options.export_hf_interval is None:
-        rule = "selects the family of exports, and the run exports nothing"
+        rule = "selects the family of exports, but the run exports nothing"
         yield Problem("--hf-family", family, rule, "add --export-hf-interval, or remove the flag")
     wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
     if wanted is not None and c.checkpoint.save is not None and (not interval or (interval > 0 and wanted % interval)):
-        rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
+        rule = f"exports checkpoints, so that it must be a multiple of --save-interval {interval or '(not given)'}"
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
-    # Refuse models that no folder can express before training starts, because every export would fail.
+    # Before training starts, refuse models that no folder can express, because every export would fail.
     if wanted is None or c.model.num_layers < 1:
         return
     flag, remedy = "--export-hf-interval", "change the model or remove the flag"
@@ -37,7 +37,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         else:
             config_to_hf(c.model, family)
     except ArithmeticError:
-        return  # sizes do not fit, which other rules report
+        return  # other rules report sizes that do not fit
     except ValueError as error:
         named = ("--hf-family", family, str(error), "select another family, or remove the flag")
         yield Problem(*(named if family is not None else (flag, wanted, str(error), remedy)))

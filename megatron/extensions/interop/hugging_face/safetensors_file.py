@@ -1,11 +1,11 @@
-"""Safetensors files: checks headers before use, reads slices from disk, and writes tensors one at a time.
+"""Safetensors files: checks of headers, reads of slices, and a writer of one tensor at a time.
 
     8 bytes   length n of the header, little-endian
     n bytes   header, JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, counted from the header's end
     the rest  the elements of the tensors, row-major, without gaps
 
-The safetensors package maps a file into memory, so a process that reads it once holds all of it. Here, memory holds
-only the slice being read or the tensor being written.
+The safetensors package maps files into memory, so that a process that has read a whole file holds all of it. This
+module holds only the slice that it reads or the tensor that it writes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
-"""Maximum header length in bytes, a limit of the format."""
+"""Largest header length in bytes that the format allows."""
 
 BLOCK = 1 << 24
-"""Bytes read at a time if a slice is not contiguous in the file."""
+"""Number of bytes that are read together if a slice is not contiguous in the file."""
 
 
 class Sliceable(Protocol):
-    """A tensor in memory or on disk; slicing it returns a tensor in memory."""
+    """Tensor in memory or on disk; indexing it with slices returns a tensor in memory."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -73,14 +73,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
-    """A tensor in a safetensors file, whose bytes start at `start`."""
+    """Tensor in a safetensors file, whose data begins at the byte `start`."""
 
     path: Path
     start: int
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        """Read a box without steps: one slice per dim; omitted dims are read whole. Raises ValueError for a truncated
-        file."""
+        """Read a box, given by one slice without a step for each dim; omitted dims are read completely. Raises
+        ValueError if the file is truncated."""
         slices = [*box, *[slice(None)] * (len(self.shape) - len(box))]
         bounds = [each.indices(size)[:2] for each, size in zip(slices, self.shape, strict=True)]
         found = torch.empty([max(0, stop - start) for start, stop in bounds], dtype=self.dtype)
@@ -94,17 +94,17 @@ class FileTensor(TensorSpec):
         return found
 
     def _read(self, file: BinaryIO, row: int, into: Tensor) -> None:
-        """Read whole rows from `row` on into a contiguous tensor."""
+        """Read complete rows, beginning at `row`, into a contiguous tensor."""
         file.seek(self.start + row * prod(self.shape[1:]) * self.dtype.itemsize)
         view = bytes_of(into)
         while view:
             count = file.readinto(view)  # type: ignore[attr-defined]
             if not count:
-                raise ValueError(f"{self.path} is cut short")
+                raise ValueError(f"{self.path} is truncated")
             view = view[count:]
 
     def _read_strided(self, file: BinaryIO, bounds: Sequence[tuple[int, int]], into: Tensor) -> None:
-        """Read blocks of whole rows and keep the wanted columns."""
+        """Read blocks of complete rows and keep the requested columns."""
         (first, last), columns = bounds[0], tuple(slice(*each) for each in bounds[1:])
         rows = max(1, BLOCK // (prod(self.shape[1:]) * self.dtype.itemsize))
         for row in range(first, last, rows):
@@ -114,17 +114,18 @@ class FileTensor(TensorSpec):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor as a view of the same memory."""
+    """Return the bytes of a contiguous tensor, as a view of its memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a file. Raises ValueError, in one line, if the file is damaged or truncated."""
+    """Return the tensors of a file. Raises ValueError, with a message of one line, if the file is damaged or
+    truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"{path} is not a safetensors file, or is cut short: it has {size} bytes")
+            raise ValueError(f"{path} is not a safetensors file, or is truncated: it has {size} bytes")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -135,18 +136,18 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     end = 8 + length
     for tensor in sorted(found.values(), key=lambda each: (each.start, each.nbytes)):
         if tensor.start != end:
-            raise ValueError(f"{path} is damaged: its header describes bytes twice, or leaves some out")
+            raise ValueError(f"{path} is damaged: its header describes some bytes twice, or omits some")
         end += tensor.nbytes
     if end != size:
-        raise ValueError(f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes instead of {end}")
+        raise ValueError(f"{path} is {'truncated' if size < end else 'damaged'}: it has {size} bytes instead of {end}")
     return found
 
 
 def _sizes(name: str, listed: object) -> tuple[int, ...]:
-    """Return non-negative integers of a header. Raises ValueError."""
+    """Return a list of non-negative integers in a header. Raises ValueError for anything else."""
     found = tuple(each for each in listed if type(each) is int and each >= 0) if isinstance(listed, list) else ()
     if not isinstance(listed, list) or len(found) < len(listed):
-        raise ValueError(f"{name} has a size that is no whole number")
+        raise ValueError(f"{name} has a size that is not a non-negative integer")
     return found
 
 
@@ -162,9 +163,9 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 
 
 class SafetensorsWriter:
-    """Writes a file whose tensors arrive one at a time, in any order. Use it as a context manager.
+    """Writer of a file whose tensors are added one at a time, in any order. Use it as a context manager.
 
-    Raises OSError. On a regular exit every tensor of `specs` must have been added; the file is then synced to disk.
+    Raises OSError. On a normal exit, every tensor of `specs` must have been added; the file is then synced to disk.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -172,7 +173,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         at = 0
-        # Widest elements first, which aligns every tensor to its element size.
+        # Tensors with the widest elements come first, which aligns every tensor to its element size.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             self._starts[name] = at
             offsets = [at, at + spec.nbytes]
@@ -194,7 +195,7 @@ class SafetensorsWriter:
         self._file.close()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor with its announced shape and dtype."""
+        """Write a tensor, which must have the shape and dtype in `specs`."""
         spec = self._specs[name]
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), (name, tensor.shape, tensor.dtype, spec)
         start = self._base + self._starts.pop(name)

@@ -1,6 +1,6 @@
-"""Converts weights between Hugging Face's names and layouts and ours, with the tables of `families`.
+"""Conversion of weights between Hugging Face's names and layouts and ours, with the tables of `families`.
 
-This module opens no file: tensors may be in memory, or on disk and read slice by slice.
+This module opens no files: tensors may be in memory, or on disk and read in slices.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters or states, and the names of the Hugging Face tensors that form it."""
+    """One of our parameters or states, and the names of the Hugging Face tensors of which it consists."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]
     layout: Layout
 
     config: TransformerConfig
-    """Configuration of its layer."""
+    """Configuration of the layer to which the parameter or state belongs."""
 
     state_dtype: str | None = None
     """Dtype of an untrained state; None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter to their tensors, in the order of their names."""
+        """Convert our parameter to their tensors, in the order of `theirs`."""
         return self.layout.theirs(self.config, parameter)
 
 
 class HFWeights:
-    """Hugging Face tensors as our parameters, read one at a time, whole or in part.
+    """Hugging Face tensors that are read as our parameters, one at a time, whole or in part.
 
-    The constructor checks names, shapes and dtypes without reading data, and raises ValueError naming every mismatch.
-    Multi-token prediction modules are read as far as both sides have them.
+    The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
+    mismatches. Multi-token prediction modules are read up to the smaller depth of the files and the model.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -59,7 +59,7 @@ class HFWeights:
         problems = _too_few(self._tensors, config, family)
         stored = multi_token_depths(self._tensors, config, model_type)
         self.depths = min(config.mtp_depths, stored)
-        """Multi-token prediction depths whose weights are read."""
+        """Number of multi-token prediction depths whose weights are read."""
         placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
         self.placements = {each.meta.name: each for each in placed}
         buffers = (name for name, _ in buffers_of(config, family.model_type, torch.float32)) if placed else ()
@@ -84,7 +84,7 @@ class HFWeights:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
-        """Return the problem with the tensors of a parameter, if there is one."""
+        """Return a list with the problem of a parameter's tensors; empty if there is none."""
         tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
             found = [list(tensor.shape) for tensor in tensors]
@@ -98,15 +98,15 @@ class HFWeights:
             return [f"{names} of shape {shapes} do not fit the configuration"]
         if found != expected:
             needed = ", ".join(map(str, expected))
-            return [f"{names} of shape {shapes} do not fit {placement.meta.name}, which is made of {needed}"]
+            return [f"{names} of shape {shapes} do not fit {placement.meta.name}, which needs {needed}"]
         return []
 
     def dtypes(self, name: str) -> set[torch.dtype]:
-        """Return the stored dtypes of a parameter, several if its tensors differ."""
+        """Return the set of stored dtypes of a parameter's tensors."""
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a parameter, or a box of it, in a dtype; by default as stored."""
+        """Read a parameter, or a box of it. The default dtype is the stored one."""
         placement = self.placements[name]
         tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
         if dtype is not None:
@@ -117,21 +117,23 @@ class HFWeights:
     def check_copies(self) -> None:
         """Raise ValueError if a stored copy differs from its original.
 
-        Copies are a tied head, and the embedding or head in a multi-token prediction module. Reads these tensors.
+        Copies are a tied head, and the embedding or head in a multi-token prediction module. This method reads these
+        tensors.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
             if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
-                raise ValueError(f"{name} differs from {original}, which the module of multi-token prediction shares")
+                raise ValueError(f"{name} differs from {original}, which the multi-token prediction module shares")
         embedding = self._tensors[self.placements[EMBEDDING].theirs[0]] if self.tied_head is not None else None
         if self.tied_head is not None and embedding is not None:
             shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
             if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
-                raise ValueError(f"{self.head} differs from the word embeddings that config.json says it is tied to")
+                raise ValueError(f"{self.head} differs from the word embeddings to which config.json ties it")
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Return a parameter's tensors by their own sizes, for a file that divides all their rows into equal parts."""
+    """Return a parameter's tensors with the expected sizes, for a file that divides all their rows into equal parts;
+    empty for other files."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -148,7 +150,7 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """Presents the concatenated rows of several tensors of equal shape as one tensor."""
+    """Rows, from `start` on, of the concatenation of several tensors of equal shape, presented as one tensor."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -179,7 +181,7 @@ def _head(family: Family) -> str:
 
 @dataclass(frozen=True)
 class _Converted:
-    """A tensor whose slices are converted to a dtype when read."""
+    """Tensor whose slices are converted to a dtype when they are read."""
 
     tensor: Sliceable
     dtype: torch.dtype
@@ -193,10 +195,10 @@ class _Converted:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Map each parameter and state of a model to its tensors.
+    """Return the tensors of each parameter and state of a model.
 
-    Multi-token prediction is included if the family supports it. Raises ValueError if the family has no place for
-    another parameter.
+    Multi-token prediction is included if the family supports it. Raises ValueError if the family has no tensors for any
+    other parameter.
     """
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
@@ -220,12 +222,13 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
 def _layout(rule: Rule, family: Family) -> Layout:
     if isinstance(rule.layout, str) and rule.layout not in LAYOUTS:
         known = f"known are {', '.join(LAYOUTS)}"
-        raise ValueError(f"{family.file}: weights: {rule.ours}: there is no layout {rule.layout!r}; {known}")
+        raise ValueError(f"{family.file}: weights: {rule.ours}: unknown layout {rule.layout!r}; {known}")
     return LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Return further Hugging Face tensors that copy the embedding and head in each multi-token prediction module."""
+    """Return the Hugging Face tensors of each multi-token prediction module that are copies of the embedding and
+    head."""
     family = family_of({"model_type": model_type})
     originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
     return [
@@ -244,7 +247,7 @@ def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConf
 
 
 def _counts(rule: Rule) -> bool:
-    """Return whether Hugging Face names include a module number."""
+    """Return True if the Hugging Face names of a rule include a module number."""
     return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
 
 
@@ -253,14 +256,14 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
-    """Fill the number of a layer or multi-token prediction module into a Hugging Face name."""
+    """Insert the number of a layer or multi-token prediction module into a Hugging Face name."""
     half, rest = divmod(int(number or 0), 2)
     name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
     return name.replace("{n}", str(config.num_layers + int(number or 0)))
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
-    """Return the tensors under full and usual names, without tensors that are not weights."""
+    """Return the tensors under their usual names, with the family's prefix, without tensors that are not weights."""
     for other, usual in family.renamed.items():
         tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
     bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -272,50 +275,51 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
-    """Return a problem if there are fewer tensors than layers or experts. Prevents a wrong number from allocating
+    """Return problems if there are fewer tensors than layers or experts. This prevents a wrong number from allocating
     memory."""
     counts = {"num_layers": config.num_layers}
     if any("{e}" in name for rule in family.rules for name in rule.theirs):
         counts["num_experts"] = config.num_experts or 0
     theirs = {ours: key for key, ours in family.keys.items()}
     return [
-        f"config.json says {theirs.get(ours, ours)} = {count}, and there are {len(tensors)} tensors"
+        f"config.json has {theirs.get(ours, ours)} = {count}, but there are only {len(tensors)} tensors"
         for ours, count in counts.items()
         if count > len(tensors)
     ]
 
 
 def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
-    """Fill the layer number into Hugging Face names, expert by expert."""
+    """Insert the layer number, and the number of each expert, into the Hugging Face names of a rule."""
     names = [_numbered(name, layer, config) for name in rule.theirs]
     if any("{e}" in name for name in names):
         return (name.replace("{e}", str(expert)) for expert in range(config.num_experts or 0) for name in names)
     return iter(names)
 
 
-# MXFP4, the format of gpt-oss, is read as bf16, which represents all of its values. 32 values along a matrix's last dim
-# form a block. Each byte holds two 4-bit floats (E2M1), the first in the lower half, and each block has a power of two,
-# whose exponent is stored plus 127 (Open Compute Project, Microscaling Formats 1.0, sections 5.3 and 6.3).
+# MXFP4, the format of gpt-oss, is read as bf16, which represents all of its values exactly. 32 values along a matrix's
+# last dim form a block. Each byte contains two 4-bit floats (E2M1), the first one in the lower half. The scale of a
+# block is a power of two, whose exponent is stored with a bias of 127 (Open Compute Project, Microscaling Formats 1.0,
+# sections 5.3 and 6.3).
 
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the lower three bits; the fourth is the sign."""
+"""Values of the lower three bits; the fourth bit is the sign."""
 
 BLOCK = 32
 """Number of values that share a power of two."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the names of a tensor's two parts."""
+"""Suffixes of the names of the two parts of an MXFP4 tensor."""
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [..., n, 16] and scales [..., n] uint8 -> [..., 32 n] bf16"""
+    """Dequantize MXFP4: blocks [..., n, 16] and scales [..., n] uint8 -> [..., 32 n] bf16"""
     values = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)])
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(values[pairs.int()], scales.int()[..., None] - 127).flatten(-2).bfloat16()
 
 
 class Mxfp4Experts:
-    """Expert matrices [E, in, out], stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
+    """Expert matrices [E, in, out] in MXFP4, stored as blocks [E, out, in / 32, 16] and scales [E, out, in / 32]."""
 
     dtype = torch.bfloat16
 

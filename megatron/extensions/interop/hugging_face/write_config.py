@@ -1,7 +1,7 @@
-"""Writes a model's configuration as Hugging Face's config.json with the tables of `families`. This module does not
-import torch.
+"""Conversion of a model configuration to Hugging Face's config.json, with the tables of `families`. This module does
+not import torch.
 
-A setting that a family cannot express is an error, never an approximation: the output is read back and compared.
+A setting that a family cannot express is an error; it is never approximated. The output is read back and compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_WINDOWS = (
     "window_kv_channels",
     "window_softmax_type",
 )
-"""Fields of layers with a sliding window."""
+"""Fields that only layers with a sliding window use."""
 
 
 OF_MIXERS = {
@@ -55,11 +55,11 @@ OF_MIXERS = {
     "lightning_": ("lightning_attention",),
     "kda_": ("kimi_delta_attention",),
 }
-"""Maps a field prefix to the linear attentions that alone read such fields."""
+"""Maps a field prefix to the mixers that use such fields; no other layers do."""
 
 
 class Inexpressible(ValueError):
-    """Raised if a family lacks settings of a model."""
+    """Raised if a family cannot express settings of a model."""
 
     def __init__(self, model_type: str, lost: list[str]) -> None:
         super().__init__(f"model_type {model_type} cannot have {', '.join(lost)}")
@@ -67,7 +67,7 @@ class Inexpressible(ValueError):
 
 
 def config_to_hf(config: TransformerConfig, model_type: str) -> Fields:
-    """Convert a model to a config.json. Raises ValueError for settings that the family cannot express."""
+    """Convert a model configuration to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
     hf = _settings(config, family)
     if lost := _lost(config, hf):
@@ -86,7 +86,7 @@ def _settings(config: TransformerConfig, family: Family) -> Fields:
     for adapter in family.adapters:
         hf = adapter.write(hf, config, stated, family)
     if config.head_dim % 2 and config.head_dim == config.hidden_size // config.num_attention_heads:
-        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses odd numbers
+        hf = {key: value for key, value in hf.items() if key != "head_dim"}  # transformers refuses an odd head_dim
     return _spelled(hf, family)
 
 
@@ -109,7 +109,8 @@ def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fie
 
 
 def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the rotary embedding, or none if the family's models may have none."""
+    """Return the keys of the rotary embedding; for a model without one, the keys that disable it if the family supports
+    this."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         return _rotary_to_hf(config, family)
@@ -117,7 +118,7 @@ def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the sliding window, and the layers that have it."""
+    """Return the keys of the sliding window and of the layers that use it."""
     if "window_size" in family.fixed or "window_size" in family.keys.values():
         return {}
     hf: Fields = {"sliding_window": config.window_size}
@@ -129,7 +130,7 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
         hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
     usual = family.layer_types or "sliding_window_pattern" in family.defaults
     if usual and config.window_size is None and family.rotary_layers == "all":
-        # Some classes require a number here, which no layer uses.
+        # Some classes require a number even if no layer uses a window.
         hf["sliding_window"] = family.defaults.get("sliding_window")
     by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
     if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
@@ -138,7 +139,8 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _spelled(hf: Values, family: Family) -> Fields:
-    """Spell keys as the family's files do: `object.key` inside its object, and numbers in the class's type."""
+    """Spell keys as the family's files do: `object.key` becomes a key inside the object, and numbers get the class's
+    type."""
     found: Fields = {}
     for key, value in hf.items():
         outer, _, inner = key.partition(".")
@@ -153,7 +155,7 @@ def _spelled(hf: Values, family: Family) -> Fields:
 
 
 def _as_class(value: object, key: str, family: Family) -> object:
-    """Return an integer as a float if the family's class uses a float, because newer classes refuse another type."""
+    """Convert an integer to a float if the family's class uses a float, because newer classes refuse other types."""
     usual = family.class_defaults.get(key)
     if usual is None:
         usual = family.defaults.get(key)
@@ -161,7 +163,7 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Return the first of a field's factor keys, with the value that follows from the field and the other keys."""
+    """Return the first key of a product of powers, with the value that follows from the field and the other keys."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -174,15 +176,15 @@ def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float])
 
 
 def _lost(config: TransformerConfig, hf: Values) -> list[str]:
-    """Return the settings of a model that a config.json made from it does not express."""
+    """Return the settings of a model that its config.json does not express."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
     lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
     return lost + _unconditional_parts(config)
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return routers and residual streams that extensions add to every model, regardless of flags. No key represents
-    them."""
+    """Return routers and residual streams that extensions add to every model, regardless of flags, and that no key
+    represents."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}
@@ -192,7 +194,8 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """Return the config.json value that means `value` of our field; an arbitrary other value if there is none."""
+    """Return the config.json value that corresponds to `value` of our field; an arbitrary other value if there is
+    none."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]
@@ -200,7 +203,8 @@ def _value_in_hf(family: Family, key: str, value: object) -> object:
 
 
 def choose_family(config: TransformerConfig) -> str:
-    """Return the first family that can express a model. Raises ValueError with what the nearest one lacks."""
+    """Return the first family that can express a model. Raises ValueError with the settings that the nearest family
+    cannot express."""
     problems: list[ValueError] = []
     for model_type in FAMILIES:
         try:
@@ -210,7 +214,7 @@ def choose_family(config: TransformerConfig) -> str:
         else:
             return model_type
     nearest = min(problems, key=lambda each: len(each.lost) if isinstance(each, Inexpressible) else math.inf)
-    raise ValueError(f"no Hugging Face family can express this model; of the nearest, {nearest}")
+    raise ValueError(f"no Hugging Face family can express this model; nearest: {nearest}")
 
 
 def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
@@ -228,7 +232,7 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _scaling_to_hf(config: TransformerConfig) -> Fields:
-    """Return the scaling for contexts longer than in pretraining; empty without scaling."""
+    """Return the rotary scaling for contexts longer than in pretraining; empty if there is no scaling."""
     if config.use_rope_scaling:
         return {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()} | {"rope_type": "llama3"}
     if _stretches(config):
@@ -246,7 +250,8 @@ def _scaling_to_hf(config: TransformerConfig) -> Fields:
 
 
 def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> Fields:
-    """Return the rotary embeddings of layers with a sliding window and of other layers. Only the latter are scaled."""
+    """Return the rotary embeddings of layers with a sliding window and of other layers. Only the other layers are
+    scaled."""
     full = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
     local: Fields = {"rope_type": "default", "rope_theta": config.window_rotary_base}
     local = full if config.window_rotary_base is None else local
@@ -258,17 +263,17 @@ def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> F
 
 
 def _stretches(config: TransformerConfig) -> bool:
-    """Return whether YaRN changes anything."""
+    """Return True if YaRN changes frequencies."""
     return config.yarn and config.rotary_scaling_factor != 1
 
 
 def _in_proportion(config: TransformerConfig) -> bool:
-    """Return whether proportional frequencies change anything."""
+    """Return True if proportional frequencies differ from the default ones."""
     return config.rotary_type == PROPORTIONAL and config.rotary_percent != 1
 
 
 def _with_derived(config: TransformerConfig) -> Fields:
-    """Return all fields, with unset ones replaced by the values that follow from other fields."""
+    """Return all fields, with unset fields replaced by the values derived from other fields."""
     fields = fields_of(config)
     if fields.get("csa_compress_ratios"):  # without multi-token prediction modules
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
@@ -327,7 +332,7 @@ def _with_derived(config: TransformerConfig) -> Fields:
 
 
 def settings_of(config: TransformerConfig) -> Fields:
-    """Return the fields that affect the model's outputs, with derived values. Fields without effect are omitted."""
+    """Return the fields that affect the model's outputs, with derived values. Other fields are omitted."""
     fields = _with_derived(config)
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:

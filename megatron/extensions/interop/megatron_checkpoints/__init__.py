@@ -1,6 +1,6 @@
-"""Checkpoints of Megatron-LM and Megatron-DeepSpeed, to convert from and to; optimizer state and progress included.
+"""Conversion from and to checkpoints of Megatron-LM and Megatron-DeepSpeed, including optimizer state and progress.
 
-It has no flags. Read `megatron_format` first. `flags` recognizes their folders; `megatron_names` pairs names of
-tensors, `megatron_args` their arguments with our configuration, `legacy_folder` reads mp_rank folders, and
-`megatron_target` writes torch_dist checkpoints.
+This extension has no flags. Read `megatron_format` first. `flags` recognizes the folders, `megatron_names` maps
+parameter names, and `megatron_args` maps Megatron-LM's arguments to our configuration. `legacy_folder` reads mp_rank
+folders, and `megatron_target` writes torch_dist checkpoints.
 """

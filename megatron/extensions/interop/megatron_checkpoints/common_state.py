@@ -1,4 +1,5 @@
-"""Reads what Megatron-LM's checkpoints hold beside tensors: pickles, of which nothing but plain data is accepted."""
+"""Reader of the non-tensor content of Megatron-LM's checkpoints. It is stored in pickles, from which only plain data is
+accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_args import DATA
 
 
 class _Plain:
-    """Stands for a class of another program. Holds its attributes, and has no behaviour."""
+    """Replacement for a class of another program, which holds the attributes and has no behaviour."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -30,17 +31,17 @@ HARMLESS = tuple((module, name) for module, names in DATA["unpickled"].items() f
 
 
 def load_common(path: Path) -> dict[str, object]:
-    """Reads a file of a rank's states by their names, by `load_pickle`."""
+    """Read a file that contains a dict, with `load_pickle`."""
     found = load_pickle(path, dict)
     assert isinstance(found, dict)
     return found
 
 
 def load_pickle(path: Path, kind: type | UnionType) -> object:
-    """Reads a file of torch.save that may come from anywhere, with weights_only and a list of harmless classes.
+    """Read a file of torch.save from an untrusted source, with weights_only and a list of harmless classes.
 
-    Raises ValueError, in one line, for a file that is missing, damaged, asks for any other class or function, or holds
-    something else than a `kind`.
+    Raises ValueError, with a message of one line, if the file is missing or damaged, refers to any other class or
+    function, or contains anything other than a `kind`.
     """
     import numpy
 
@@ -56,12 +57,12 @@ def load_pickle(path: Path, kind: type | UnionType) -> object:
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {str(error).splitlines()[0][:200]}") from None
     if not isinstance(found, kind):
-        raise ValueError(f"{path} holds a {type(found).__name__} instead of a {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{path} contains a {type(found).__name__} instead of a {getattr(kind, '__name__', kind)}")
     return found
 
 
 def _numpy_names(numpy: ModuleType) -> list[object]:
-    """Arrays and scalars of numpy, which states of random generators and arguments consist of."""
+    """Return the numpy types and functions of which arguments and states of random generators consist."""
     try:
         from numpy._core import multiarray
     except ImportError:  # numpy 1
@@ -79,18 +80,18 @@ def _signal(number: int) -> int:
 
 
 def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Megatron-LM's arguments in a checkpoint. Raises ValueError without them."""
+    """Return Megatron-LM's arguments in a checkpoint. Raises ValueError if there are none."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ValueError(
-            f"{path} has no arguments (args), which describe the model: save it with Megatron-LM's training"
+            f"{path} has no arguments (args), which describe the model; save it with Megatron-LM's training"
         )
     return vars(args)
 
 
 def update_count(optimizer: object) -> int | None:
-    """The optimizer's number of updates: `step` of its parameter groups or `common_step`, wherever they lie. None
-    without one. Raises ValueError if they differ."""
+    """Return the optimizer's number of updates, the value of all keys `step` and `common_step` at any depth; None if
+    there are no such keys. Raises ValueError if the values differ."""
     counts: set[int] = set()
 
     def search(value: object) -> None:
@@ -111,9 +112,10 @@ def update_count(optimizer: object) -> int | None:
 
 
 def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
-    """The state of fp16's loss scale under our names; empty without one.
+    """Return the state of the fp16 loss scaler under our names; empty if there is none.
 
-    Megatron-LM divides the scaled loss by the `samples` of a replica's batch before the backward pass, and we after it.
+    Megatron-LM divides the scaled loss by the `samples` of a replica's batch before the backward pass; we do so after
+    it.
     """
     for each in optimizer.values() if isinstance(optimizer, dict) else optimizer if isinstance(optimizer, list) else ():
         if isinstance(each, dict) and (found := loss_scaler_of(each, samples)):
@@ -129,7 +131,7 @@ def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
 
 
 def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, object]:
-    """The opposite of `loss_scaler_of`."""
+    """Return the state of Megatron-LM's loss scaler: the inverse of `loss_scaler_of`."""
     counters: dict[str, object] = {
         theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state
     }
@@ -140,5 +142,5 @@ SCALER_COUNTERS = {"good_steps": "growth_tracker", "allowance": "hysteresis_trac
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below a positive number."""
+    """Return the smallest power of two that is at least a positive number."""
     return 1 << (number - 1).bit_length()

@@ -1,4 +1,5 @@
-"""Recognizes checkpoints of Megatron-LM, and says where their format is. No flags and no torch."""
+"""Recognition of Megatron-LM's checkpoints, and registration of their format. There are no flags. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.path_kind import LATEST, METADATA, PATH_KINDS, read_latest
 
 COMMON = "common.pt"
-"""File with everything that is not a tensor."""
+"""Name of the file with all content that is not a tensor."""
 
 
 def iteration_folder(path: Path) -> Path:
-    """The checkpoint that `path` may mean: itself, or the latest of a folder."""
+    """Return the checkpoint folder that `path` refers to: the latest checkpoint in the folder, or the folder itself."""
     try:
         text = (path / LATEST).read_text(errors="replace").strip()
         return path / ("release" if text == "release" else f"iter_{read_latest(path) or 0:07d}")
-    except (OSError, ValueError):  # there is none, or it names none
+    except (OSError, ValueError):  # the tracker file is missing or invalid
         return path
 
 
 def is_megatron(path: str) -> bool:
-    """Return whether a folder is a checkpoint of Megatron-LM, or holds some."""
+    """Return True if a folder is a checkpoint of Megatron-LM, or contains such checkpoints."""
     if not os.path.isdir(path):
         return False
     folder = iteration_folder(Path(path))

@@ -1,13 +1,13 @@
-"""Gradients that Megatron-LM's --save-wgrads-interval has written, as whole tensors.
+"""Gradients written by Megatron-LM's --save-wgrads-interval, read as whole tensors.
 
-Each rank that is the first of its expert-data-parallel group saves `main_grad` of its parameters by name, as
-{`model_chunk0`: {name: tensor}}, in a file that has the name of the rank's folder in a checkpoint:
+The first rank of each expert-data-parallel group saves `main_grad` of its parameters by name, as {`model_chunk0`:
+{name: tensor}}, in a file that is named like the rank's folder in a checkpoint:
 
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 
-The files hold no arguments, so their names and the tensors' shapes say the parallel sizes. If experts are not sharded
-over TP, each TP rank and each EP rank has a file, but not every pair of them. At a TP size above EP times the TP size
-of experts, Megatron-LM leaves out TP ranks: such a dump is incomplete.
+The files contain no arguments, so the parallel sizes are derived from file names and tensor shapes. If experts are not
+sharded over TP, each TP rank and each EP rank has a file, but not each pair of both. If the TP size is larger than EP
+times the TP size of experts, Megatron-LM writes no files for some TP ranks: such a dump is incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANK_FILES = "mp_rank_*.pth"
 
 
 class GradientFolder(LegacyTensors):
-    """Gradients of our parameters in the files of all ranks."""
+    """Gradients of our parameters, read from the files of all ranks."""
 
     def __init__(self, folder: Path, model: TransformerConfig) -> None:
         self.files = {path.stem: path for path in sorted(folder.glob(RANK_FILES))}
@@ -39,21 +39,22 @@ class GradientFolder(LegacyTensors):
         problem: ValueError | None = None
         for expt_tp in dict.fromkeys((tp, 1)):
             try:
-                self._open_ranks(folder, list(self.files), Layout(tp, pp, ep, expt_tp, "the files' names say"))
+                self._open_ranks(folder, list(self.files), Layout(tp, pp, ep, expt_tp, "the file names"))
                 self.find(model)
                 return
             except ValueError as error:
                 problem = problem or error
-        sizes = f"TP {tp}, PP {pp}, EP {ep}, as the names {', '.join(self.files)} say"
-        raise ValueError(f"{folder} does not fit the model at {sizes}, or lacks files of other hosts: {problem}")
+        sizes = f"TP {tp}, PP {pp}, EP {ep}, the sizes in the names {', '.join(self.files)}"
+        raise ValueError(f"{folder} does not fit the model at {sizes}, or files of other hosts are missing: {problem}")
 
     def _sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, EP) sizes. A second number in a file's name is the EP rank if its ranks hold the same names."""
+        """Return the (TP, PP, EP) sizes. The second number in a file name is the EP rank if all files contain the same
+        names of dense parameters; otherwise, it is the PP rank."""
         matches = [RANK_FOLDER.fullmatch(name) for name in self.files]
         ranks = [[int(number) for number in match.groups() if number] for match in matches if match is not None]
         if len(ranks) != len(matches) or len({len(rank) for rank in ranks}) != 1:
             names = ", ".join(path.name for path in self.files.values())
-            raise ValueError(f"{names} are not named after the ranks of one run, as in mp_rank_00_001.pth")
+            raise ValueError(f"{names} are not named after the ranks of one run, for example mp_rank_00_001.pth")
         tp, *others = [1 + max(numbers) for numbers in zip(*ranks, strict=True)]
         if len(others) != 1:
             return (tp, others[0], others[1]) if others else (tp, 1, 1)
@@ -70,8 +71,8 @@ class GradientFolder(LegacyTensors):
 
 
 def _chunks(path: Path) -> dict[str, Mapping[str, object]]:
-    """The chunks of a rank's model. Raises ValueError if a file holds anything else."""
+    """Return the model chunks of a rank. Raises ValueError if the file contains anything else."""
     found = load_common(path)
     if not found or any(not key.startswith(CHUNK) or not isinstance(chunk, Mapping) for key, chunk in found.items()):
-        raise ValueError(f"{path} holds no gradients of --save-wgrads-interval ({CHUNK}0)")
+        raise ValueError(f"{path} contains no gradients of --save-wgrads-interval ({CHUNK}0)")
     return {key: chunk for key, chunk in found.items() if isinstance(chunk, Mapping)}

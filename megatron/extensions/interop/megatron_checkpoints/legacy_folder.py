@@ -1,7 +1,7 @@
-"""Megatron-LM's checkpoints of one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, as whole tensors.
+"""Megatron-LM's checkpoints with one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, read as whole tensors.
 
-A rank holds one box of each parameter, which `ParamMeta.box` computes, so that no rule here names a sharded dim. Files
-are mapped into memory: a tensor is read from disk when it is asked for.
+Each rank holds one box of each parameter. `ParamMeta.box` computes the boxes, so this module does not depend on which
+dims are sharded. Files are memory-mapped: a tensor is read from disk when it is requested.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 CHUNK = re.compile(r"model\d*")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 SAMPLE = 4096
-"""Elements at each end of a tensor that identify its state."""
+"""Number of elements at each end of a tensor that are compared with the main parameter."""
 
 Rank = tuple[int, int, int]
 """(TP, PP, EP) rank."""
@@ -45,18 +45,18 @@ Rank = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of the run that saved."""
+    """Parallel sizes of the run that saved a checkpoint."""
 
     tp: int
     pp: int
     ep: int
     expt_tp: int
-    said_by: str = "its arguments say"
-    """Where the sizes are from, for messages."""
+    said_by: str = "its arguments"
+    """Source of the sizes, for messages."""
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
-        """The sizes that the arguments say, by default 1. Raises ValueError if they are impossible."""
+        """Return the sizes in the arguments; the default is 1. Raises ValueError if they are invalid."""
         tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
         given = {
             "tp": tp,
@@ -67,12 +67,12 @@ class Layout:
         sizes = dict[str, int]()
         for name, size in given.items():
             if type(size) is not int or size < 1:
-                raise ValueError(f"its arguments say that the parallel size {name} is {size!r:.40}")
+                raise ValueError(f"the parallel size {name} in its arguments is {size!r:.40}")
             sizes[name] = size
         found = cls(sizes["tp"], sizes["pp"], sizes["ep"], sizes["expt_tp"])
         if found.expt_tp not in (1, tp):
             raise ValueError(
-                f"experts at TP {found.expt_tp} in a model at TP {tp} cannot be read; at TP 1 or {tp} they can"
+                f"experts with TP {found.expt_tp} in a model with TP {tp} cannot be read; supported: TP 1 or {tp}"
             )
         return found
 
@@ -80,12 +80,12 @@ class Layout:
         return f"TP {self.tp}, PP {self.pp}, EP {self.ep}"
 
     def rank(self, folder: str) -> Rank:
-        """The rank of a folder by its name, in which an axis of size 1 is left out. Raises ValueError."""
+        """Return the rank of a folder from its name, which omits axes of size 1. Raises ValueError."""
         match = RANK_FOLDER.fullmatch(folder)
         tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
         axes = [size for size in (self.pp, self.ep) if size > 1]
         if tp >= self.tp or len(others) != len(axes) or any(r >= size for r, size in zip(others, axes, strict=True)):
-            raise ValueError(f"{folder} is no rank of {self}, which {self.said_by}")
+            raise ValueError(f"{folder} is not a rank of {self}, the sizes in {self.said_by}")
         pp = others.pop(0) if self.pp > 1 else 0
         return tp, pp, others.pop(0) if others else 0
 
@@ -93,23 +93,23 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raises ValueError for a missing folder. If experts are not sharded over TP, there is a folder for each TP
-        rank and for each EP rank, but not for each pair of them."""
+        """Raise ValueError if a folder is missing. If experts are not sharded over TP, there must be a folder for each
+        TP rank and for each EP rank, but not for each pair of both."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks
             if not whole:
                 present = any(rank[:2] == (tp, pp) for rank in ranks) and any(rank[1:] == (pp, ep) for rank in ranks)
             if not present:
-                raise ValueError(f"{self.folder(tp, pp, ep)} is missing; {self.said_by} {self}")
+                raise ValueError(f"{self.folder(tp, pp, ep)} is missing; the sizes in {self.said_by} are {self}")
 
 
 Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
-"""(TP, EP) rank -> tensors of all its stages by name, with layers numbered in the whole model."""
+"""Maps (TP, EP) ranks to the tensors of all their stages by name; layer numbers are those of the whole model."""
 
 
 class LegacyTensors:
-    """Our parameters in the files of all ranks, for a `MegatronSource`."""
+    """Our parameters, read from the files of all ranks, for a `MegatronSource`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ class LegacyTensors:
         self._open_ranks(folder, names, layout)
 
     def _open_ranks(self, folder: Path, names: Sequence[str], layout: Layout) -> None:
-        """Opens the files of the ranks whose folders are `names`."""
+        """Open the files of the ranks whose folders are `names`."""
         self.folder, self.layout = folder, layout
         try:
             self.ranks = {layout.rank(name): folder / name for name in names}
@@ -140,7 +140,8 @@ class LegacyTensors:
         self.sizes: Sequence[int] = [len(shapes) * self.layout.ep, *(max(shape, default=0) for shape in shapes)]
 
     def _open(self) -> dict[Rank, list[Held]]:
-        """The model of each rank by chunks of an interleaved schedule, with layers numbered in the whole model."""
+        """Return the model chunks of each rank, of which an interleaved schedule has several; layer numbers are those
+        of the whole model."""
         opened: dict[Rank, list[Held]] = {}
         for rank in self.ranks:
             content = self._load(rank)
@@ -150,9 +151,7 @@ class LegacyTensors:
             opened[rank] = [_tensors_of(content[key], self._file(rank)) for key in keys]
         counts = {len(chunks) for chunks in opened.values()}
         if len(counts) != 1 or counts == {0}:
-            raise ValueError(
-                f"{self.folder}: its ranks hold {min(counts)} to {max(counts)} chunks of the model (model0)"
-            )
+            raise ValueError(f"{self.folder}: its ranks have {min(counts)} to {max(counts)} model chunks (model0)")
         firsts = _first_layers({rank[1]: chunks for rank, chunks in reversed(opened.items())}, counts.pop())
         return {
             rank: [_renumbered(chunk, firsts[number, rank[1]]) for number, chunk in enumerate(chunks)]
@@ -186,7 +185,7 @@ class LegacyTensors:
         return self.buffers
 
     def _boxes(self, meta: ParamMeta) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
-        """((TP, EP) rank, offset, shape) of each box of a parameter. Replicas are left out."""
+        """Yield the (TP, EP) rank, offset and shape of each box of a parameter, without replicas."""
         sizes = {"tp": self.layout.tp, "ep": self.layout.ep, "expt_tp": self.layout.expt_tp}
         for ranks in product(*(range(sizes[axis]) for axis in meta.sharded)):
             coords = {axis: (rank, sizes[axis]) for axis, rank in zip(meta.sharded, ranks, strict=True)}
@@ -195,7 +194,8 @@ class LegacyTensors:
             yield (tp, ep), *meta.box(coords)
 
     def _parts(self, tables: Tables, way: Way, rank: tuple[int, int], expert: bool) -> list[Tensor] | None:
-        """The tensors of a box: a dense one is on every EP rank, experts that TP does not cut may be on any TP rank."""
+        """Return the tensors of a box; None if they are missing. Every EP rank has the dense parameters. Experts that
+        are not sharded over TP may be on any TP rank."""
         free = 1 if not expert else 0 if self.layout.expt_tp == 1 else None
         for holder, table in tables.items():
             same = all(a == b for axis, (a, b) in enumerate(zip(holder, rank, strict=True)) if axis != free)
@@ -216,7 +216,7 @@ class LegacyTensors:
                     yield f"{name} has shape {list(tensor.shape)} {where}, not {list(way.shape)}"
 
     def _ways(self, meta: ParamMeta) -> Iterator[Way]:
-        """Every way in which a rank may store its box of a parameter."""
+        """Yield all ways in which a rank may store its box of a parameter."""
         _, _, box = next(self._boxes(meta))
         shape = their_shape(replace(meta, global_shape=box))
         if not meta.expert:
@@ -254,7 +254,8 @@ class LegacyTensors:
         return whole
 
     def _current_order(self, name: str, meta: ParamMeta, tensor: Tensor) -> Tensor:
-        """Rows of linear_qkv as [heads, 3, channels]. Version 0: [3, heads, channels], 1: [heads, channels, 3]."""
+        """Return a tensor with the rows of linear_qkv in the current order, [heads, 3, channels]. They are [3, heads,
+        channels] in version 0, and [heads, channels, 3] in version 1."""
         if self.version >= 2 or ".self_attention.linear_qkv." not in name:
             return tensor
         groups = meta.global_shape[0] // self.layout.tp
@@ -263,7 +264,7 @@ class LegacyTensors:
             return tensor.reshape(groups, channels, parts, -1).movedim(2, 1)
         return tensor.reshape(parts, groups, channels, -1).movedim(0, 1)
 
-    # States of the optimizer
+    # Optimizer states.
 
     def find_states(self, names: Collection[str]) -> tuple[str, ...]:
         if not self.common.get("optimizer"):
@@ -289,8 +290,8 @@ class LegacyTensors:
         return tuple(self.states)
 
     def check_states(self) -> None:
-        """Raises ValueError if a main parameter is not the parameter in higher precision. States have no names in these
-        files, but an order, which is checked this way; of large tensors both ends."""
+        """Raise ValueError if a main parameter is not the parameter in higher precision. States have an order but no
+        names in these files; this comparison checks the order. Only both ends of large tensors are compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
                 weight, main = self.tables[rank][name].flatten(), main.flatten()
@@ -298,14 +299,14 @@ class LegacyTensors:
                     if not torch.equal(main[part].to(weight.dtype), weight[part]):
                         raise ValueError(
                             f"{self.folder}: the optimizer's fp32 parameters are not in the order of the model "
-                            f"({name} differs); convert the weights alone with --weights-only"
+                            f"({name} differs); convert only the weights with --weights-only"
                         )
 
 
 def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
-    """The tensors of a chunk by today's names, in the order of its parameters."""
+    """Return the tensors of a model chunk under their current names, in the order of its parameters."""
     if not isinstance(model, Mapping):
-        raise ValueError(f"{path} holds a {type(model).__name__} instead of a model")
+        raise ValueError(f"{path} contains a {type(model).__name__} instead of a model")
     found: Held = {}
     for key, value in model.items():
         if isinstance(value, Mapping):
@@ -313,12 +314,12 @@ def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
         elif isinstance(value, Tensor) and value.layout == torch.strided:
             found[current_name(f"{prefix}{key}")] = value
         elif value is not None and not is_skipped(f"{prefix}{key}"):
-            raise ValueError(f"{path} holds a {type(value).__name__} as {prefix}{key}")
+            raise ValueError(f"{path} contains a {type(value).__name__} as {prefix}{key}")
     return found
 
 
 def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
-    """Writes tensors into a box of our parameter."""
+    """Copy tensors into a box of our parameter."""
     if way.transposed:
         box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
     elif len(tensors) == 1:
@@ -329,13 +330,14 @@ def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
 
 
 def _layer(name: str) -> int | None:
-    """The number of a layer in the name of a tensor."""
+    """Return the layer number in a tensor name; None if the tensor belongs to no layer."""
     match = re.match(re.escape(LAYERS) + r"(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def _first_layers(stages: Mapping[int, list[Held]], chunks: int) -> dict[tuple[int, int], int]:
-    """(chunk, PP rank) -> number in the whole model of its first layer. Stages may have any number of layers."""
+    """Return a mapping from (chunk, PP rank) to the number of the chunk's first layer in the whole model. Stages may
+    have any number of layers."""
     found, total = {}, 0
     for number, pp in product(range(chunks), sorted(stages)):
         found[number, pp] = total

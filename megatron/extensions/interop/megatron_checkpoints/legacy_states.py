@@ -1,8 +1,8 @@
-"""States of the optimizer in Megatron-LM's files of one rank, where they have an order instead of names.
+"""Optimizer states in Megatron-LM's files of one rank, which store them in an order, without names.
 
-The plain optimizers store them by the number of the parameter in its group. The distributed optimizer stores, for each
-buffer of parameters, one flat fp32 tensor of each kind (`distrib_optim.pt`). Groups and buffers list parameters in the
-order of the model, so that names follow from counts and shapes, which are checked.
+Plain optimizers store states by the parameter's number in its group. The distributed optimizer stores one flat fp32
+tensor of each kind for each parameter buffer (`distrib_optim.pt`). Groups and buffers list parameters in the order of
+the model, so names are derived from the order; counts and shapes are checked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 Held = dict[str, Tensor]
-"""Tensors of a rank by name, in the order of the model."""
+"""Tensors of a rank, by name, in the order of the model."""
 
 FROZEN = " (parameters that are not trained have no states)"
 ALIGNMENT = 64
-"""A parameter in a buffer of the distributed optimizer begins at a multiple of this many elements."""
+"""Alignment, in elements, of parameters in a buffer of the distributed optimizer."""
 
 PLAIN_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Their kinds of the distributed optimizer's state -> ours."""
+"""Maps Megatron-LM's kinds of the distributed optimizer's state to ours."""
 
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -30,10 +30,14 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 def states_of(
     chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, object]
 ) -> dict[str, Held]:
-    """The optimizer's states of a rank: kind -> name of the parameter -> tensor in its shape.
+    """Return the optimizer states of a rank, as a mapping from kinds to tensors by parameter name. Each tensor has the
+    shape of its parameter. Raises ValueError if the inputs do not fit each other.
 
-    `chunks`: the rank's parameters; `optimizer`: its entry of the rank's file; `buffers`: the content of
-    distrib_optim.pt if there is one. Raises ValueError if they do not fit each other.
+    Args:
+        chunks: Parameters of the rank's model chunks.
+        optimizer: Entry "optimizer" of the rank's file.
+        buffers: Content of distrib_optim.pt; None if the file does not exist.
+        args: Megatron-LM's arguments.
     """
     experts = args.get("expert_model_parallel_size")
     apart = isinstance(experts, int) and experts > 1
@@ -52,11 +56,11 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-# Plain optimizers
+# Plain optimizers.
 
 
 def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, tensor) of each state of one optimizer."""
+    """Yield the (kind, name, tensor) of each state of one optimizer."""
     try:
         inner = state.get("optimizer", state)
         groups, states = inner["param_groups"], inner["state"]
@@ -66,7 +70,7 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
             members = list(_members(chunks, group, apart, decoupled))
             numbers, copies = group["params"], iter(mains[index] if mains is not None else ())
             if len(numbers) != len(members):
-                raise ValueError(f"a group has {len(numbers)} parameters, where the model has {len(members)}{FROZEN}")
+                raise ValueError(f"a group has {len(numbers)} parameters, but the model has {len(members)}{FROZEN}")
             for number, (name, weight) in zip(numbers, members, strict=True):
                 if mains is not None:
                     main = weight if weight.dtype == torch.float32 else next(copies)
@@ -79,16 +83,17 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
 
 
 def _decoupled(group: Mapping[str, object]) -> bool:
-    """Return whether a group has its own learning rate: --decoupled-lr, used for the embedding and the output layer."""
+    """Return True if a group has its own learning rate, which is that of the embedding and the output layer
+    (--decoupled-lr)."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
 def _members(
     chunks: Sequence[Held], group: Mapping[str, object], apart: bool, decoupled: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a group. Experts have groups of their own if EP is above 1."""
+    """Yield the parameters of a group. Experts have separate groups if EP is above 1."""
     if group.get("lr_mult", 1.0) != 1.0:
-        raise ValueError("a group of parameters has a factor of the learning rate (lr_mult)")
+        raise ValueError("a parameter group has a learning rate factor (lr_mult), which is not supported")
     decays = group.get("wd_mult", group.get("weight_decay")) != 0
     for chunk in chunks:
         for name, weight in chunk.items():
@@ -101,16 +106,16 @@ def _members(
 def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
     if not isinstance(state, Tensor) or state.shape != weight.shape or not state.is_floating_point():
         what = f"a tensor {list(state.shape)}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
-        raise ValueError(f"{name} of shape {list(weight.shape)} has {what} as a state{FROZEN}")
+        raise ValueError(f"{name} of shape {list(weight.shape)} has a state that is {what}{FROZEN}")
     return state
 
 
-# Distributed optimizer
+# Distributed optimizer.
 
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
-    """Dense parameters and, if EP is above 1, experts have buffers of their own: the last entry of a list. An entry is
-    None where another rank has saved it."""
+    """Return the states in the buffers of a distributed optimizer. If EP is above 1, the last entry of a list contains
+    the buffers of experts. An entry is None if another rank saved it."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -120,7 +125,7 @@ def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapp
             continue
         members = [buffer for chunk in chunks for buffer in _buffers(chunk, experts if apart else None)]
         if len(stored) != len(members):
-            raise ValueError(f"it has {len(stored)} buffers of parameters, where the model has {len(members)}{FROZEN}")
+            raise ValueError(f"it has {len(stored)} parameter buffers, but the model has {len(members)}{FROZEN}")
         for tensors, buffer in zip(stored, members, strict=True):
             places = _places(buffer, tensors, args)
             for theirs, ours in BUFFER_KINDS.items():
@@ -130,21 +135,22 @@ def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapp
 
 
 def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
-    """The tensors of each buffer of an optimizer."""
+    """Yield the tensors of each buffer of an optimizer."""
     if not isinstance(part, dict) or not part.get("buckets_coalesced"):
-        raise ValueError("distrib_optim.pt is in the format of Megatron-LM before core 0.6, bucket by bucket")
+        raise ValueError("distrib_optim.pt stores single buckets, as Megatron-LM before core 0.6")
     for number in sorted(key for key in part if isinstance(key, int)):
         for stored in part[number].values() if isinstance(part[number], dict) else [None]:
             tensors: Mapping[str, Tensor] = stored if isinstance(stored, dict) else {}
             flat = [tensors.get(kind) for kind in BUFFER_KINDS]
             shapes = {tuple(each.shape) if isinstance(each, Tensor) else () for each in flat}
             if len(shapes) != 1 or len(shapes.pop()) != 1:
-                raise ValueError("distrib_optim.pt does not hold param, exp_avg and exp_avg_sq of each buffer")
+                raise ValueError("distrib_optim.pt does not contain param, exp_avg and exp_avg_sq of each buffer")
             yield tensors
 
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the parameters of each buffer of a chunk: one dtype each, with experts apart if they have buffers."""
+    """Yield the parameters of each buffer of a model chunk. A buffer has one dtype. `experts` selects experts or dense
+    parameters; None selects both."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):
@@ -155,9 +161,8 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(
     buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
 ) -> list[int]:
-    """The offset of each parameter in the flat tensors of its buffer.
-
-    The size shows whether the buffer is divided into buckets, and whether tied embeddings have a separate one."""
+    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors shows whether the
+    buffer is divided into buckets, and whether tied embeddings have a bucket of their own."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size")
@@ -168,16 +173,16 @@ def _places(
             places, end = layout_of([(name, weight.numel()) for name, weight in buffer], bucket, tied_apart)
             if end == total:
                 return places
-    raise ValueError(f"a buffer has {total} elements, where the model has {end}{FROZEN}")
+    raise ValueError(f"a buffer has {total} elements, but the model has {end}{FROZEN}")
 
 
 def layout_of(
     parameters: Sequence[tuple[str, int]], bucket_size: int | None, tied_apart: bool
 ) -> tuple[list[int], int]:
-    """The offset of each parameter, given their numbers of elements, and the length of the whole.
+    """Return the offset of each parameter in a buffer, and the length of the buffer.
 
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
-    once it has `bucket_size` elements; its end is not padded.
+    once it has at least `bucket_size` elements; its end is not padded.
     """
     places = []
     base = 0

@@ -47,10 +47,10 @@ HASHED = "moe_n_hash_layers"
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
-    """The configuration of a run with these arguments. Raises ValueError for a model that cannot be expressed.
+    """Return the configuration of a run with these arguments. Raises ValueError if we cannot express the model.
 
-    `padding_counts`: rows of the embedding that only pad the vocabulary count as tokens. Megatron-LM's loss includes
-    them and ours does not, so that a run continues exactly only if they are tokens.
+    If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. Megatron-LM's loss includes these
+    rows and ours does not, so a run continues exactly only if they are tokens.
     """
     _check(args := _translated(args))
     values: dict[str, dict[str, object]] = {}
@@ -182,7 +182,7 @@ def _pattern(config: RunConfig) -> str | None:
 
 
 def refuse_inexpressible(config: RunConfig) -> None:
-    """Raises ValueError for a model of ours that Megatron-LM has not."""
+    """Raise ValueError if Megatron-LM cannot express a model of ours."""
     model = config.model
     lacking = (flag for flag in flags_of("model") if flag.field in LACKING)
     problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
@@ -240,7 +240,7 @@ def _with_value(config: RunConfig, name: str) -> str:
 
 
 def _plain(value: object, kind: type, field: str) -> object:
-    """A value in the type of our field."""
+    """Convert a value to the type of our field."""
     if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         return str(value)
     if field == "window_size":
@@ -264,7 +264,8 @@ def _vocabulary(args: Mapping[str, object], padding_counts: bool) -> dict[str, o
 
 
 def progress_of(common: Mapping[str, object], args: Mapping[str, object]) -> Progress:
-    """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not state it."""
+    """Return the iteration and the consumed samples of a run. Raises ValueError if the checkpoint does not record
+    them."""
     iteration = _count("iteration", common.get("iteration", args.get("iteration")))
     samples = _count("consumed_samples", args.get("consumed_train_samples"))
     scheduler = common.get("opt_param_scheduler")

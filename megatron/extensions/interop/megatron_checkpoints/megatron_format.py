@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints as a source of conversions, optimizer state and position of the run included."""
+"""Megatron-LM's checkpoints as a source of conversions, including optimizer state and progress."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     with_rows,
 )
 
-for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # of an index
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # classes in the index of a checkpoint
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
     RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
@@ -51,30 +51,31 @@ KINDS = {
     "exp_avg_sq": ("exp_avg_sq",),
     "momentum_buffer": ("momentum_buffer",),
 }
-"""Our kinds of optimizer state -> theirs."""
+"""Maps our kinds of optimizer state to Megatron-LM's."""
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor that is stored in blocks. Raises ValueError if these do not make it."""
+    """Return the shape of a tensor that is stored in blocks. Raises ValueError if the blocks do not have this shape
+    together."""
     *grid, block = stored
     fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
     if not fits or prod(whole) != prod(grid) * block:
-        raise ValueError(f"{name}: blocks {list(stored)} do not make {list(whole)}")
+        raise ValueError(f"{name}: blocks {list(stored)} do not form a tensor of shape {list(whole)}")
     return whole
 
 
 def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) -> Tensor:
-    """[grid..., elements of a block] -> whole"""
+    """Assemble a tensor from blocks: [grid..., elements of a block] -> whole"""
     sizes = [size // count for size, count in zip(whole, grid, strict=True)]
     order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
     return blocks.reshape(*grid, *sizes).permute(order).reshape(whole)
 
 
 class TorchDistTensors:
-    """Our parameters in a torch_dist checkpoint, for a `MegatronSource`.
+    """Our parameters, read from a torch_dist checkpoint, for a `MegatronSource`.
 
-    Older versions stored optimizer states flattened: a tensor cut into a grid of blocks is kept as
-    [grid..., elements of a block]. The index has the shape of the whole.
+    Older versions flatten optimizer states: a tensor that is divided into a grid of blocks is stored as [grid...,
+    elements of a block]. The index contains the original shape.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +115,7 @@ class TorchDistTensors:
         return way.whole(parts, self.metas[name].global_shape)
 
     def _read(self, name: str, layer: int | None) -> Tensor:
-        """A tensor, or one entry of it along the first dim."""
+        """Return a tensor, or one of its entries along the first dim."""
         key, whole = self.stored[name], self.whole.get(name)
         if whole is None:
             return self.checkpoint.read(key, layer)
@@ -125,7 +126,8 @@ class TorchDistTensors:
         return tensor if layer is None else tensor[layer]
 
     def find_states(self, names: Collection[str]) -> tuple[str, ...]:
-        """Bucket by bucket they cannot be read: they depend on the run's layout."""
+        """Return the kinds of optimizer states. Raises ValueError if states are stored in a format that depends on the
+        run's layout, such as single buckets."""
         stored = [name for name in self.shapes if name.startswith("optimizer.")]
         if self.common.get("optimizer") is None and not stored:
             return ()
@@ -149,15 +151,15 @@ class TorchDistTensors:
                 raise ValueError(f"{kind} of {name}: {prefix}{key} {what}{FROZEN if shape is None else ''}")
 
     def check_states(self) -> None:
-        """Nothing: states have names."""
+        """Do nothing: states have names, so their order need not be checked."""
 
 
 class MegatronSource(Source):
-    """An opened checkpoint of Megatron-LM. Names and shapes of all parameters are checked before one is read.
+    """Open checkpoint of Megatron-LM. Names and shapes of all parameters are checked before any parameter is read.
 
-    `tensors` has them whole, under our names and in our shapes, by `find` and `read`; the states of the optimizer by
-    `find_states`, `check_states` and `read`; in `common` what is no tensor; in `sizes` numbers of which some are at
-    least as large as each count among the arguments of a true checkpoint.
+    `tensors` provides whole parameters under our names and in our shapes (`find`, `read`), optimizer states
+    (`find_states`, `check_states`, `read`), the non-tensor content (`common`), and tensor sizes (`sizes`). A valid
+    checkpoint has no count of layers or experts above the largest of these sizes.
     """
 
     def __init__(self, path: Path, options: Options) -> None:
@@ -181,9 +183,9 @@ class MegatronSource(Source):
         self.checks_states = False
         self.notes = tuple(self._remarks(options))
         self.side_files = side_files_of(self.config.tokenizer)
-        with suppress(ValueError):  # it does not state one
+        with suppress(ValueError):  # the checkpoint may not record its progress
             progress = progress_of(self.tensors.common, self.args)
-            self.progress = progress if progress.iteration else None  # a release has none
+            self.progress = progress if progress.iteration else None  # a release has no progress
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size
@@ -197,7 +199,7 @@ class MegatronSource(Source):
         if self.config.model.residual == "mhc":
             yield OTHER_FORMULAS
         if not options.weights_only and not self.tensors.common.get("optimizer"):
-            yield "it has no optimizer state, so that a run starts at iteration 0"
+            yield "it has no optimizer state, so a run starts at iteration 0"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         return wanted or self.tensors.dtype(name)
@@ -207,12 +209,12 @@ class MegatronSource(Source):
         return with_rows(tensor, self.rows.get(name, len(tensor))).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Checks which state belongs to which parameter; a checkpoint of Megatron-LM has no checksums."""
+        """Check that states belong to their parameters. Checkpoints of Megatron-LM have no checksums."""
         if self.checks_states:
             self.tensors.check_states()
 
     def training(self) -> TrainingState | None:
-        remedy = "convert the weights alone with --weights-only"
+        remedy = "convert only the weights with --weights-only"
         try:
             kinds = self.tensors.find_states(self.metas)
             if not kinds:
@@ -220,11 +222,11 @@ class MegatronSource(Source):
             count = update_count(self.tensors.common.get("optimizer"))
             progress = progress_of(self.tensors.common, self.args)
             if "exp_avg" not in kinds:
-                count = progress.iteration  # which only Adam's bias correction depends on
+                count = progress.iteration  # only Adam's bias correction depends on the count
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}; {remedy}") from None
         if count is None:
-            raise ValueError(f"{self.folder} does not tell the optimizer's number of updates; {remedy}")
+            raise ValueError(f"{self.folder} does not record the optimizer's number of updates; {remedy}")
         if not (self.config.parallel.fp16 or self.config.parallel.bf16):
             kinds = tuple(kind for kind in kinds if kind != "main_param")
         self.checks_states = True
@@ -239,7 +241,7 @@ class MegatronSource(Source):
 
 
 def _sharding(common: Mapping[str, object]) -> str | None:
-    """The name of the format of the optimizer's state."""
+    """Return the name of the optimizer state format; None if the checkpoint does not record it."""
     content = common.get("content_metadata")
     found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     optimizer = common.get("optimizer")

@@ -1,4 +1,4 @@
-"""Names of parameters in Megatron-LM's checkpoints, and the place of each of ours in those of torch_dist.
+"""Parameter names in Megatron-LM's checkpoints, and the locations of our parameters in torch_dist checkpoints.
 
 Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
 of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up. `names.json` has
@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.interop.conversion.formats import few
 
 EXTRA_STATE = "_extra_state"
-"""Ends the names of what Transformer Engine keeps for fp8."""
+"""Suffix of the names of Transformer Engine's fp8 state."""
 
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"^decoder\.layers\.\d+\.")
@@ -48,7 +48,7 @@ TABLES = json.loads(Path(__file__).with_name("names.json").read_text())
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of a table."""
+    """Row of the tables `renamed` and `kinds`."""
 
     ours: str
     theirs: Sequence[str] | Mapping[str, str | None]
@@ -56,7 +56,8 @@ class Rule:
     hybrid: bool | None = None
 
     def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
-        """Return whether it is for a parameter of a layer."""
+        """Return True if the rule applies to a parameter. `inside` is its name in the layer; `siblings` are all names
+        in the layer."""
         same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
         return same and any(sibling.startswith(self.beside) for sibling in siblings)
 
@@ -66,21 +67,21 @@ RENAMED, KINDS = (tuple(Rule(**row) for row in TABLES[name]) for name in ("renam
 
 @dataclass(frozen=True)
 class Way:
-    """A way to store a parameter, or one rank's box of it: names of tensors, which it consists of in order.
-
-    `shape`: that of each, in files of one rank. `layer`: the entry along their first dim. `transposed`: all experts are
-    in one tensor, viewed as [experts, input channels, output channels]. `kinds`: channels of each kind in a group, of
-    rows that are ordered by kind.
-    """
+    """Way to store a parameter, or one rank's box of it."""
 
     names: tuple[str, ...]
+    """Names of the tensors of which the parameter consists, in order."""
     shape: tuple[int, ...] = ()
+    """Shape of each tensor, in files of one rank."""
     layer: int | None = None
+    """Entry along the first dim of stacked tensors; None if they are not stacked."""
     transposed: bool = False
+    """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()
+    """Channels per group of each kind, if rows are ordered by kind."""
 
     def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Its tensors as a parameter of ours."""
+        """Assemble the tensors to our parameter."""
         if not self.kinds:
             flat = [tensor.flatten() for tensor in tensors]
             return (flat[0] if len(flat) == 1 else torch.cat(flat)).reshape(shape)
@@ -118,12 +119,12 @@ def find_ways(
 
 
 def is_skipped(key: str) -> bool:
-    """Return whether a tensor of theirs is none of the model: buffers, and what is kept for fp8."""
+    """Return True if a tensor of theirs is ignored: buffers, and fp8 state."""
     return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
 
 
 def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
-    """Problems of the shapes of a parameter's tensors in torch_dist."""
+    """Yield shape problems of a parameter's tensors in torch_dist."""
     expected, count = their_shape(meta), len(way.names)
     parts = count > 1 and not way.kinds
     for number, name in enumerate(way.names):
@@ -163,7 +164,7 @@ def with_rows(table: Tensor, rows: int) -> Tensor:
 
 
 def _in_layer(name: str) -> tuple[str, int | None, str]:
-    """(what is before the names of a layer, the layer's number in the decoder, name in the layer)."""
+    """Split a name into the layer's prefix, the layer's number in the decoder, and the name in the layer."""
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return "", None, name
@@ -171,7 +172,7 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """A tensor of theirs: its names, the channels of each group of ours that it has, and its shape."""
+    """Tensor of theirs: its names, its channels in each group of our parameter, and its shape."""
 
     names: list[str]
     channels: slice
@@ -179,11 +180,11 @@ class Piece(NamedTuple):
 
 
 class Names:
-    """The names of a model's parameters in Megatron-LM's checkpoints.
+    """Names of a model's parameters in Megatron-LM's checkpoints.
 
-    `metas`: all parameters, and what is saved but not trained. `hybrid`: they are those of a HybridModel, which a
-    pattern of layers describes, instead of a GPTModel. A norm is fused with the linear layer after it. In front of
-    experts it has two names: with Transformer Engine its own, and without it that of a fused one.
+    `metas` contains all parameters, and all states that are saved but not trained. `hybrid` is True for a HybridModel,
+    which a layer pattern describes, and False for a GPTModel. A norm is fused with the following linear layer. A norm
+    before experts has two names: a separate one with Transformer Engine, and the name of a fused norm without it.
     """
 
     def __init__(self, metas: Iterable[ParamMeta], hybrid: bool) -> None:
@@ -213,7 +214,8 @@ class Names:
         return front + "inner_layer." * wrapped
 
     def kinds(self, meta: ParamMeta) -> dict[str, int]:
-        """Kind of channels -> its number in each group, of a parameter whose kinds they keep apart."""
+        """Return the number of channels per group for each kind of channels; empty if they do not store kinds
+        separately."""
         front, _, inside = _in_layer(meta.name)
         for rule in KINDS:
             if rule.holds(inside, self.layers[front], self.hybrid) and isinstance(rule.theirs, Mapping):
@@ -231,7 +233,8 @@ class Names:
         return {kind: widths.get(kind, rest) for kind in kinds}
 
     def written(self, meta: ParamMeta, stacked: bool) -> tuple[list[Piece], int | None]:
-        """The tensors that megatron-core looks for, and their place in the stack of layers if there is one."""
+        """Return the tensors that megatron-core expects for a parameter, and their index in the stack of layers; None
+        if layers are not stacked."""
         front, number, inside = _in_layer(meta.name)
         layer, names = number if stacked else None, next(self._renamed(front, inside))
         names = names if layer is None else [STACKED.sub(LAYERS, each) for each in names]
@@ -244,7 +247,7 @@ class Names:
         return pieces or [Piece(names, slice(None), shape)], layer
 
     def inside(self, meta: ParamMeta) -> Iterator[str]:
-        """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
+        """Yield all names, including the layer number, that a dense parameter of ours may have in one rank's module."""
         front, _, inside = _in_layer(meta.name)
         yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
@@ -256,7 +259,7 @@ class Names:
                 names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
                 yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
-            if meta.expert:  # under names of their own, whole or with gate (w) and up (v) apart
+            if meta.expert:  # each expert has a name, either for the whole tensor or separately for gate (w) and up (v)
                 experts = range(meta.global_shape[0])
                 each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
                 yield Way(tuple(each))
@@ -264,11 +267,11 @@ class Names:
 
 
 OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
-"""Names of Megatron-LM before its core -> those of its core."""
+"""Patterns of names from before Megatron core, and their replacements."""
 
 
 def current_name(name: str) -> str:
-    """The name that a tensor of an older model has today."""
+    """Return the current name of a tensor of an older model."""
     for old, new in OLD_NAMES:
         name = old.sub(new, name)
     return name

@@ -1,4 +1,4 @@
-"""Megatron-LM's torch_dist checkpoints as a target of conversions: what megatron-core loads at any layout."""
+"""Megatron-LM's torch_dist checkpoints, which megatron-core loads under any layout, as a target of conversions."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from megatron.training.progress import Progress
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
-"""Name that replaces the iteration in a checkpoint that belongs to no run: of its folder, and in the tracker file."""
+"""Name of the folder of a checkpoint that belongs to no run, which the tracker file contains instead of an
+iteration."""
 
 
 Place = tuple[tuple[str, ...], int | None]
-"""Names of a tensor, and its place in a stack of layers."""
+"""Names of a tensor, and its index in a stack of layers."""
 
 
 class TorchDistTarget(Target):
@@ -59,13 +60,13 @@ class TorchDistTarget(Target):
         refuse_inexpressible(self.config)
         self.training = None if options.weights_only or options.dtype else source.training()
         if self.training is not None and "exp_avg" not in self.training.kinds:
-            raise ValueError("only Adam's state can be written; give --weights-only to leave the optimizer's state out")
+            raise ValueError("only Adam's state can be written; give --weights-only to omit the optimizer state")
         optimizer, usual = self.config.optimizer, OptimizerConfig()
         own_groups = named_value(self.config, "param_group") or optimizer.weight_decay_on != usual.weight_decay_on
         if self.training is not None and own_groups:
             raise ValueError(
-                "Megatron-LM's state has no groups as --param-group and --weight-decay-on make them; give "
-                "--weights-only to leave the optimizer's state out"
+                "Megatron-LM's state has no parameter groups like those of --param-group and --weight-decay-on; give "
+                "--weights-only to omit the optimizer state"
             )
         model, self.states = self.config.model, their_states(self.config.model)
         metas = (*source.metas.values(), *(meta for meta, _ in self.states.values()))
@@ -76,14 +77,14 @@ class TorchDistTarget(Target):
         self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
-                "--decoupled-lr: its groups of parameters are marked is_decoupled_lr, by which megatron-core 0.16 does "
-                "not tell groups apart; compare the learning rates that it logs",
+                "--decoupled-lr: its parameter groups are marked is_decoupled_lr, by which megatron-core 0.16 does "
+                "not distinguish groups; compare the learning rates that it logs",
             )
         self.notes += (OTHER_FORMULAS,) * (model.residual == "mhc")
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
     def _tensors(self) -> Iterator[tuple[Place, Made]]:
-        """All tensors, by their names and their place in a stack of layers."""
+        """Yield all tensors, by names and index in a stack of layers."""
         source, wanted = self.source, self.options.dtype
         for name, meta in source.metas.items():
             yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
@@ -106,7 +107,7 @@ class TorchDistTarget(Target):
             yield (keys, layer), Made(piece.shape, dtype, make)
 
     def _state(self, kind: str, name: str) -> Tensor:
-        """A state of the optimizer; the main parameters of a model in fp32 are its parameters."""
+        """Return an optimizer state. The main parameters of an fp32 model are its parameters."""
         assert self.training is not None
         if kind not in self.training.kinds:
             return self.source.read(name, torch.float32)
@@ -133,7 +134,7 @@ class TorchDistTarget(Target):
         return self.training.progress.iteration if self.training else 0
 
     def _extra_states(self) -> list[str]:
-        """Names of the empty states that Megatron-LM keeps of each linear layer, and looks for."""
+        """Return the names of the empty extra states that Megatron-LM expects for each linear layer."""
         model, keys = self.config.model, ["output_layer._extra_state/shard_0_1"]
         for name, meta in self.source.metas.items():
             if name.startswith("embedding.") or not name.endswith(".weight"):
@@ -182,7 +183,7 @@ class TorchDistTarget(Target):
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
-        """State of Megatron-LM's optimizer beside tensors: groups of parameters with and without decay."""
+        """Return the non-tensor state of Megatron-LM's optimizer: parameter groups with and without weight decay."""
         options = self.config.optimizer
         group = DATA["group"] | {
             "is_expert_parallel": expert,
@@ -203,7 +204,7 @@ class TorchDistTarget(Target):
 
 
 def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
-    """Some channels of each group of a parameter."""
+    """Return a range of channels of each group of a parameter."""
     return read()[:, channels]
 
 
@@ -213,7 +214,7 @@ def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
-    """The state of Megatron-LM's scheduler of learning rate and weight decay, in samples."""
+    """Return the state of Megatron-LM's scheduler of learning rate and weight decay, in samples."""
     options, run = config.optimizer, config.training
     state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:

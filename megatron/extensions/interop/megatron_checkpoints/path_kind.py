@@ -1,4 +1,5 @@
-"""Checkpoints of Megatron-LM as a kind of path that is converted from and to. No torch before it is."""
+"""Path kind of Megatron-LM's checkpoints, which can be converted from and to. torch is imported only by a
+conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """See `megatron.extensions.interop.conversion.formats.Format`."""
+    """Path kind and checkpoint format of Megatron-LM; see `megatron.extensions.interop.conversion.formats.Format`."""
 
     format = "megatron"
     usual = False

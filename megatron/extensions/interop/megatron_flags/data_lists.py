@@ -1,4 +1,4 @@
-"""Lists of data in files and in Megatron-DeepSpeed's words, read into --data-path and related flags.
+"""Data lists, in files or in Megatron-DeepSpeed's syntax, that are translated to --data-path and related flags.
 
 This module does not import torch.
 """
@@ -16,9 +16,9 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_data_lists(config: RunConfig) -> RunConfig:
-    """The configuration with what `DataLists` lists under --data-path, --train-data-path and their kin.
+    """Return the configuration with the data lists as values of --data-path, --train-data-path and related flags.
 
-    Raises ValueError naming the flag if a list cannot be read, OSError if its file cannot be opened.
+    Raises ValueError that names the flag if a list is invalid, and OSError if its file cannot be opened.
     """
     lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()
     for field, value in lists.items():
@@ -34,7 +34,8 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Field of a data path -> its words. The value of a flag of a file is its path."""
+    """Return the words of each data path field, from the value of a flag. A str is the path of a file, a tuple is the
+    list."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":
@@ -60,16 +61,16 @@ def _words(split: str, words: object) -> tuple[str, ...]:
 
 
 def weighted_ranges(text: str) -> tuple[str, ...]:
-    """The words of a data path in `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`.
+    """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`; return the words of a data path.
 
-    Raises ValueError if it cannot be read, or has several names, each of which would be a set of its own.
+    Raises ValueError if the text is invalid, or has several names, each of which would be a separate data set.
     """
     sections = re.split(r"""(?:^|[\s"'])([\w.-]+):(?=\s)""", text.strip())
     if len(sections) < 3 or sections[0].strip(" \"'"):
         raise ValueError('must be "NAME: WEIGHT START:END PREFIX, ..."')
     names, bodies = sections[1::2], sections[2::2]
     if len(names) > 1:
-        raise ValueError(f"has the sets {', '.join(names)}; several sets of one kind are not built: give one")
+        raise ValueError(f"has the sets {', '.join(names)}, but only one set per split is supported; give one")
     return _members(bodies[0])
 
 

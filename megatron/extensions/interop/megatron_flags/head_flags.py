@@ -1,7 +1,7 @@
-"""The flags of Megatron-LM's newest parsers, and the treatment of each here. This module does not import torch.
+"""Flags of Megatron-LM's newest parsers, and how this program treats them. This module does not import torch.
 
-The table `flags_of_head.txt` beside this file has a line for each spelling of a flag on the branches main and dev.
-`tools/compare_megatron_flags.py` compares it with the parser of a checkout and writes it.
+The table `flags_of_head.txt`, beside this file, has a line for each spelling of a flag on the branches main and dev.
+`tools/compare_megatron_flags.py` compares the table with the parser of a checkout, and writes it.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from megatron.training.config.reading import FOREIGN_PROGRAMS, known_spelling
 TABLE = Path(__file__).with_name("flags_of_head.txt")
 
 SAME, TRANSLATED = "same", "translated"
-"""Treatments of a flag of this program, and of one that is read as other flags."""
+"""Treatments of flags: a flag of this program, and a flag that is translated to other flags."""
 
 NO_EFFECT, REFUSED = "no effect", "refused"
-"""Treatments of a flag that is accepted with a notice, and of one that is refused with a reason."""
+"""Treatments of flags: a flag that is accepted with a notice, and a flag that is refused with a reason."""
 
 UNKNOWN = "unknown"
 
 EXAMPLES = {"int": "1", "float": "0.5", "bool": "true"}
-"""Type of a value -> a value."""
+"""Maps types of values to example values."""
 
 
 @dataclass(frozen=True)
 class TheirFlag:
-    """A spelling of a flag in Megatron-LM's parser."""
+    """Spelling of a flag in Megatron-LM's parser."""
 
     name: str
 
     default: str
-    """As Python writes it."""
+    """Default value, in Python syntax."""
 
     type: str
-    """Name of the function that reads a value; "switch" for a flag without values."""
+    """Name of the function that parses a value; "switch" for a flag without values."""
 
     count: str
-    """Number of values, as argparse states it: "1", "3", "*", "+" or "?"; "0" for a switch."""
+    """Number of values, in argparse's notation: "1", "3", "*", "+" or "?"; "0" for a switch."""
 
     choices: tuple[str, ...]
-    """The values that it may have; empty if any of the type will do."""
+    """Permitted values; empty if all values of the type are permitted."""
 
     @property
     def example(self) -> list[str]:
-        """Values that it may be given."""
+        """Example of the flag's values."""
         if self.count == "0":
             return []
         value = self.choices[0] if self.choices else EXAMPLES.get(self.type, self.default.strip("'\""))
@@ -58,17 +58,17 @@ class TheirFlag:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """Line of the table."""
 
     flag: TheirFlag
     branches: str
-    """The branches whose parser has it: "main", "dev" or "main dev"."""
+    """Branches whose parser has the flag: "main", "dev" or "main dev"."""
 
     treatment: str
 
 
 def read_table(path: Path = TABLE) -> list[Row]:
-    """The lines of a table, by name."""
+    """Return the lines of a table."""
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return [
         Row(TheirFlag(name, default, kind, count, tuple(choices.split())), branches, treatment)
@@ -77,7 +77,8 @@ def read_table(path: Path = TABLE) -> list[Row]:
 
 
 def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str]) -> str:
-    """The text of a table of parsers by branch. `sources` are lines that say which they are."""
+    """Format a table. `parsers` contains the flags of each branch's parser; `sources` are header lines that describe
+    the parsers."""
     branches: dict[TheirFlag, str] = {}
     for branch, flags in parsers.items():
         for flag in flags:
@@ -91,7 +92,7 @@ def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str
 
 
 def treatment(flag: TheirFlag) -> str:
-    """The treatment of a flag by its name. Single values may be treated otherwise; see `unknown_values`."""
+    """Return how a flag is treated. Individual values may be treated differently; see `unknown_values`."""
     name = known_spelling(flag.name)
     if name in options() or name in spelling_table():
         return SAME
@@ -104,7 +105,7 @@ def treatment(flag: TheirFlag) -> str:
 
 
 def unknown_values(flag: TheirFlag) -> list[str]:
-    """The choices of a flag that are neither values here nor named by the tables of other programs."""
+    """Return the choices of a flag that are neither values of our flag nor listed in the tables of other programs."""
     name = known_spelling(flag.name)
     field = spelling_table().get(name)
     if field is None or not field[0].spec.choices:
@@ -113,7 +114,7 @@ def unknown_values(flag: TheirFlag) -> list[str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Return whether a program's tables read a value that the field has not."""
+    """Return True if the tables of another program handle a value that our field does not support."""
     programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
     if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
         return True
@@ -121,7 +122,7 @@ def _is_known(name: str, value: str) -> bool:
 
 
 def changes(before: Sequence[TheirFlag], now: Sequence[TheirFlag]) -> dict[str, list[str]]:
-    """Title -> lines about what is new, gone and changed between two parsers."""
+    """Return lines about the new, removed and changed flags between two parsers, by title."""
     old, new = ({flag.name: flag for flag in flags} for flags in (before, now))
     return {
         "New": [f"{name}: {treatment(new[name])}" for name in new if name not in old],

@@ -1,8 +1,8 @@
-"""Known differences between the results of Megatron-LM and of this program under equal flags. This module does not
-import torch.
+"""Known differences between the results of Megatron-LM and this program under equal flags. This module does not import
+torch.
 
-Their texts are in megatron_differences.toml, beside this file. `--dry-run` and `tools/translate_flags.py` print those
-that apply to the given flags, `tools/translate_flags.py --list` all."""
+The texts are in megatron_differences.toml, beside this file. `--dry-run` and `tools/translate_flags.py` print the
+differences that apply to the given flags; `tools/translate_flags.py --list` prints all of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 
 Given = Collection[str]
-"""Every flag as it was given, alone and with its first value: also those that no field has."""
+"""All given flags, including flags without a field. Each is contained alone and with its first value."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A result that differs from Megatron-LM's."""
+    """Result that differs from Megatron-LM's."""
 
     subject: str
     here: str
     megatron: str
     page: str = ""
-    """The page of docs/ that says more, without its suffix."""
+    """Page in docs/ with details, without its suffix."""
 
     def __str__(self) -> str:
         more = f" (docs/{self.page}.md)" if self.page else ""
@@ -41,20 +41,20 @@ DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(TABLE.read_text
 
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
-    """A line for each difference that applies to a resolved configuration and the flags as given."""
+    """Yield a line for each difference that applies to a resolved configuration and the given flags."""
     run = Run(config, given)
     return (str(each) for each in DIFFERENCES if MET[each.subject](run))
 
 
 COMPRESSED = "dsv4_hybrid"
-"""The mixer of compressed attention."""
+"""Name of the mixer with compressed attention."""
 
 IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 """Mixers that ignore --reset-attention-mask in Megatron-LM."""
 
 
 class Run:
-    """Facts about a run, of which conditions are made. As in a rule, none raises on any value of a flag."""
+    """Facts about a run, for use in conditions. As in rules, no fact raises an exception for any value of a flag."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given
@@ -62,13 +62,13 @@ class Run:
         self.parallel = config.parallel
 
     def value(self, field: str) -> Any:
-        """The value of an extension's flag; None where the extension is not installed."""
+        """Return the value of an extension's flag; None if the extension is not installed."""
         return named_value(self.config, field)
 
     def uses(self, optimizer: str) -> bool:
         return self.config.optimizer.optimizer == optimizer
 
-    # Batches and tokens
+    # Batches and tokens.
 
     @property
     def sums_over_tokens(self) -> bool:
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def masks_tokens(self) -> bool:
-        """True if some tokens do not count in the main loss."""
+        """True if the main loss ignores some tokens."""
         return self.config.data.eod_mask_loss or self.model.loss_func == "goldfish"
 
     @property
@@ -91,34 +91,34 @@ class Run:
 
     @property
     def several_samples_at_once(self) -> bool:
-        """True if a micro-batch has more than one sample, counted over all ranks."""
+        """True if the micro-batches of all ranks together have more than one sample."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
     def several_micro_batches(self) -> bool:
-        """True if a step has more than one micro-batch, on one rank or on several."""
+        """True if a step has more than one micro-batch, on the same rank or on different ranks."""
         return (self.training.global_batch_size or 1) > self.training.micro_batch_size
 
     @property
     def cuts_sequences(self) -> bool:
-        """True if a rank has only some tokens of a sequence."""
+        """True if a rank holds only some tokens of a sequence."""
         return self.parallel.context_parallel_size > 1 or self.parallel.sequence_parallel
 
     @property
     def grows_batches(self) -> bool:
-        """True if the batch size follows a schedule of steps."""
+        """True if the batch size follows --step-batch-size-schedule."""
         return self.value("step_batch_size_schedule") is not None
 
     @property
     def validates_at_final_size(self) -> bool:
-        """True if validations have the batch size of training, for which a schedule has several."""
+        """True if validation uses the global batch size of training, which is ambiguous if it follows a schedule."""
         return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
 
     # Model
 
     @property
     def pads_vocabulary(self) -> bool:
-        """True if Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
+        """True if Megatron-LM pads the vocabulary. A vocabulary of unknown size is assumed to be padded."""
         size, padded = self.model.vocab_size, self.model.pad_vocab_size_to
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def mixers(self) -> set[str]:
-        """Linear attentions and other mixers of the layers; none where the pattern of layers is not legal."""
+        """Linear attentions and other mixers of the layers; empty if the layer pattern is invalid."""
         with suppress(ValueError, ArithmeticError, AssertionError):
             return set(self.model.linear_attentions)
         return set()
@@ -145,8 +145,7 @@ class Run:
 
     @property
     def selects_keys(self) -> bool:
-        """True if an indexer selects keys: of sparse attention, or of compressed attention in layers with a ratio of
-        4."""
+        """True if an indexer selects keys, in sparse attention, or in compressed attention with a ratio of 4."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
 
@@ -167,11 +166,11 @@ class Run:
 
     @property
     def hashes_tokens(self) -> bool:
-        """True if some layers have routing by hashes."""
+        """True if some layers use hash routing."""
         return self.has_experts and (self.value("moe_n_hash_layers") or 0) > 0
 
     def balances(self, *losses: str) -> bool:
-        """Return whether one of these losses balances experts."""
+        """Return True if any of these losses balances experts."""
         return self.has_experts and self.model.moe_balancing_coeff(*losses) > 0
 
 
@@ -276,4 +275,4 @@ MET: dict[str, Callable[[Run], bool]] = {
     ),
     "`--use-mup`": lambda run: "--use-mup" in run.given,
 }
-"""Subject of a difference -> whether a run meets it."""
+"""Maps the subject of a difference to a function that returns True if the difference applies to a run."""

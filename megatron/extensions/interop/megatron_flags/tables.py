@@ -1,4 +1,4 @@
-"""Readings of Megatron's flags that no field has. This module does not import torch.
+"""Interpretation of Megatron's flags that have no field here. This module does not import torch.
 
 The tables are in megatron_flags.toml, beside this file.
 """
@@ -19,61 +19,61 @@ from megatron.training.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Accepted:
-    """A flag without effect."""
+    """Flag that is accepted without effect."""
 
     reason: str
-    """Why it has none; logged."""
+    """Reason why the flag has no effect, which is logged."""
 
     arity: int | None = 0
-    """Number of values; None if any will do."""
+    """Number of values; None for any number."""
 
     values: tuple[str, ...] = ()
-    """If given, the only values without effect; any other value requests `feature`."""
+    """Values without effect; any other value requests `feature`. If empty, no value has an effect."""
 
     feature: str = "something"
 
 
 @dataclass(frozen=True)
 class SameAs:
-    """A flag that stands for others."""
+    """Flag that is translated to other flags."""
 
     flags: str
-    """These flags; `{}` stands for its values."""
+    """The other flags; `{}` stands for the values of the flag."""
 
     quiet: bool = False
-    """True if it is a usual spelling, of which nothing need be said."""
+    """True if the flag is a common spelling, so that no notice is logged."""
 
     cost: str = ""
-    """What it costs that these flags do the same in another way."""
+    """Disadvantage of the translation, which is logged."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A switch that replaces one value of a flag, given or the default, by another, whichever comes first. Any third
-    value stays."""
+    """Switch that replaces one value of a flag, given or default, with another value, in any order of the flags. Any
+    third value is kept."""
 
     flag: str
     before: str
-    """The value to replace, or "any"."""
+    """Value to replace, or "any"."""
 
     after: str
 
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """A flag that asks for a feature that is not built."""
+    """Flag that requests a feature that is not supported."""
 
     feature: str
     remedy: str = "remove it"
     switch: tuple[str, ...] = ()
-    """If given, the flags that ask for the feature, with a value where that does it: without one of them this flag is
-    a setting without effect."""
+    """Flags, possibly with a value, that request the feature. If this is not empty and none of them is given, the flag
+    has no effect, because it is only a setting of the feature."""
 
     beside: tuple[str, ...] = ()
-    """Flags that say the same: beside one of them this flag has no effect."""
+    """Flags with the same meaning; if one of them is given, this flag has no effect."""
 
     reason: str = ""
-    """Why it has none beside them."""
+    """Reason why the flag has no effect if a flag in `beside` is given."""
 
 
 Entry = Accepted | SameAs | Exchange | NotBuilt
@@ -81,26 +81,27 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """The flags of a `ForeignProgram` that have no field here, and its other values."""
+    """Flags of a `ForeignProgram` that have no field here, and values that our fields do not support."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
-    """Prefix of flags that no field and no entry has -> the feature that they ask for."""
+    """Maps prefixes of flags without a field or entry to the feature that they request."""
 
     same_values: dict[str, dict[str, str]]
-    """Flag -> its value -> the value that it is read as, followed by a colon and the reason."""
+    """Maps flags and values to the values to which they are translated, followed by a colon and the reason."""
 
     values_not_built: dict[str, dict[str, str]]
-    """Flag -> its value -> the feature that it asks for."""
+    """Maps flags and values to the unsupported features that they request."""
 
     several_not_built: dict[str, str]
-    """Flag of one value -> the feature that several values ask for."""
+    """Maps flags with one value to the unsupported feature that several values request."""
 
     registered_by: dict[str, str]
-    """Flag and value -> the file of examples/ that registers the value."""
+    """Maps a flag with its value to the file in examples/ that registers the value."""
 
     def find(self, name: str, *texts: str) -> Entry | None:
-        """The entry of a flag that no field has, alone, with its first value or with all; None if it is not known."""
+        """Return the entry of a flag without a field: the entry of the flag with all its values, with its first value,
+        or alone. None if the flag is not known."""
         for words in (texts, texts[:1]):
             if words and (entry := self.entries.get(" ".join([name, *words]))):
                 return entry
@@ -160,7 +161,7 @@ class ForeignFlags:
         return True
 
     def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Reads other spellings of values as those that are known here; returns False if there is none."""
+        """Translate other spellings of values to ours. Returns False if no value was translated."""
         flag, _ = spelling_table()[name]
         ours, same = list(texts), self.same_values.get(flag.name, {})
         for place, text in enumerate(texts):
@@ -172,7 +173,8 @@ class ForeignFlags:
         return ours != texts
 
     def _read_as(self, reader: FlagReader, name: str, texts: list[str], entry: SameAs) -> None:
-        """A flag that stands for others. `{}` stands for its values; without one it takes none."""
+        """Read a flag as the flags to which it is translated. A flag whose translation does not contain `{}` takes no
+        value."""
         words = entry.flags.split()
         fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry
         fixed &= bool(texts)
@@ -186,7 +188,7 @@ class ForeignFlags:
             reader.read_known(each, values)
             if each not in options():
                 reader.readings.pop()
-        why = "" if entry.quiet else entry.cost or ("another name" if len(words) <= 2 else "short for these")
+        why = "" if entry.quiet else entry.cost or ("another name" if len(words) <= 2 else "shorthand for these flags")
         reader.readings.append(Reading((name, *texts), tuple(ours), why, len(reader.problems) > before))
         if not entry.quiet:
             reader.notes.append(str(reader.readings[-1]) + (f": {entry.cost}" if entry.cost else ""))
@@ -203,8 +205,8 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
 
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-    """Judges a flag of a feature that is not built by the flags beside it: a setting without the feature has no effect,
-    nor has a flag beside another one that says the same."""
+    """Accept or refuse a flag of an unsupported feature, depending on the other flags. A setting of a feature that is
+    not requested has no effect, and neither has a flag that repeats another one."""
     if reader.spelled & set(entry.beside):
         _no_effect(reader, name, texts, entry.reason)
     elif not entry.switch or reader.spelled & set(entry.switch):
@@ -214,7 +216,7 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
-    """Replaces a value that a separate switch replaces, whatever its source."""
+    """Apply a switch that replaces a value, whether the value was given or is the default."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
     if entry.before not in ("any", value):
@@ -227,7 +229,7 @@ def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
 
 
 def read_tables() -> ForeignFlags:
-    """Reads the tables."""
+    """Read the tables in megatron_flags.toml."""
     tables = tomllib.loads(Path(__file__).with_name("megatron_flags.toml").read_text(encoding="utf-8"))
     entries: dict[str, Entry] = {}
     for group in tables["no_effect"]:

@@ -1,1 +1,1 @@
-"""Keys of config.json: values by type, layers, rotary embeddings, and adapters for families with special keys."""
+"""Keys of config.json: typed access, layer kinds, rotary embeddings, and adapters for families with special keys."""

@@ -1,10 +1,10 @@
-"""Adapters of config.json keys with special rules, which a family's file names under "adapters". This module does not
+"""Adapters for config.json keys with special rules; a family's file names them under "adapters". This module does not
 import torch.
 
 `read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
-family's names. It returns the fields with the ones that its keys determine, or raises ValueError for values that we
-cannot express. `write` receives the keys from the tables and returns them with its own. The adapters of a file are
-called in order.
+family's names. It returns the fields, including those that the adapter's keys determine, and raises ValueError for
+values that we cannot express. `write` receives the keys from the tables and returns them with the adapter's keys. The
+adapters of a file are called in order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
-"""Maps a layer letter to the prefix of the fields that only such layers use."""
+"""Maps a layer letter to prefixes of the fields that only such layers use."""
 
 
 class GroupsByTwoExperts(Adapter):
@@ -86,7 +86,7 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """MoE layers: listed for all layers, or all but the first layers, or every N-th of those."""
+    """MoE layers: listed for all layers, or all layers after the first dense ones, or every N-th of these layers."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -133,7 +133,7 @@ class LayersWithExperts(Adapter):
 
 
 class LinearAttention(Adapter):
-    """Layers with linear attention, see `linear_layers`."""
+    """Layers with linear attention; see `linear_layers`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"linear_attention_freq": pattern_text(linear_layers(hf, family), usual=True)}
@@ -162,15 +162,14 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Return the period and offset of some layers, as far as they can be expressed."""
+    """Return the period and offset of the selected layers. They describe the layers only if these are periodic."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
 
 
 class RecurrentBlocks(Adapter):
-    """Repeating layer kinds, an embedding scale, and an MLP width that counts both halves of its gated layer
-    (RecurrentGemma)."""
+    """Repeating layer kinds, an embedding scale, and an MLP width that counts gate and up together (RecurrentGemma)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -194,7 +193,7 @@ def _in_bf16(value: float) -> float:
 
 
 class LettersOfLayers(Adapter):
-    """Drops fields and keys of layer kinds that the letter pattern lacks (Nemotron-H)."""
+    """Removal of fields and keys of layer kinds that the letter pattern does not contain (Nemotron-H)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         letters = text(fields, "hybrid_layer_pattern")
@@ -206,14 +205,14 @@ class LettersOfLayers(Adapter):
 
 
 class SameLetter(Adapter):
-    """All layers have the kind of one letter (Mamba)."""
+    """Layer pattern in which all layers have the same letter (Mamba)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
 
 
 class WidthToMultiple(Adapter):
-    """MLP width: two thirds of the width in config.json, times a factor, rounded up to a multiple (LFM2)."""
+    """MLP width computed as two thirds of the width in config.json, times a factor, rounded up to a multiple (LFM2)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["block_auto_adjust_ff_dim"]:
@@ -229,7 +228,7 @@ class WidthToMultiple(Adapter):
 
 
 class HeadsByLayer(Adapter):
-    """Attention heads per layer, equal in all layers of a kind (Laguna)."""
+    """Numbers of attention heads per layer, equal in all layers of a kind (Laguna)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["num_attention_heads_per_layer"]:
@@ -255,7 +254,7 @@ class RotaryBasesByLayer(Adapter):
 
 
 class RotaryBaseOfAttention(Adapter):
-    """Rotary base in the attention settings, which must agree with the model's own (DBRX)."""
+    """Rotary base in the attention settings, which must agree with the model's base (DBRX)."""
 
     key = "attn_config.rope_theta"
 
@@ -282,7 +281,7 @@ class LayersWithoutRotary(Adapter):
 
 
 class ChunksAndTemperature(Adapter):
-    """Chunked attention, and a temperature that grows with the position (Llama 4)."""
+    """Chunked attention, and an attention temperature that grows with the position (Llama 4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         temperature = float(number(hf, "attn_scale")) if hf["attn_temperature_tuning"] else 0.0
@@ -311,7 +310,7 @@ class SelectingLayers(Adapter):
 
 
 class CompressedAttention(Adapter):
-    """Layers with compressed keys, hash-routed layers, and both rotary embeddings (DeepSeek-V4)."""
+    """Layers with compressed keys, hash-routed layers, and two rotary embeddings (DeepSeek-V4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | compressed_from_hf(hf)
@@ -354,4 +353,4 @@ ADAPTERS: Mapping[str, Adapter] = {
         HalvesOfWindows,
     )
 }
-"""Adapters by the names that files use."""
+"""Adapters by the names that family files use."""

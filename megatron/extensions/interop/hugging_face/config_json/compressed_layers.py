@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4 in config.json: kinds, hash routing, and both rotary embeddings.
+"""Layers of DeepSeek-V4 in config.json: layer kinds, hash routing, and two rotary embeddings.
 
 This module does not import torch.
 """
@@ -19,10 +19,10 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import LOC
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import yarn_from_hf
 
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
-"""Layers of DeepSeek-V4 that select compressed keys, or see all of them."""
+"""Kinds of DeepSeek-V4 layers: layers that select compressed keys, and layers that attend to all of them."""
 
 KIND_OF_RATIO: dict[object, str] = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
-"""Maps an entry of `compress_ratios` in older files to the layer kind."""
+"""Maps entries of `compress_ratios` in older files to layer kinds."""
 
 
 def compressed_from_hf(hf: Values) -> Fields:
@@ -43,12 +43,12 @@ def _ratios(hf: Values) -> list[object]:
     ratio_of.update(rates.items())
     found = [ratio_of[kind] for kind in _kinds(hf)[:layers]]
     if rates[SELECTED] != 4 or rates[COMPRESSED] in (0, 4) or len(found) != layers:
-        raise ValueError(f"config.json: compress_rates = {rates} of {len(found)} layers are not supported; CSA has 4")
+        raise ValueError(f"config.json: compress_rates = {rates} of {len(found)} layers are not supported; CSA needs 4")
     return found
 
 
 def _kinds(hf: Values) -> list[object]:
-    """Return the kind of each layer: from a list, from the list in older files, or the class's default."""
+    """Return the kind of each layer, from layer_types, from the list in older files, or from the class's default."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -57,19 +57,19 @@ def _kinds(hf: Values) -> list[object]:
 
 
 def _hashed_layers(hf: Values) -> int:
-    """Return how many of the first layers use hash routing."""
+    """Return the number of first layers that use hash routing."""
     if not hf["mlp_layer_types"]:
         usual = whole(hf, "num_hash_layers") if "num_hash_layers" in hf else 3
         return min(usual, whole(hf, "num_hidden_layers"))
     hashed = [kind == "hash_moe" for kind in entries(hf, "mlp_layer_types")]
     if any(hashed[sum(hashed) :]):
-        raise ValueError("config.json: mlp_layer_types has hash_moe behind moe, which is not supported")
+        raise ValueError("config.json: mlp_layer_types has hash_moe after moe, which is not supported")
     return sum(hashed)
 
 
 def _rotated_channels(hf: Values) -> Fields:
-    """Return the rotated and unrotated channels of a head. The rotated channels come from a separate vector as a
-    whole."""
+    """Return the numbers of rotated and unrotated channels of a head. All channels of the separate rotary vector are
+    rotated."""
     width = whole(hf, "head_dim")
     percent = 0.125 if hf.get("qk_rope_head_dim") is None else number(hf, "qk_rope_head_dim") / width
     if hf.get("partial_rotary_factor"):
@@ -83,7 +83,8 @@ def _rotated_channels(hf: Values) -> Fields:
 
 
 def _both_rotary(hf: Values) -> Fields:
-    """Return the rotary embeddings of ordinary and of compressed keys. Only the latter may be scaled."""
+    """Return the rotary embeddings of ordinary keys and of compressed keys. Only the embedding of compressed keys may
+    be scaled."""
     both = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     main, scaled = table(both, "main"), table(both, "compress")
     if not (main and scaled):
@@ -107,7 +108,7 @@ def _both_rotary(hf: Values) -> Fields:
 
 
 def compressed_to_hf(config: TransformerConfig, stated: Values, scaling: Values) -> Fields:
-    """Return the keys of a model whose compressing layers have at most one ratio other than 4.
+    """Return the config.json keys of a model whose compression ratios are 0, 4, and at most one other ratio.
 
     `scaling` applies to the rotary embedding of compressed keys.
     """

@@ -1,7 +1,7 @@
 """Typed access to values of a config.json. This module does not import torch.
 
-A config.json may be untrusted, so each value is an `object` until one of these functions has checked it. They raise
-TypeError for a value of another type, and KeyError for a missing number or string.
+A config.json may be untrusted, so each value is an `object` until a function of this module has checked it. The
+functions raise TypeError for a value of another type, and KeyError for a missing number or string.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Values = Mapping[str, object]
-"""Maps keys to values."""
+"""Keys and values of a config.json."""
 
 Fields = dict[str, object]
-"""Maps fields of TransformerConfig to values."""
+"""Fields of TransformerConfig and their values."""
 
 
 def whole(values: Values, key: str) -> int:
-    """Return an integer."""
+    """Return the integer with this key."""
     value = values[key]
     if not isinstance(value, int):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a whole number")
@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """Return a number. An integer stays an integer."""
+    """Return the number with this key. An integer stays an integer."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")
@@ -32,7 +32,7 @@ def number(values: Values, key: str) -> float:
 
 
 def text(values: Values, key: str) -> str:
-    """Return a string."""
+    """Return the string with this key."""
     value = values[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a text")
@@ -40,7 +40,7 @@ def text(values: Values, key: str) -> str:
 
 
 def entries(values: Values, key: str) -> list[object]:
-    """Return a list; [] for null and for a missing key."""
+    """Return the list with this key; an empty list for null and for a missing key."""
     value = values.get(key)
     if not value:
         return []
@@ -50,7 +50,7 @@ def entries(values: Values, key: str) -> list[object]:
 
 
 def table(values: Values, key: str) -> dict[str, object]:
-    """Return an object; {} for null and for a missing key."""
+    """Return the object with this key; an empty dict for null and for a missing key."""
     value = values.get(key)
     if not value:
         return {}

@@ -1,5 +1,5 @@
-"""Settings of Gemma 4 in a config.json: heads of another width in layers without a sliding window, layers that use
-earlier keys and values, per-layer embeddings. No torch."""
+"""Gemma 4 in config.json: layers without a sliding window have heads of another width, some layers use earlier keys and
+values, and layers have embeddings of their own. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import cou
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 OF_LAYERS = "per_layer_config"
-"""Key with the settings of single layers, by their numbers as text."""
+"""Key with the settings of individual layers, by layer number as text."""
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Width and groups of heads in layers without a window: keys of older files, or settings of each such layer in
-    newer ones. `_of_single_layers` compares all of the latter with the layers that are read."""
+    """Head width and query groups in layers without a sliding window. Older files have keys for them; newer files have
+    settings of each such layer, all of which `_of_single_layers` compares with the layers that are read."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -34,7 +34,7 @@ class WidthsOfGlobalHeads(Adapter):
 
     @staticmethod
     def _of_last(hf: Values, last: int) -> Values:
-        """Settings of the last layer, which has no window."""
+        """Return the settings of the last layer, which has no window."""
         if hf[OF_LAYERS] is not None:
             given = table(hf, OF_LAYERS)
             return table(given, str(last)) if str(last) in given else {}

@@ -1,4 +1,5 @@
-"""Keys of config.json with separate values for layers with and without a sliding window. No torch."""
+"""Keys of config.json with separate values for layers with and without a sliding window. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Rotary embeddings of layers with and without a sliding window; null means none (Command A Vision, Beam)."""
+    """Rotary embeddings of layers with and without a sliding window; null means no rotary embedding (Command A Vision,
+    Beam)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")
@@ -51,13 +53,13 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return whether layers with a window, or layers without one, have a rotary embedding: both values if they
-    differ."""
+    """Return the set of values that tell whether layers with (or without) a window have a rotary embedding; it has both
+    values if the layers differ."""
     return {rotated for window, rotated in layers if window == local}
 
 
 class HalvesOfWindows(Adapter):
-    """Layers with a sliding window, whose size is half of the attention window that the key states (ModernBERT)."""
+    """Layers with a sliding window whose size is half the value of the key (ModernBERT)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -94,7 +96,7 @@ class ConvolutionsAndWindows(Adapter):
 
     @staticmethod
     def _usual(layer: int) -> str:
-        """Return the kind of a layer if no list states it."""
+        """Return the kind of a layer if config.json does not list it."""
         if layer % 4 == 2:
             return FULL
         return LOCAL if layer and layer % 4 == 0 else CONVOLUTION
@@ -106,7 +108,7 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Kimi Delta Attention with as many heads as other attention, and a lower bound of decays (Ling 3.0)."""
+    """Kimi Delta Attention with the same number of heads as other attention, and a lower bound of decays (Ling 3.0)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]
@@ -130,7 +132,7 @@ class KimiHeadsOfModel(Adapter):
 
 
 class WithoutLogitScale(Adapter):
-    """No logit scale if the key is null (Command A Vision)."""
+    """Logit scale of 1 if the key is null (Command A Vision)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | ({"logits_scaling": 1.0} if fields.get("logits_scaling") is None else {})

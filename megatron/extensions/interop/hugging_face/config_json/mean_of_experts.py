@@ -1,4 +1,5 @@
-"""Settings of Command A+ in a config.json: averaging of experts, and layers before the MoE layers. No torch."""
+"""Command A+ in config.json: averaging of experts, and dense layers before the MoE layers. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import (
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 MODULE = "mean_of_experts"
-"""The averaging layer, see `megatron.extensions.layers.mean_of_experts`."""
+"""Name of the averaging layer module; see `megatron.extensions.layers.mean_of_experts`."""
 
 
 class MeanOfExperts(Adapter):
-    """Sum or mean of shared and routed experts, either norm, and windows whose period restarts after the dense layers.
+    """Sum or mean of shared and routed experts, RMSNorm or LayerNorm, and windows whose period restarts after the dense
+    layers.
 
-    The first layers have no experts and may have a rotary embedding without a window.
+    The first layers are dense and may have a rotary embedding without a window.
     """
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -30,7 +32,7 @@ class MeanOfExperts(Adapter):
         dense = listed_layers(hf, "mlp_layer_types", ("sparse", "dense"), lambda layer: layer < _first(hf))
         local = listed_layers(hf, "layer_types", (FULL, LOCAL), list(_usual_windows(hf, layers)).__getitem__)
         if any(local) and hf["sliding_window"] is None:
-            raise ValueError("config.json: sliding_window is null, and layer_types has layers with one")
+            raise ValueError("config.json: sliding_window is null, but layer_types has layers with a sliding window")
         forced = hf["prefix_dense_sliding_window_pattern"] == 1
         rotated = [window or (forced and plain) for window, plain in zip(local, dense, strict=True)]
         softmax = hf["expert_selection_fn"] == "softmax"
@@ -81,9 +83,9 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Return whether each layer has a window if no list states it.
+    """Yield whether each layer has a window, if config.json does not list the layers.
 
-    All but every N-th of the first layers have one, then all but every M-th of the others.
+    Every N-th of the first dense layers and every M-th of the other layers have no window; the rest do.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

@@ -1,4 +1,4 @@
-"""Reads layer kinds from a config.json: linear, windowed, chunked, MoE, rotary."""
+"""Layer kinds read from a config.json: linear, windowed, chunked, MoE, rotary."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ FULL = "full_attention"
 LOCAL = "sliding_attention"
 CHUNKED = "chunked_attention"
 LINEAR = "linear_attention"
-"""Kinds in layer_types of config.json: full attention, sliding window, chunked attention, linear attention."""
+"""Value of layer_types in config.json for a layer with linear attention."""
 
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""Kinds of single-sublayer layers in layers_block_type of config.json, and their letters."""
+"""Maps kinds of single-sublayer layers, in layers_block_type of config.json, to letters."""
 
 
 def broken_rule(value: object, hint: object) -> str | None:
-    """Return the rule that a number of config.json breaks. Sizes must be positive, and other numbers at least 0."""
+    """Return the rule that a value of config.json breaks; None if it is valid. Sizes must be positive, and other
+    numbers at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -53,7 +54,7 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return Megatron-LM's layer letters, which newer files state as a list of kinds, and the number of layers."""
+    """Return Megatron-LM's layer letters and the number of layers. Newer files list layer kinds instead of letters."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:
@@ -64,7 +65,7 @@ def pattern_from_hf(hf: Values) -> Fields:
 
 
 def usual_kinds(family: Family, layers: int) -> list[str]:
-    """Return the kind of each layer of a family with repeating kinds, if a config.json does not list them."""
+    """Return the default kinds of the layers, for a family with repeating kinds."""
     kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
     kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
     if family.last_layer_type:
@@ -75,8 +76,8 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer has linear attention: from a list, from one of the other lists, or all but every
-    N-th."""
+    """Return whether each layer has linear attention, from layer_types, from another list, or from the interval of full
+    attention."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
     counted = entries(hf, "linear_attn_config.kda_layers")  # 1-based
@@ -94,13 +95,13 @@ def linear_layers(hf: Values, family: Family) -> list[bool]:
 
 
 def periodic(hf: Values, of: str) -> list[bool]:
-    """Return whether each layer follows from a period and an offset (Jamba)."""
+    """Return whether each layer is selected by a period and an offset (Jamba)."""
     period, offset = count(hf, f"{of}_layer_period"), hf[f"{of}_layer_offset"]
     return [layer % period == offset for layer in range(whole(hf, "num_hidden_layers"))]
 
 
 def window_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the sliding window, and the layers that have it."""
+    """Return the size of the sliding window, and the layers that use it."""
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = whole(hf, family.earlier_tokens) + 1
@@ -135,14 +136,14 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """Return the first layer kinds from groups [kinds, times], whose numbers are unchecked."""
+    """Return the first `most` layer kinds from groups [kinds, times]. The numbers are untrusted and may be huge."""
     return list(islice(_repeated(groups), most))
 
 
 def _repeated(groups: Iterable[object]) -> Iterator[object]:
     for group in groups:
         if not isinstance(group, (list, tuple)):
-            raise TypeError(f"{str(group)[:80]!r} must be a list of kinds, and how often they come")
+            raise TypeError(f"{str(group)[:80]!r} must be a list of kinds, followed by the number of repetitions")
         kinds, times = group
         for _ in range(times if kinds else 0):
             yield from kinds
@@ -151,7 +152,14 @@ def _repeated(groups: Iterable[object]) -> Iterator[object]:
 def listed_layers(
     hf: Values, key: str, kinds: tuple[object, object], usual: Callable[[int], object] = lambda layer: True
 ) -> list[bool]:
-    """Return whether each layer has the second of two kinds, from a list of all layers or else from `usual(number)`."""
+    """Return whether each layer has the second of two kinds.
+
+    Args:
+        hf: Values of config.json.
+        key: Key that lists the kinds of all layers.
+        kinds: The two supported kinds.
+        usual: Default for a layer number, if the key is missing: True for the second kind.
+    """
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
     if unknown := set(found) - {*kinds}:
@@ -162,7 +170,8 @@ def listed_layers(
 
 
 def chunks_from_hf(hf: Values) -> Fields:
-    """Return chunked attention, and the layers that have it: by default, the layers with a rotary embedding."""
+    """Return the chunk size of attention, and the layers with chunked attention: by default, the layers with a rotary
+    embedding."""
     rotated = [] if hf["layer_types"] else rotated_layers(hf)
     local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda layer: rotated[layer])
     if hf["attention_chunk_size"] is None or not any(local):
@@ -172,12 +181,12 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys: the first `offset` layers do, and every `period`-th one after them."""
+    """Return whether each layer selects keys: the first `offset` layers and every `period`-th layer after them do."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return which layers select keys: the first ones, and every N-th one after them."""
+    """Return the flags for layers that select keys, which must be the first ones and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")
@@ -188,7 +197,7 @@ def selections_from_hf(hf: Values) -> Fields:
         for period in range(2, layers + 1):
             if full == selecting(period, offset, layers):
                 return {"dsa_indexer_topk_freq": period, "dsa_indexer_skip_topk_offset": offset}
-    raise ValueError("config.json: indexer_types has no 'full' in the first layers and then each N-th one")
+    raise ValueError("config.json: indexer_types must have 'full' in the first layers and then in every N-th layer")
 
 
 def moe_layers_from_hf(hf: Values) -> str:
@@ -201,11 +210,11 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """Return whether each layer has a rotary embedding, from a list, or all but every N-th."""
+    """Return whether each layer has a rotary embedding, from a list or from the interval of layers without one."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """Format a layer pattern as the text of a flag; None if all layers have the default."""
+    """Format a layer pattern as the value of a flag; None if all layers have the default."""
     return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

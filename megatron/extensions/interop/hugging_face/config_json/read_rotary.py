@@ -1,4 +1,4 @@
-"""Reads rotary embeddings from a config.json: bases, rotated channels, and scaling for longer contexts.
+"""Rotary embeddings read from a config.json: bases, rotated channels, and scaling for longer contexts.
 
 This module does not import torch.
 """
@@ -28,7 +28,7 @@ YARN_SCALING = {
 }
 
 PROPORTIONAL = "proportional"
-"""Frequencies computed for the whole head, some of which are 0."""
+"""Scaling type whose frequencies are computed for all channels of a head; some of them are 0."""
 
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -48,7 +48,7 @@ def rotary_from_hf(hf: Values, family: Family) -> Fields:
     merged = {**(table(given, FULL) if FULL in given else given)}
     percent = _percent(merged, usual_percent)
     if percent != 1 and not {"partial_rotary_factor", "rotary_dim", "rope_local_base_freq"} & family.defaults.keys():
-        raise ValueError(f"config.json: partial_rotary_factor = {percent:g}, supported: 1, as all channels are rotated")
+        raise ValueError(f"config.json: partial_rotary_factor = {percent:g}, supported: 1 (all channels are rotated)")
     base = merged if "rope_theta" in merged else {"rope_theta": hf.get("rope_theta", 10000.0)}
     fields: Fields = {"rotary_base": float(number(base, "rope_theta")), "rotary_percent": percent}
     fields |= _of_windows(hf, family, given, percent)
@@ -60,9 +60,9 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the rotary base and rotated fraction of heads in layers with a sliding window.
+    """Return the rotary base and the rotated fraction of a head, for layers with a sliding window.
 
-    Each is None if it equals the value of other layers.
+    A value is None if it equals the value of other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
@@ -71,12 +71,12 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
             base = float(number(hf, "rope_theta"))  # the older key scales only layers without a window
         return none | {"window_rotary_base": base}
     if "rope_local_base_freq" not in family.defaults:
-        raise ValueError("config.json: rope_parameters by kind of layer are not supported")
+        raise ValueError("config.json: separate rope_parameters for layer kinds are not supported")
     if LOCAL not in given:
         raise KeyError(LOCAL)
     full, local = table(given, FULL), table(given, LOCAL)
     if local.get("rope_type", "default") != "default" and local != full:
-        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+        raise ValueError("config.json: rope_parameters scale layers with a sliding window, which is not supported")
     own_percent = _percent(local, rotated_fraction(hf, family))
     return {
         "window_rotary_base": None if local == full else float(number(local, "rope_theta")),
@@ -85,7 +85,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 
 
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
-    """Return the scaling for contexts longer than in pretraining."""
+    """Return the fields of rotary scaling for contexts longer than in pretraining."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("llama3", "yarn"):  # precedence: the class's key, then the object's key, then the longest context
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
@@ -108,18 +108,19 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
         return {"rope_type": kind, "rotary_seq_len_interpolation_factor": None if factor == 1 else factor}
     if kind != "default":
         known = "default, linear, llama3, yarn"
-        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; supported: {known}")
     return {}
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return whether models of a family may use frequencies proportional to the rotated channels, as its default config
+    """Return True if models of a family may use proportional frequencies, because the family's default configuration
     does."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:
-    """Return the fraction of a head's channels that are rotated. MiniMax M2 and GPT-J state their number."""
+    """Return the fraction of a head's channels that are rotated. MiniMax M2 and GPT-J give the number of rotated
+    channels instead."""
     if "partial_rotary_factor" in hf:
         return number(hf, "partial_rotary_factor")
     if not hf.get("rotary_dim"):
@@ -154,11 +155,12 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the rotary base of each layer, 0 for layers without rotary embedding."""
+    """Return rotary bases and layers without rotary embedding, from a list of bases by layer, in which 0 stands for no
+    rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:
-        raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+        raise ValueError("config.json: rope_parameters scale layers with a sliding window, which is not supported")
     bases = {"full": full, "local": local, "any": full or local}
     fields: Fields = {"rotary_base": float(number(bases, "any"))} if bases["any"] else {}
     fields["window_rotary_base"] = float(number(bases, "local")) if full and local and full != local else None
@@ -167,9 +169,10 @@ def bases_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
-    """Return the values of layers with full attention and of layers with a sliding window, from a list by layer.
+    """Return the value of layers with full attention and the value of layers with a sliding window, from a list by
+    layer.
 
-    A value is None if there are no such layers, ignoring layers with the value `without`.
+    Layers with the value `without` are ignored. A value is None if there are no such layers.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Initializes vocabulary rows that a run adds to a Hugging Face folder's vocabulary."""
+"""Initialization of vocabulary rows that a run adds to a Hugging Face folder's vocabulary."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 
 ROWS = 256
-"""Rows read at a time for a mean."""
+"""Number of rows that are read together to compute a mean."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of a run from the folder's `vocab_size` up to `tokens`, and the initialization of their rows."""
+    """Tokens that a run adds, from the folder's `vocab_size` up to `tokens`, and the initialization of their rows."""
 
     weights: HFWeights
-    """Weights of the folder, for its own vocabulary."""
+    """Weights of the folder, with the folder's vocabulary size."""
 
     tokens: int
     averaged: int
-    """Number of the folder's first rows that are averaged."""
+    """Number of first rows of the folder that are averaged."""
 
     drawn: bool
-    """Draw new rows as in a new model, instead of using the mean."""
+    """True to draw new rows as in a new model, instead of using the mean."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether dim 0 of a parameter or state with this shape in the run is the vocabulary."""
+        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is its shape in the run."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 
     def fill(self, name: str, box: LocalBox) -> None:
-        """Fill a box of such a parameter with the folder's rows, new rows, and zeros for vocabulary padding.
+        """Fill a box of a parameter whose dim 0 is the vocabulary: with the folder's rows, new rows, and zeros for
+        padding.
 
-        Rows to be drawn keep their initial values from building the model. A table of integers has no mean, so its rows
-        are drawn.
+        Rows that are drawn keep the values from the construction of the model. A table of integers has no mean, so its
+        rows are drawn.
         """
         (first, *columns), data = box
         others = tuple(slice(start, start + size) for start, size in zip(columns, data.shape[1:], strict=True))
@@ -57,13 +58,13 @@ class NewTokens:
 
     @staticmethod
     def _within(tokens: int, box: LocalBox) -> int:
-        """Return how many rows of a box are below a number of tokens."""
+        """Return the number of rows of a box that are below a number of tokens."""
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
         """Return the mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
 
-        Rows are added one by one in a fixed order, so all ranks get the same bits for any number of threads.
+        Rows are added in a fixed order, so that all ranks get the same bits for any number of threads.
         """
         if name not in self._means:
             whole = [slice(0, size) for size in self.weights.placements[name].meta.global_shape[1:]]
@@ -78,9 +79,9 @@ class NewTokens:
         return self._means[name]
 
     def described(self, source: str) -> str:
-        """Return the startup log line."""
+        """Return the log line about the new rows."""
         old, new = self.weights.config.vocab_size or 0, self.tokens
-        how = "drawn as for a new model" if self.drawn else f"initialized as the mean of {self.averaged} rows, {source}"
+        how = "drawn as in a new model" if self.drawn else f"set to the mean of {self.averaged} rows, {source}"
         line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
         if not self.drawn and self.averaged < old:
             line += f"; rows {self.averaged} to {old - 1}, which pad the folder's vocabulary, keep its values"
@@ -88,7 +89,7 @@ class NewTokens:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """[n, ...] -> [...], summed by halves."""
+    """Sum rows pairwise, [n, ...] -> [...], in a fixed order."""
     while len(rows) > 1:
         half = len(rows) // 2
         pairs = rows[:half] + rows[half : 2 * half]
@@ -97,7 +98,7 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
-    """Return the rows of a folder's vocabulary that belong to tokens, and the reason.
+    """Return the number of rows of a folder's vocabulary that belong to tokens, and the reason for this number.
 
     These are the rows below the size of its tokenizer, or all rows if it has no readable tokenizer.
     """
@@ -112,8 +113,8 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 
 
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
-    """Return the error for a vocabulary smaller than the folder's."""
+    """Return the error message for a vocabulary that is smaller than the folder's."""
     return (
-        f"--load {load} has a vocabulary of {theirs} tokens, and the run one of {ours}, so that rows of trained tokens "
+        f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so that rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"
     )

@@ -1,4 +1,4 @@
-"""Sets model and tokenizer flags of a run that starts from a Hugging Face folder in --load.
+"""Model and tokenizer flags of a run that starts from a Hugging Face folder in --load.
 
 This module does not import torch.
 """
@@ -77,13 +77,13 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     longest, of_length = longest_sequence(model, own, here / CONFIG, reader.values)
     own |= longest
     reader.problems += of_length
-    note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
+    note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json has the model's flags"
     tokenizer = tokenizer_config(located(load))
     usual = TokenizerConfig(extension_options=config.extension_options)
     if config.tokenizer != usual or tokenizer.tokenizer_type is None:
         tokenizer = config.tokenizer
     else:
-        note += ", and its files the tokenizer"
+        note += ", and the tokenizer from its files"
     reader.notes += [
         note,
         *rotary_notices(model, own, here / CONFIG),
@@ -94,16 +94,16 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig) -> Iterator[str]:
-    """Return a notice if a 16-bit model would silently become a 32-bit one because no flag states the number format."""
+    """Yield a notice if a 16-bit model would silently become a 32-bit one, because no flag gives the number format."""
     stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
     flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
     if flag and run.params_dtype == "float32" and not run.fp32:
-        rule = f"has weights in {stored}, and this run computes, saves and exports float32"
-        yield f"--load {load} {rule}: add {flag} to keep its format, or --fp32 to confirm the other one"
+        rule = f"has weights in {stored}, but this run computes, saves and exports float32"
+        yield f"--load {load} {rule}: add {flag} to keep this format, or --fp32 to confirm float32"
 
 
 def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
-    """Return whether a field's value changes the model's outputs."""
+    """Return True if a field's value changes the model's outputs."""
     try:
         return settings_of(with_fields(model, {field: value})) != settings_of(model)
     except (ValueError, ArithmeticError, TypeError):
@@ -113,7 +113,7 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
     """Return whether continued training may change a field of the folder's model.
 
-    A larger vocabulary adds tokens. It is not known yet here if the tokenizer adds to --vocab-size.
+    A larger vocabulary adds tokens. Whether the tokenizer adds tokens to --vocab-size is not known yet.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

@@ -1,5 +1,5 @@
-"""Changes of rotary embedding and context length in continued training from a Hugging Face folder. This module does not
-import torch.
+"""Changes of the rotary embedding and context length in continued training from a Hugging Face folder. This module does
+not import torch.
 
 The weights' shapes do not depend on these settings, so a run's flags may differ from config.json. The run's checkpoints
 and exports record the new values.
@@ -22,7 +22,7 @@ SCHEMES: Mapping[str, object] = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
 }
-"""Fields that select YaRN, Llama 3.1 scaling or linear interpolation, with their values when disabled."""
+"""Fields that select YaRN, Llama 3.1 scaling or linear interpolation, and the values that disable them."""
 
 ROTARY_FIELDS = (
     *("rotary_base", "window_rotary_base"),
@@ -31,14 +31,14 @@ ROTARY_FIELDS = (
     *YARN_SCALING.values(),
     *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
-"""Fields of rotary models that flags may change."""
+"""Rotary fields that flags may change in continued training."""
 
 
 def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
-    """Return the fields that follow if flags select a scaling.
+    """Return the fields that change if flags select a scaling.
 
-    The folder's scaling is disabled, and the new one stretches the folder's original context length. `own` are the
-    run's fields, `given` the fields that the user set.
+    The folder's scaling is disabled, and the new scaling starts from the folder's original context length. `own`
+    contains the run's fields, `given` the names of the fields that the user set.
     """
     schemes = [field for field in SCHEMES if field in given]
     in_use = {field for field in SCHEMES if (model.yarn if field == "rope_type" else getattr(model, field))}
@@ -55,9 +55,15 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given:
 def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Return max_position_embeddings for sequences longer than the folder's config.json allows.
+    """Return max_position_embeddings if sequences are longer than the folder's config.json allows, and problems.
 
-    A problem is added if the sequences exceed a learned table, or if no flag states that they are intended.
+    Longer sequences are a problem if they exceed a learned table, or if no flag confirms that they are intended.
+
+    Args:
+        model: Model of the folder.
+        own: The run's fields.
+        source: Path of config.json, for messages.
+        given: Names of the fields that the user set.
     """
     longest, length = model.max_position_embeddings, whole(own, "seq_length")
     if longest is None or longest >= length or "max_position_embeddings" in given:
@@ -66,11 +72,11 @@ def longest_sequence(
     rule = f"is above max_position_embeddings {longest} in {source}"
     if model.position_embedding_type == "learned_absolute":
         return raised, [
-            Problem("--seq-length", length, f"{rule}, the rows of its learned table", f"nearest: {longest}")
+            Problem("--seq-length", length, f"{rule}, the number of rows of the learned table", f"nearest: {longest}")
         ]
     if changed_fields(model, own):
         return raised, []
-    remedy = f"add --max-position-embeddings {length} to train beyond them"
+    remedy = f"add --max-position-embeddings {length} to train on longer sequences"
     if model.rotary:
         factor = length / _original_length(model)
         remedy += f", and usually a larger --rotary-base, or --rope-type yarn --rotary-scaling-factor {factor:g}"
@@ -78,9 +84,9 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Return the rotary fields in which the run computes something else than the folder's model.
+    """Return the rotary fields by which the run's outputs differ from those of the folder's model.
 
-    Returns none if a value is invalid, which other rules report.
+    The list is empty if a value is invalid, which other rules report.
     """
     try:
         read = settings_of(model).keys() | settings_of(with_fields(model, own)).keys()
@@ -90,7 +96,7 @@ def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[
 
 
 def rotary_notices(model: TransformerConfig, own: Mapping[str, object], source: Path) -> Iterator[str]:
-    """Return a notice that lists flags that differ from config.json, with both values."""
+    """Yield a notice that lists the flags that differ from config.json, with both values."""
     changed = changed_fields(model, own)
     before, after = model.max_position_embeddings, own["max_position_embeddings"]
     if before and isinstance(after, int) and after > before:
@@ -101,7 +107,7 @@ def rotary_notices(model: TransformerConfig, own: Mapping[str, object], source: 
     ]
     if shown:
         yield (
-            f"this run changes the positions of {source}: {', '.join(shown)}; its checkpoints and exports have the new "
+            f"this run changes the positions of {source}: {', '.join(shown)}; checkpoints and exports get the new "
             "values"
         )
 
@@ -117,7 +123,7 @@ def _stretches(model: TransformerConfig) -> bool:
 
 
 def _original_length(model: TransformerConfig) -> int:
-    """Return the context length before any scaling."""
+    """Return the model's context length before any scaling."""
     if _stretches(model):
         return model.original_max_position_embeddings
     if model.use_rope_scaling:

@@ -1,4 +1,4 @@
-"""Loads the weights of a Hugging Face folder; each rank reads its own part."""
+"""Loading of weights from a Hugging Face folder; each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from megatron.training.progress import Progress
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load the folder in --load into parameters and optimizer, and return the run's progress. Collective.
+    """Load the folder in --load into parameters and optimizer, and return the run's progress. This is a collective.
 
-    The weights count as iteration 0. If --save already holds checkpoints, the run resumes from them, so the same
-    command resumes it; --finetune starts over. Raises ValueError if something does not fit.
+    The loaded weights are those of iteration 0. If --save already contains checkpoints, the run resumes from them, so
+    that the same command resumes a run; with --finetune, it starts over. Raises ValueError if the weights do not fit
+    the run.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
@@ -54,18 +55,18 @@ def load_start(
     depths, origin = load_hf_weights(checkpoint, local_model(located(load)), say)
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
-        say(f" multi-token prediction starts with weights of its own: the folder has {found}")
+        say(f" multi-token prediction modules are initialized: the folder has {found}")
     say(f" loaded weights from {load}: starting at iteration 0 with a fresh optimizer")
     return Progress(data_fingerprint=data(0), origin=asdict(origin))
 
 
 @torch.no_grad()
 def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
-    """Read this rank's boxes of all parameters and main parameters from a Hugging Face folder.
+    """Read this rank's boxes of all parameters and of the optimizer's main parameters from a Hugging Face folder.
 
-    Logs how rows of tokens that the folder lacks are initialized. Returns the folder's multi-token prediction depths,
-    and its description for checkpoints. Raises ValueError if the run's vocabulary is smaller than the folder's, or if
-    the weights do not fit.
+    Rows of tokens that the folder lacks are initialized, which is logged. Returns the number of multi-token prediction
+    depths in the folder, and the origin for checkpoints. Raises ValueError if the run's vocabulary is smaller than the
+    folder's, or if the weights do not fit.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)
@@ -105,9 +106,16 @@ def load_trained_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """Load stages as `megatron.training.checkpoints.checkpointing.load_stages` does.
+    """Load pipeline stages as `megatron.training.checkpoints.checkpointing.load_stages` does.
 
-    Raises ValueError if the folder holds no readable model.
+    Raises ValueError if the folder contains no readable model.
+
+    Args:
+        path: Hugging Face folder.
+        layout_of: Returns the parallelism settings for a configuration.
+        state: Process groups.
+        device: Device of the stages.
+        number_format: Number format of the stages; None for the folder's.
     """
     source = HFSource(path, Options())
     on_first_rank(source.check_data, state.world)
