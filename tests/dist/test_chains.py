@@ -268,7 +268,7 @@ def test_states_that_cannot_be_kept_are_named_all_at_once():
 
 REFUSED = [
     pytest.param("--num-distributed-optimizer-instances 2", "ranks of all instances update matrices", id="instances"),
-    needs("offload", "--optimizer-cpu-offload", "--optimizer adafactor looks at whole parameters"),
+    needs("offload", "--optimizer-cpu-offload", "--optimizer adafactor needs whole parameters"),
     needs("pipedream_2bw", "--pp 2 --pipeline-schedule 2bw", "2bw: cannot be combined with --optimizer adafactor"),
 ]
 

@@ -1,1 +1,1 @@
-"""Techniques that reduce memory per device: states and activations in host memory."""
+"""Techniques that reduce device memory: states, weights and activations in host memory."""

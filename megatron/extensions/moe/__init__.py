@@ -1,1 +1,1 @@
-"""Mixture of experts: routers, and the place where the experts' output is added."""
+"""Mixture of experts: routers, shortcut-connected experts, and upcycling of dense models."""

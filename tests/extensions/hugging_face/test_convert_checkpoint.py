@@ -231,7 +231,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "bin_of_bytes_by_a_number": (
         pickled(lambda folder, file: file.write_bytes(older(LARGE["bytes by a number"]))),
-        "tensors: it calls builtins.bytearray with something else than bytes",
+        "tensor file: it calls builtins.bytearray with something else than bytes",
     ),
     "bin_without_tensors": (
         pickled(lambda folder, file: torch.save({NORM: "text"}, file)),
@@ -273,7 +273,7 @@ def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path
         ("../other.safetensors", "must name a file inside the folder"),
         ("pytorch_model.bin", r"must name a file \*\.safetensors or \*\.safetensors\.index\.json"),
         (7, r"must name a file \*\.safetensors"),
-        ("none.safetensors", "is missing; transformers_weights of config.json names it"),
+        ("none.safetensors", "is missing; transformers_weights in config.json names it"),
     ):
         change_json(folder / "config.json", transformers_weights=named)
         with pytest.raises(ValueError, match=why):

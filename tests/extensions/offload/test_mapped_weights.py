@@ -81,7 +81,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_taken(tmp_path: Path)
     """The refusal states the sum over the ranks that share the disk."""
     for said in run_world(2, _starts, str(tmp_path)):
         assert said.startswith(f"--offload-weights-folder {tmp_path}: ") and "are needed for weights, gradients" in said
-        assert said.endswith("has 976.56 KiB; free space, or name a folder of another disk")
+        assert said.endswith("has 976.56 KiB; free space, or give a folder on another disk")
 
 
 def test_a_file_that_finds_no_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +89,6 @@ def test_a_file_that_finds_no_room_says_so(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mapped_files.os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"more cannot be reserved \(No space left on device\); free space"):
+    with pytest.raises(ValueError, match=r"cannot be reserved \(No space left on device\); free space"):
         MappedFiles(str(tmp_path)).zeros(1000, torch.float32)
     assert list(tmp_path.iterdir()) == []

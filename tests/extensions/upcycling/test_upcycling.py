@@ -57,7 +57,7 @@ def test_equal_to_the_dense_model_at_step_0(dense: tuple[Path, str], experts: st
     flags = f"{model} {TRAINING} {experts} --moe-use-upcycling --load {folder} --save {tmp_path / 'moe'} {layout}"
     screen = run_forked(2 if layout else 1, f"{flags} {STILL}".split(), tmp_path / "screen")
     assert f"upcycled the dense model in --load {folder}; each of " in screen
-    assert "routers start at random with --init-method-std 0.3" in screen
+    assert "routers are initialized at random with --init-method-std 0.3" in screen
     mixture, expected = load_whole_model(tmp_path / "moe")[0], load_whole_model(folder)[0]
     torch.testing.assert_close(logits(mixture), logits(expected), rtol=1e-5, atol=1e-5)
     assert any(".router." in name for name, _ in mixture.named_parameters())

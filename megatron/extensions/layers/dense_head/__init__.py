@@ -1,4 +1,4 @@
 """A linear layer, GELU and a second norm between the final norm and the output layer, as in ModernBERT's decoder.
 
-Switched on by --dense-head. Read `head.py`.
+Enabled by --dense-head. Read `head.py`.
 """

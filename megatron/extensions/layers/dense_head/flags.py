@@ -16,7 +16,7 @@ SWITCH = "--dense-head"
 @extension_flags("dense head", part_of="model")
 @dataclass(frozen=True)
 class DenseHeadFlags:
-    """A dense layer before the output layer."""
+    """Dense layer before the output layer."""
 
     NO_EFFECT_WITHOUT: ClassVar = SWITCH
 
@@ -24,11 +24,10 @@ class DenseHeadFlags:
         False,
         excludes=(
             "--norm-placement sum: there is no final norm",
-            "--mtp-num-layers: the dense layer belongs to the last layer alone",
+            "--mtp-num-layers: only the last layer has the dense layer",
         ),
     )
-    """Between the final norm and the output layer, add a linear layer, GELU and a second norm (ModernBERT's
-    decoder)."""
+    """Add a linear layer, GELU and a second norm between the final norm and the output layer (ModernBERT's decoder)."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

@@ -1,4 +1,4 @@
-"""A dense layer between the final norm and the output layer."""
+"""Dense layer between the final norm and the output layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.norm import build_norm
 
 
 class PlainResidual(nn.Module):
-    """The plain residual stream of layers, after which the dense layer reads hidden states."""
+    """Plain residual stream, followed by the dense head."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class PlainResidual(nn.Module):
 
 
 class DenseHead(nn.Module):
-    """gelu(linear(norm(x))): what the norm before the output layer reads. Every tensor-parallel rank has the whole
-    linear layer."""
+    """gelu(linear(norm(x))), the input of the norm before the output layer. The linear layer is replicated on all
+    tensor-parallel ranks."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

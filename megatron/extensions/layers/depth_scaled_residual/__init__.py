@@ -1,4 +1,3 @@
-"""A residual stream that is a mean of the embeddings and of all outputs so far in its variance, as in Beam.
-
-Switched on by --depth-scaled-residual. Read `residual.py`.
+"""Residual stream whose variance does not grow with depth, because each addition is scaled by its number, as in Beam.
+Enabled by --depth-scaled-residual. Read `residual.py`.
 """

@@ -16,20 +16,20 @@ SWITCH = "--depth-scaled-residual"
 @extension_flags("depth-scaled residual stream", part_of="model")
 @dataclass(frozen=True)
 class DepthScaledResidualFlags:
-    """A residual stream whose additions are scaled by their number."""
+    """Residual stream whose additions are scaled by their number."""
 
     NO_EFFECT_WITHOUT: ClassVar = SWITCH
 
     depth_scaled_residual: bool = flag(
         False,
         excludes=(
-            "--parallel-residual: each addition has its number",
-            "--norm-placement sum: norms of sums undo the scale",
-            "--mtp-num-layers: additions are counted over the layers of the model",
+            "--parallel-residual: each addition needs its own number",
+            "--norm-placement sum: norms of sums cancel the scale",
+            "--mtp-num-layers: additions are numbered over the layers of the model",
         ),
     )
-    """Scale each addition to the residual stream by its number n, which is 2 for the first attention: x becomes
-    sqrt((n - 1) / n) x + sqrt(1 / n) f(x), so that the variance of the stream does not grow with depth (Beam)."""
+    """Scale each addition to the residual stream by its number n, which is 2 for the first attention layer: x becomes
+    sqrt((n - 1) / n) x + sqrt(1 / n) f(x). The variance of the stream then does not grow with depth (Beam)."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

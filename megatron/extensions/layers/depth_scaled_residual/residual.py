@@ -1,4 +1,4 @@
-"""A residual stream whose additions are scaled by their number."""
+"""Residual stream whose additions are scaled by their number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DepthScaledResidual(nn.Module):
-    """sqrt((n - 1) / n) x + sqrt(1 / n) f(x) for the n-th of all terms of the stream, of which the embeddings are the
-    first: independent terms of one variance keep it."""
+    """sqrt((n - 1) / n) x + sqrt(1 / n) f(x), where f(x) is the n-th term of the stream and the embeddings are the
+    first one. If all terms are independent and have the same variance, so does the stream."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Flag for layers with one sublayer each, and the condition on which flags of linear attentions depend.
+"""Flag of layers with one sublayer each, and the condition under which flags of linear attentions have an effect.
 
 This module does not import torch.
 """
@@ -19,13 +19,13 @@ DENSE, EXPERTS = "-", "E"
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """Return the condition on which the flags of a linear attention depend."""
+    """Return the condition under which the flags of a linear attention have an effect."""
 
     def holds(config: RunConfig) -> bool:
         try:
             return name in config.model.linear_attentions
         except ValueError:
-            return True  # a rule reports the pattern
+            return True  # a rule reports invalid patterns
 
     return Condition(f"--experimental-attention-variant {name} or {letter} in {PATTERN}", holds)
 
@@ -44,20 +44,20 @@ class HybridConfig(LayerPattern):
         None,
         "--hybrid-override-pattern",
         excludes=(
-            "--experimental-attention-variant: letters say which layers have linear attention",
+            "--experimental-attention-variant: letters select the layers with linear attention",
             Condition(
-                "--moe-layer-freq: letters say which layers have experts",
+                "--moe-layer-freq: letters select the layers with experts",
                 lambda config: config.model.moe_layer_freq != "1",
             ),
-            "--parallel-residual: a layer has one sublayer",
+            "--parallel-residual: each layer has only one sublayer",
         ),
         effective="layers",
     )
-    """Pattern of layers that have one sublayer each, with a letter for each layer: * attention (+ with
-    --multi-latent-attention), G gated delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R RG-LRU, C
-    short convolution, L lightning attention, K Kimi Delta Attention, - MLP, E experts. | begins the next pipeline
-    stage. / begins a multi-token prediction module: a mixer, an MLP, or both. Replaces --num-layers and
-    --mtp-num-layers. Default: each layer has a mixer and an MLP."""
+    """Pattern of layers with one sublayer each. The letters are: * attention (+ with --multi-latent-attention), G gated
+    delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R RG-LRU, C short convolution, L lightning
+    attention, K Kimi Delta Attention, - MLP, E experts. | begins the next pipeline stage. / begins a multi-token
+    prediction module: a mixer, an MLP, or both. The pattern replaces --num-layers and --mtp-num-layers. By default,
+    each layer has a mixer and an MLP."""
 
     @property
     def states_layers(self) -> bool:

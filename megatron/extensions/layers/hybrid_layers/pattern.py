@@ -1,4 +1,4 @@
-"""Pattern that gives the sublayers of each layer in Megatron-LM's letters. This module does not import torch."""
+"""Pattern of layers with one sublayer each, in Megatron-LM's letters. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.training.config.rules.model import without_attention
 from megatron.training.config.run_config import RunConfig
 
 LAYOUT = "pipeline_model_parallel_layout"
-"""Field of the extension that divides a model into stages by hand."""
+"""Field for the pipeline layout, which the extension pipeline_split defines."""
 
 
 class LayerPattern(NamedTuple):
     """Letters of a parsed pattern."""
 
     stages: tuple[str, ...]
-    """Letters of the layers, by pipeline stage; one stage if the pattern has no borders."""
+    """Letters of the layers, by pipeline stage; a single entry if the pattern does not divide stages."""
 
     modules: tuple[str, ...]
     """Letters of each multi-token prediction module."""
@@ -33,23 +33,23 @@ class LayerPattern(NamedTuple):
 
     @property
     def without_stages(self) -> str:
-        """Text of the same pattern."""
+        """Text of the same pattern without stages."""
         return "/".join((self.layers, *self.modules))
 
 
 def read_pattern(text: str) -> LayerPattern:
-    """Parse the letters of --hybrid-layer-pattern, legal or not."""
+    """Parse --hybrid-layer-pattern, without validating the letters."""
     layers, *modules = text.split("/")
     return LayerPattern(tuple(layers.split("|")), tuple(modules))
 
 
 def attention_letter(config: TransformerConfig) -> str:
-    """Letter of layers with the model's attention."""
+    """Return the letter of layers with the model's attention."""
     return config.attention_mixer.letter or "*"
 
 
 def letters(config: TransformerConfig) -> dict[str, Sublayers]:
-    """Maps each letter to the layer that it stands for in this model."""
+    """Return a mapping from letters to the layers that they stand for in this model."""
     variants = {MIXERS.facts(name).letter: with_attention(name) for name in ATTENTION_VARIANTS}
     found = {attention_letter(config): Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
@@ -57,38 +57,38 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
-    """Sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction modules, which
-    equal the last layer unless they have letters of their own. Raises Raises ValueError if the pattern is not legal."""
+    """Return the sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction
+    modules. A module without letters equals the last layer. Raises ValueError if the pattern is invalid."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
-        raise ValueError(f"has {unknown}, which is no layer of this model; use {' '.join(known)}")
+        raise ValueError(f"has {unknown}, which is not a layer of this model; use {' '.join(known)}")
     if not pattern.layers:
         raise ValueError(f"has no layers; use for example {attention_letter(config)}{DENSE}")
     if len(pattern.layers) != config.num_layers:
-        rule = f"has {len(pattern.layers)} layers, which must be --num-layers {config.num_layers}"
-        raise ValueError(f"{rule}; add or remove letters, or leave out --num-layers")
+        rule = f"has {len(pattern.layers)} layers, but --num-layers is {config.num_layers}"
+        raise ValueError(f"{rule}; add or remove letters, or remove --num-layers")
     if pattern.modules and config.mtp_depths not in (0, len(pattern.modules)):
-        rule = f"has {len(pattern.modules)} modules behind /, which must be --mtp-num-layers {config.mtp_depths}"
-        raise ValueError(f"{rule}; leave out --mtp-num-layers")
+        rule = f"has {len(pattern.modules)} modules after /, but --mtp-num-layers is {config.mtp_depths}"
+        raise ValueError(f"{rule}; remove --mtp-num-layers")
     modules = pattern.modules or pattern.layers[-1:] * config.mtp_depths
     for module in modules:
         if [known[letter].mlp for letter in module] not in ([False, True], [False], [True]):
-            rule = f"has {module or 'nothing'} behind /, and a module of multi-token prediction is one layer"
+            rule = f"has {module or 'nothing'} after /, but a multi-token prediction module is one layer"
             raise ValueError(f"{rule}; use a mixer, an MLP, or a mixer and an MLP such as *-")
     every = (*pattern.layers, *modules[: config.mtp_depths])
     return tuple(_together([known[letter] for letter in of_layer]) for of_layer in every)
 
 
 def _together(parts: list[Sublayers]) -> Sublayers:
-    """Return the layer that has all these parts: a mixer, an MLP, or both."""
+    """Return the layer that consists of these parts: a mixer, an MLP, or both."""
     first, last = parts[0], parts[-1]
     return Sublayers(first.attends, first.linear, last.mlp, last.experts)
 
 
 def with_pattern(config: RunConfig) -> RunConfig:
-    """Return the configuration with the layers, multi-token prediction modules and stages that --hybrid-layer-pattern
-    gives. The model's pattern is then the same under every layout."""
+    """Return the configuration with the layers, multi-token prediction modules and stages of --hybrid-layer-pattern.
+    Stages are moved to the pipeline layout, so that the pattern is the same under every layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config
@@ -102,15 +102,15 @@ def with_pattern(config: RunConfig) -> RunConfig:
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the patterns that a model can have."""
+    """Check --hybrid-layer-pattern."""
     m, pattern = c.model, c.options(HybridConfig).hybrid_layer_pattern
     if pattern is None:
         return
     if "|" in pattern and LAYOUT not in field_table():
-        rule = "has |, a border of stages, which needs the extension pipeline_split"
+        rule = "has |, a stage border, which needs the extension pipeline_split"
         yield Problem(PATTERN, pattern, rule, "restore it, or remove |")
     elif "|" in pattern and named_value(c, LAYOUT) is not None:
-        why = "both state the stages"
+        why = "both define the stages"
         yield Problem.exclusive(PATTERN, pattern, f"{field_table()[LAYOUT].name} {named_value(c, LAYOUT)}", why)
     try:
         layers = hybrid_layers(m)
@@ -119,9 +119,11 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(PATTERN, pattern, rule, remedy)
         return
     if any(parts.experts for parts in layers) and m.num_experts is None:
-        yield Problem(PATTERN, pattern, f"has {EXPERTS}, experts, without --num-experts", "add it, or use - for E")
+        yield Problem(
+            PATTERN, pattern, f"has {EXPERTS}, a layer with experts, without --num-experts", "add it, or use - for E"
+        )
     elif m.num_experts is not None and not m.moe_layers:
-        rule = f"has no effect without {EXPERTS}, a layer of experts, in {PATTERN} {pattern}"
+        rule = f"has no effect without {EXPERTS}, a layer with experts, in {PATTERN} {pattern}"
         yield Problem("--num-experts", m.num_experts, rule, f"write {EXPERTS} for some -, or remove it")
     if not any(parts.attends for parts in layers):
         letter = attention_letter(m)

@@ -1,4 +1,4 @@
-"""Rules shared by mixers. This module does not import torch."""
+"""Rules that several mixers share. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from megatron.training.config.run_config import RunConfig
 
 
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
-    """Report a number of `what` that tensor- and context-parallel ranks cannot share evenly. The number is `default` if
-    the flag is not given."""
+    """Report a number that tensor- and context-parallel ranks cannot share evenly.
+
+    Args:
+        c: Configuration.
+        flag: Flag of the number.
+        value: Value of the flag; None if it is not given.
+        what: Description of what is shared.
+        default: Number if the flag is not given.
+    """
     tp = c.parallel.tensor_model_parallel_size
     cp = c.parallel.context_parallel_size
     count = value or default
@@ -28,8 +35,16 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a number that does not fit the format of linear layers. Each unit of it gives `each` rows or columns of a
-    rank's matrices, which are `what`; if it is `cut`, each rank has a part of it.
+    """Report a number for which a rank's matrices do not have the alignment that the linear format needs.
+
+    Args:
+        c: Configuration.
+        flag: Flag of the number.
+        value: Value of the flag; None if it is not given.
+        each: Number of rows or columns per unit of the number.
+        what: Description of the rows or columns.
+        default: Number if the flag is not given.
+        cut: True if the number is divided over tensor-parallel ranks.
     """
     tp, count = c.parallel.tensor_model_parallel_size, value or default
     parts = tp if cut else 1

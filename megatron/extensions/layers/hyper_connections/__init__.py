@@ -1,8 +1,8 @@
 """Several residual streams: manifold-constrained hyper-connections (mHC), as in DeepSeek-V4.
 
-Switched on by --enable-mhc-connections, with --mhc-num-residual-streams, --mhc-sinkhorn-iterations,
+Enabled by --enable-mhc-connections. Flags: --mhc-num-residual-streams, --mhc-sinkhorn-iterations,
 --mhc-init-gating-factor, --mhc-epsilon and --mhc-output-contract. With --recompute-modules mhc, the streams are saved
 once per layer instead of once per sublayer.
 
-Read first: `hyper_connection.py`, the module; `mixing.py`, its formulas.
+Read first: `hyper_connection.py`, the module; `mixing.py`, the formulas.
 """

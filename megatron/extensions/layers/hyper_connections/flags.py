@@ -1,5 +1,4 @@
-"""Flags of hyper-connections, and the facts that are needed before they are imported. This module does not import
-torch."""
+"""Flags, rules and registration of hyper-connections. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
         with suppress(ValueError):  # if other rules refuse the pattern
             if not any(kind.mixes and kind.mlp for kind in config.model.layers):
-                rule = "has no effect where every layer is one sublayer: it acts between two of them"
+                rule = "has no effect if every layer has only one sublayer: it applies between two sublayers"
                 yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
 
 
@@ -38,8 +37,8 @@ class HyperConnectionFlags:
         False,
         "--enable-hyper-connections",
         excludes=(
-            "--parallel-residual: each sublayer reads and writes the streams in its turn",
-            "--norm-placement sum: there is no sum of a stream with an output",
+            "--parallel-residual: sublayers read and write the streams one after another",
+            "--norm-placement sum: there is no sum of a stream and an output",
         ),
     )
     """Use several residual streams (mHC, as in DeepSeek-V4). Each sublayer reads a weighted sum of the streams.
@@ -50,14 +49,14 @@ class HyperConnectionFlags:
     """mHC: number of residual streams, each of width --hidden-size."""
 
     mhc_sinkhorn_iterations: int = flag(20, at_least=1)
-    """mHC: iterations of Sinkhorn-Knopp, which make rows and columns of the mixing matrix sum to 1."""
+    """mHC: number of Sinkhorn-Knopp iterations, which make the rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial scale of the token-dependent part of a sublayer's weights. The final sum of streams starts at a
-    scale of 1."""
+    """mHC: initial scale of the token-dependent part of a sublayer's weights. This scale is always 1 in the final sum
+    of the streams."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
-    """mHC: epsilon added to a sublayer's input weights, and to entries and sums of the mixing matrix."""
+    """mHC: epsilon that is added to a sublayer's input weights, and to the entries and sums of the mixing matrix."""
 
     mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
     """mHC: reduction of the streams after the last layer: a sum with token-dependent weights (learned), or the mean."""
@@ -68,7 +67,7 @@ def is_chosen(config: TransformerConfig) -> bool:
 
 
 def stream_size(config: TransformerConfig) -> int:
-    """Channels of all streams, concatenated."""
+    """Return the total number of channels of all streams."""
     return config.options(HyperConnectionFlags).mhc_num_residual_streams * config.hidden_size
 
 

@@ -1,8 +1,7 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
-The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of them, and
-
-    x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j),
+The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams,
+and x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j),
 
 where pre, post and the doubly stochastic matrix res are functions of the token's streams. The formulas are those of
 Hugging Face's DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and
@@ -35,13 +34,14 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Streams after a sublayer, which the layer's next sublayer recomputes in the backward."""
+    """Streams after a sublayer, not yet mixed. The backward of the layer's next sublayer recomputes the mixed
+    streams."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
 
     def added(self) -> Tensor:
-        """[s, b, n * h]"""
+        """Return the mixed streams [s, b, n * h]."""
         return self.made(self.parts)
 
     def made(self, parts: Mix) -> Tensor:
@@ -50,8 +50,7 @@ class PendingMix:
 
 class TokenWeights(nn.Module):
     """Weights that depend on the streams of a token: a normalized projection of the streams, with factors and a bias.
-
-    The backward recomputes everything from the streams, so only these are saved.
+    Only the streams are saved; the backward recomputes everything else from them.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -61,7 +60,7 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """function(x), which saves x alone for the backward"""
+        """Return function(x); in training, save only x for the backward."""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,16 +74,18 @@ class TokenWeights(nn.Module):
 
 
 class HyperConnection(TokenWeights):
-    """Compute the input of a sublayer from the streams, mix the streams, and add the sublayer's output.
+    """Hyper-connection: compute the input of a sublayer from the streams, mix the streams, and add the sublayer's
+    output.
 
-    With --recompute-modules mhc the first of two sublayers leaves the mixing to the second one, which saves none of it.
+    With --recompute-modules mhc, the first of two sublayers leaves the mixing to the second one, which does not save
+    the mixed streams.
     """
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
         width, name = config.residual_size, f"{sublayer}_hyper_connection"
         rows = self.streams * (self.streams + 2)
-        """Rows of the weights for a sublayer's input, of the weights for its output, and of the mixing matrix."""
+        """Number of rows: weights of a sublayer's input, weights of its output, and the mixing matrix."""
         bound = sqrt(6 / (rows + width))
         factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
 
@@ -103,7 +104,7 @@ class HyperConnection(TokenWeights):
 
     @staticmethod
     def enter(x: Tensor, config: TransformerConfig) -> Tensor:
-        """[s, b, h] -> [s, b, n * h]: each stream starts as a copy of the hidden states"""
+        """x [s, b, h] -> [s, b, n * h]: each stream starts as a copy of the hidden states"""
         return x.repeat(1, 1, config.residual_size // config.hidden_size)
 
     @staticmethod
@@ -134,7 +135,7 @@ class HyperConnection(TokenWeights):
 
 
 class MeanOfStreams(TokenWeights):
-    """Hidden states after the last layer: the mean of the streams."""
+    """Mean of the streams after the last layer."""
 
     def forward(self, x: Stream) -> Tensor:
         """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
@@ -142,7 +143,7 @@ class MeanOfStreams(TokenWeights):
 
 
 class SumOfStreams(TokenWeights):
-    """Hidden states after the last layer: a sum of the streams with token-dependent weights."""
+    """Sum of the streams after the last layer, with token-dependent weights."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
@@ -153,7 +154,7 @@ class SumOfStreams(TokenWeights):
 
         self.hc_head_fn = made("hc_head_fn", (self.streams, config.residual_size), "gate")
         self.hc_head_base = made("hc_head_base", (self.streams,), "bias")
-        # This starts at 1, as in Megatron-LM and transformers, whatever --mhc-init-gating-factor says.
+        # The scale starts at 1, as in Megatron-LM and transformers; --mhc-init-gating-factor does not apply.
         self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:

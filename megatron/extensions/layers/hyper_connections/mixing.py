@@ -1,7 +1,7 @@
 """Formulas of hyper-connections: stream weights, and the mixing of streams.
 
-Shapes: x [..., n, h] has n streams. If streams have 16 bits, weights and sums are fp32, and the sums are then
-rounded."""
+Shapes: x [..., n, h] has n streams. If streams have 16 bits, weights and sums are computed in fp32, and the sums are
+then rounded."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Epsilons(NamedTuple):
     """Epsilon added to the mean square over all streams of a token."""
 
     weights: float
-    """Epsilon added to the input weights of a sublayer, and to entries and sums of the mixing matrix."""
+    """Epsilon that is added to the input weights of a sublayer, and to the entries and sums of the mixing matrix."""
 
 
 class Mix(NamedTuple):
     """Operands from which the streams after a sublayer are computed."""
 
     x: Tensor
-    """[..., n, h]"""
+    """[..., n, h]: streams before the sublayer."""
 
     post: Tensor
     """[..., n]: weights of the output in each stream."""
 
     res: Tensor
-    """[..., n, n]: the mixing matrix; its column k has the weights of stream k."""
+    """[..., n, n]: mixing matrix. Column k contains the weights of the new stream k."""
 
     y: Tensor
-    """[..., h]: the output."""
+    """[..., h]: output of the sublayer."""
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., n, n] -> nonnegative matrices whose rows and columns sum to 1, up to rounding and eps: Sinkhorn-Knopp
-    (arXiv 2512.24880, equation 9)."""
+    """Return nonnegative matrices [..., n, n] whose rows and columns sum to 1, up to rounding and eps, by the
+    Sinkhorn-Knopp algorithm (arXiv 2512.24880, equation 9)."""
     matrix = logits.softmax(-1) + eps
     for iteration in range(iterations):
         if iteration:
@@ -61,8 +61,19 @@ def weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
 def stream_weights(
     x: Tensor, projected: Tensor, factors: tuple[Tensor, ...], bias: Tensor, iterations: int, epsilons: Epsilons
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, projected [..., n * (n + 2)] -> the sublayer's input [..., h], `post` and `res` of a `Mix` (arXiv 2512.24880,
-    equations 7 and 8)."""
+    """Compute the weights of a sublayer (arXiv 2512.24880, equations 7 and 8).
+
+    Args:
+        x: [..., n, h], streams.
+        projected: [..., n * (n + 2)], projection of the streams.
+        factors: Factors of the projections for the sublayer's input, its output, and the mixing matrix.
+        bias: [n * (n + 2)].
+        iterations: Number of Sinkhorn-Knopp iterations.
+        epsilons: Epsilons of the norm and of the weights.
+
+    Returns:
+        The sublayer's input [..., h], and `post` and `res` of a `Mix`.
+    """
     n, dtype = x.shape[-2], projected.dtype
     normed = projected * _inverse_norm(x, dtype, epsilons.norm)
     pre, post, res = (
@@ -83,7 +94,7 @@ def contracted(x: Tensor, projected: Tensor, factor: Tensor, bias: Tensor, epsil
 
 
 def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
-    """Streams after a sublayer: stream k is the sum over j of res[j, k] x[j], plus post[k] y."""
+    """Return the streams after a sublayer: stream k is the sum over j of res[j, k] x[j], plus post[k] y."""
     streams = (
         _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(column, x)]) + of_y.unsqueeze(-1) * y
         for column, of_y in zip(res.unbind(-1), post.unbind(-1), strict=True)
@@ -92,7 +103,7 @@ def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_gradients(x: Tensor, post: Tensor, res: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of all operands of `mixed_streams`."""
+    """Return the gradients of all operands of `mixed_streams`."""
     wide, grads = res.dtype, [of_stream.to(res.dtype) for of_stream in grad.unbind(-2)]
     rows = zip(res.unbind(-2), x.unbind(-2), strict=True)
     dx, dres = [], []
@@ -125,7 +136,7 @@ class MixFunction(torch.autograd.Function):
 
 
 def _inverse_norm(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """[..., 1]: mean square over all streams of a token"""
+    """Return the inverse root mean square over all streams of a token, [..., 1]."""
     return torch.rsqrt(x.to(dtype).square().mean((-2, -1)) + eps).unsqueeze(-1)
 
 

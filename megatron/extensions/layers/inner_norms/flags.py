@@ -1,4 +1,5 @@
-"""Registers attention and an activation function with a norm behind them, and their rules. No torch."""
+"""Registration and rules of attention and an activation function that are followed by a norm. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("norms before output projections", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class InnerNormFlags:
-    """Norms before output projections. They have no flag of their own."""
+    """Norms before output projections. This extension has no flags of its own."""
 
 
 MIXERS.register(ATTENTION, f"{__package__}.inner_norms:NormedOutputAttention", attention=AttentionFacts())

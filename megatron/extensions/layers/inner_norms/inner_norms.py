@@ -1,4 +1,4 @@
-"""Attention and a gated activation function whose outputs are normalized before they are projected back."""
+"""Attention and a gated activation function whose outputs are normalized before the output projection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.self_attention import SelfAttention
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over channels that are sharded over the tensor-parallel ranks; in fp32 for 16 bits."""
+    """RMSNorm over channels that are sharded over tensor-parallel ranks. 16-bit inputs are normalized in fp32."""
 
     def __init__(self, name: str, size: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class ShardedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, size/tp] -> [s, b, size/tp]"""
         wide = x.float() if x.itemsize == 2 else x
-        # The sum of all ranks enters each rank's own computation, so its gradient is a sum over ranks too.
+        # Every rank uses the sum over all ranks, so the gradient of the sum is also summed over ranks.
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
 
@@ -39,7 +39,7 @@ class NormedOutputAttention(SelfAttention):
         self.linear_proj.register_forward_pre_hook(self._normed)
 
     def _normed(self, linear: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What linear_proj reads, called before its forward."""
+        """Normalize the input of linear_proj, before its forward."""
         return self.output_layernorm(operands[0]), *operands[1:]
 
 
@@ -51,7 +51,7 @@ class NormedSquaredReGLU(nn.Module):
         self.norm = ShardedRMSNorm(f"{name}.norm", config.ffn_size, config, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, 2 ffn/tp], gates before ups -> [s, b, ffn/tp]"""
+        """x [s, b, 2 ffn/tp], gate before up -> [s, b, ffn/tp]"""
         gate, up = x.chunk(2, dim=-1)
         normed: Tensor = self.norm(gate.relu().square() * up)
         return normed

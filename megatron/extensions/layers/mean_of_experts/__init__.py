@@ -1,4 +1,3 @@
-"""Layers in which the outputs of the shared expert and of the chosen experts are averaged, as in Command A+.
-
-Switched on by --layer-module mean_of_experts. Read `layer.py`.
+"""Layers that average the outputs of the shared expert and of the chosen experts, as in Command A+. Enabled by
+--layer-module mean_of_experts. Read `layer.py`.
 """

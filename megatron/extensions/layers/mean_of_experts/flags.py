@@ -1,4 +1,4 @@
-"""Registers the layer and its rule. No torch."""
+"""Registration and rules of the layer. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("mean of experts", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class MeanOfExpertsFlags:
-    """Layers of --layer-module mean_of_experts. They have no flag of their own."""
+    """Layers of --layer-module mean_of_experts. This extension has no flags of its own."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:MeanOfExpertsLayer")

@@ -1,4 +1,4 @@
-"""A layer that averages the outputs of its shared expert and of its chosen experts."""
+"""Layer that averages the outputs of its shared expert and of its chosen experts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class Half(nn.Module):
-    """Half of the sum of two outputs."""
+    """Multiply by 1/2."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 0.5
 
 
 class MeanOfExpertsLayer(TransformerLayer):
-    """(shared expert + weighted sum of the chosen experts) / 2 in layers with experts, in place of the sum, before any
-    norm of the output. The parameters are those of `TransformerLayer`."""
+    """`TransformerLayer` in which the output of an MoE layer is (shared expert + weighted sum of the chosen experts) /
+    2 instead of the sum. Output norms follow the mean. The parameters are those of `TransformerLayer`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,4 +1,3 @@
-"""A first layer whose attention reads the embeddings without a norm, as in ModernBERT.
-
-Switched on by --layer-module no_first_norm. Read `layer.py`.
+"""Layers of which the first one has no norm before attention, as in ModernBERT. Enabled by --layer-module
+no_first_norm. Read `layer.py`.
 """

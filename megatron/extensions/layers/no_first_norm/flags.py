@@ -1,4 +1,4 @@
-"""Registers the layer and its rule. No torch."""
+"""Registration and rules of the layer. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NAME = "no_first_norm"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     m = config.model
     if m.layer_module == NAME and not m.norms_inputs:
-        rule = "removes a norm of inputs, and there are none"
+        rule = "removes an input norm, but there are no input norms"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
 
 
 @extension_flags("no first norm", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class NoFirstNormFlags:
-    """Layers of --layer-module no_first_norm. They have no flag of their own."""
+    """Layers of --layer-module no_first_norm. This extension has no flags of its own."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:NoFirstNormLayer")

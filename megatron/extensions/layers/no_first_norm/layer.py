@@ -1,4 +1,4 @@
-"""A layer without a norm before attention if it is the first one."""
+"""Layer without a norm before attention if it is the first one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class NoFirstNormLayer(TransformerLayer):
-    """`TransformerLayer` without the first norm: in layer 0, attention reads the embeddings, which are already
-    normalized."""
+    """`TransformerLayer` that has no norm before attention in layer 0, where attention reads embeddings that are
+    already normalized."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,5 +1,5 @@
-"""Flag of layers whose sublayers add to their normalized inputs, and the rules of these layers. This module does not
-import torch."""
+"""Flag, rules and registration of layers whose sublayers add to their normalized inputs. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.layer_module != NAME:
         return
     if m.norm_placement != "pre":
-        yield Problem.exclusive("--norm-placement", m.norm_placement, CHOICE, "its norms are of inputs")
+        yield Problem.exclusive("--norm-placement", m.norm_placement, CHOICE, "it normalizes inputs")
     if m.parallel_residual:
         yield Problem.exclusive("--parallel-residual", None, CHOICE, "each sublayer normalizes the stream")
     if m.recomputes("layernorm"):
-        rule = f"has no effect with {CHOICE}: the output of a norm is kept as the stream"
+        rule = f"has no effect with {CHOICE}: the norm output is saved as the residual stream"
         yield Problem("--recompute-modules", "layernorm", rule, "remove it", harmless=True)
 
 
@@ -38,8 +38,7 @@ class NormedResidualFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     residual_weight: float = flag(1.0, above=0)
-    """Layers that add to their normalized inputs: factor of the normalized inputs. --residual-multiplier scales the
-    outputs."""
+    """Normed residual layers: factor of the normalized inputs. --residual-multiplier scales the sublayer outputs."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

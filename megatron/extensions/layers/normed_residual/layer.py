@@ -1,4 +1,4 @@
-"""A layer whose sublayers add to their normalized inputs."""
+"""Layer whose sublayers add to their normalized inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from megatron.extensions.layers.normed_residual.flags import NormedResidualFlags
 
 
 class NormedResidualLayer(TransformerLayer):
-    """Normalizes the residual stream: x = norm(x), then x = weight * x + dropout(f(x)), for attention and MLP.
-
-    MiniMax-Text-01 (arXiv 2501.08313). The parameters are those of `TransformerLayer`.
+    """`TransformerLayer` with a normalized residual stream, as in MiniMax-Text-01 (arXiv 2501.08313): x = norm(x), then
+    x = weight * x + dropout(f(x)), for attention and MLP. The parameters are those of `TransformerLayer`.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

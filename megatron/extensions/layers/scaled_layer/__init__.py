@@ -1,4 +1,4 @@
 """Layers whose output is multiplied by a stored number, as in Gemma 4.
 
-Switched on by --layer-module scaled_layer. Read `layer.py`.
+Enabled by --layer-module scaled_layer. Read `layer.py`.
 """

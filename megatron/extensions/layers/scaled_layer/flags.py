@@ -1,4 +1,4 @@
-"""Registers the layer. No torch."""
+"""Registration of the layer. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer whose output is multiplied by a stored number."""
+"""Layer whose output is multiplied by a stored number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class ScaledLayer(TransformerLayer):
-    """The hidden states after both sublayers times layer_scalar, 1 at the start. The number is saved in checkpoints
-    and not trained; converted models bring theirs."""
+    """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is initialized to 1, or read from a
+    converted model; it is saved in checkpoints but not trained."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,4 +1,4 @@
-"""Registration of scaled SwiGLU, its flag and its rule. This module does not import torch."""
+"""Flag, rule and registration of scaled SwiGLU. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "scaled_swiglu"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(ScaledSwiGLUFlags)
     if own.swiglu_multipliers is not None and len(own.swiglu_multipliers) != 2:
-        rule = "must be two numbers: for gates and for outputs"
+        rule = "must be two numbers, for gates and for outputs"
         yield Problem("--swiglu-multipliers", own.swiglu_multipliers, rule, "use for example 1 1")
 
 
@@ -30,7 +30,7 @@ class ScaledSwiGLUFlags:
     NO_EFFECT_WITHOUT: ClassVar = f"--activation-func {NAME}"
 
     swiglu_multipliers: tuple[float, ...] | None = flag(None, many=True)
-    """Scaled SwiGLU: factors of the gates, before SiLU, and of the outputs; default: 1 1."""
+    """Scaled SwiGLU: factors of the gates, before SiLU, and of the outputs. Default: 1 1."""
 
 
 ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True)

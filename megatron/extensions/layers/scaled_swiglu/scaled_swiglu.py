@@ -1,4 +1,4 @@
-"""SwiGLU with factors."""
+"""SwiGLU with factors for gates and outputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from megatron.extensions.layers.scaled_swiglu.flags import ScaledSwiGLUFlags
 
 
 class ScaledSwiGLU:
-    """silu(m gate) * n up, for --swiglu-multipliers m n: SwiGLU of the scaled halves. Only the halves are saved."""
+    """silu(m gate) * n up, for --swiglu-multipliers m n, computed as SwiGLU of the scaled halves. Only the scaled
+    halves are saved for the backward."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         self.of_gate, self.of_output = config.options(ScaledSwiGLUFlags).swiglu_multipliers or (1.0, 1.0)
         self.plain = FusedActivation("swiglu", ctx.compiled)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., 2f], gates before ups -> [..., f]"""
+        """x [..., 2f], gate before up -> [..., f]"""
         gate, up = x.chunk(2, dim=-1)
         return self.plain(torch.cat((gate * self.of_gate, up * self.of_output), dim=-1))

@@ -1,4 +1,4 @@
-"""Registration of xIELU and its parameters. This module does not import torch."""
+"""Registration of xIELU. This module does not import torch."""
 
 from __future__ import annotations
 

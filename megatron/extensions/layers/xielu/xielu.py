@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.torch_private import AutogradContext
 
 BETA = 0.5
-"""Slope at zero."""
+"""Slope of xIELU at zero, b in the paper."""
 
 
 class XIELU(nn.Module):
@@ -27,11 +27,11 @@ class XIELU(nn.Module):
         super().__init__()
 
         def scalar(key: str, value: float) -> nn.Parameter:
-            # A tensor-parallel rank has a part of the width, so its gradient is one term of a sum.
+            # Tensor-parallel ranks share the width, so each rank's gradient is a partial sum.
             init = Init("constant", value=value)
             return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, init, ("tp",), role="vector"), ctx)
 
-        # Both factors start at 0.8.
+        # Both a_p and a_n start at 0.8.
         self.alpha_p = scalar("alpha_p", log(expm1(0.8)))
         self.alpha_n = scalar("alpha_n", log(expm1(0.8 - BETA)))
         self.compiled = ctx.compiled

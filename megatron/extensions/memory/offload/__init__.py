@@ -1,5 +1,5 @@
-"""Optimizer states and saved activations in host memory.
+"""Optimizer states, weights and saved activations in host memory.
 
-Flags: `--optimizer-cpu-offload` and the flags of its fraction and memory; `--cpu-offloading` and the flags of its
-layers. Read `host_update.py` first for states, `saved_activations.py` for activations.
+Flags: `--optimizer-cpu-offload`, `--cpu-offloading` and `--offload-weights`, with the flags that refine them. Read
+`host_update.py` first for states, `saved_activations.py` for activations, and `streamed_units.py` for weights.
 """

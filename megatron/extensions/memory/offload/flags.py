@@ -1,4 +1,4 @@
-"""Flags that keep states, activations or weights in host memory, and the import paths of the implementation.
+"""Flags, rules and registration of states, activations and weights in host memory.
 
 This module does not import torch.
 """
@@ -25,8 +25,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(HostStateFlags)
     if own.optimizer_cpu_offload and config.optimizer.updates_together:
         name = config.optimizer.optimizer
-        does = "multiplies whole matrices" if config.optimizer.whole_roles else "looks at whole parameters"
-        rule = f"updates states element by element on the host, and --optimizer {name} {does}"
+        does = "needs whole matrices" if config.optimizer.whole_roles else "needs whole parameters"
+        rule = f"updates states element by element on the host, but --optimizer {name} {does}"
         elementwise = [name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together]
         remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
         yield Problem("--optimizer-cpu-offload", None, rule, remedy)
@@ -37,14 +37,14 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 class HostStateFlags:
     optimizer_cpu_offload: bool = flag(
         False,
-        excludes="--optimizer-post-validation: updates on the host are not copied for a roll-back",
+        excludes="--optimizer-post-validation: updates on the host cannot be rolled back",
     )
     """Keep the fraction --optimizer-offload-fraction of the optimizer states in host memory and update it there
     (ZeRO-Offload). Gradients are copied to the host and updated parameters are copied back while the next ones are
     updated."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
-    """--optimizer-cpu-offload: share of the elements whose states are in host memory, in [0, 1]."""
+    """--optimizer-cpu-offload: fraction of the elements whose states are in host memory, in [0, 1]."""
 
     pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads", no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
@@ -60,16 +60,16 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        if layers > longest:  # than the average; the lengths of stages depend on the vocabulary
+        if layers > longest:  # more than the average; the exact stage lengths depend on the vocabulary
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
             longest = max(len(stage.layers) for stage in pipeline_stages(model, config.parallel))
     except (ArithmeticError, AssertionError, ValueError):
-        return  # another rule reports the stages
+        return  # another rule reports invalid stages
     if not 1 <= layers <= longest:
-        rule = f"must be in [1, {longest}], the layers of the longest pipeline stage"
+        rule = f"must be in [1, {longest}], where {longest} is the number of layers of the longest pipeline stage"
         near = f"nearest: {min(max(layers, 1), longest)}"
         yield Problem("--cpu-offloading-num-layers", layers, rule, near)
 
@@ -79,17 +79,17 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
 class ActivationFlags:
     cpu_offloading: bool = flag(
         False,
-        excludes="--optimizer-post-validation: offloaded activations of forward passes are not taken back",
+        excludes="--optimizer-post-validation: activations of forward passes that are rolled back stay offloaded",
     )
-    """Keep activations that the first layers of each pipeline stage save for the backward in host memory, pinned for
-    GPUs. They are copied while the forward pass computes, and fetched a layer ahead of the backward."""
+    """Offload activations that the first layers of each pipeline stage save for the backward to host memory, which is
+    pinned for GPUs. They are copied while the forward pass computes, and fetched one layer ahead of the backward."""
 
     cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: layers of each stage, from its first one. Without the last layer, the first fetch is hidden
-    too."""
+    """--cpu-offloading: number of layers of each stage, from its first one, whose activations are offloaded. If the
+    last layer is not offloaded, the first fetch overlaps with computation too."""
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: smallest number of elements of a tensor that is offloaded."""
+    """--cpu-offloading: tensors with fewer elements than this number are not offloaded."""
 
 
 @extension_flags("weights in host memory", may_change=True, rules=f"{HERE}.weight_rules:problems")
@@ -103,8 +103,8 @@ class HostWeightFlags:
     offload_weights_folder: str | None = flag(
         None, path="local", writes="folder", no_effect_without="--offload-weights"
     )
-    """--offload-weights: keep weights, gradients and states in files of this folder, mapped into memory, where host
-    memory has no room for them: a folder of a fast local disk."""
+    """--offload-weights: folder on a fast local disk. Weights, gradients and states are kept in memory-mapped files in
+    this folder, if they do not fit into host memory."""
 
 
 def _layers(config: ModelParallelConfig) -> int:

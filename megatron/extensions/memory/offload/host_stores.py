@@ -1,4 +1,4 @@
-"""Entry of HOST_MEMORY: the update of states in host memory, and the store for activations there."""
+"""Entry of HOST_MEMORY: the update of states in host memory, and the store of offloaded activations."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from megatron.extensions.memory.offload.saved_activations import ActivationOfflo
 
 
 class HostStores:
-    """See `megatron.core.config.parallel.HostMemory`."""
+    """Implementation of `megatron.core.config.parallel.HostMemory`."""
 
     @staticmethod
     def update(
         config: OptimizerConfig, shards: Sequence[Shard], chains: Sequence[ShardUpdate], threads: int | None
     ) -> HostUpdate:
-        """Return the update that --optimizer-cpu-offload requests."""
+        """Return the update of --optimizer-cpu-offload.
+
+        Args:
+            config: Optimizer configuration.
+            shards: Shards whose states are in host memory.
+            chains: Update of each shard.
+            threads: Number of threads of the update; None for torch's default.
+        """
         return HostUpdate(config, shards, chains, threads)
 
     @staticmethod
     def activations(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
-        """Return the store that --cpu-offloading requests, for the stages of one rank."""
+        """Return the store of --cpu-offloading for the stages of one rank."""
         options = config.options(ActivationFlags)
         return ActivationOffload(options.cpu_offloading_num_layers, options.min_offloaded_tensor_size, device)

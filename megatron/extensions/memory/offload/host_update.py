@@ -1,9 +1,11 @@
-"""Update of optimizer states in host memory, overlapped with its copies (--optimizer-cpu-offload).
+"""Update of optimizer states in host memory, overlapped with copies of gradients and parameters
+(--optimizer-cpu-offload).
 
-As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates, and
-parameters are copied back. States never leave the host, so they need no pinned memory. Gradients and parameters pass
-through a few slots: while one chunk is updated, the gradients of the next chunk arrive and the parameters of the
-previous chunk leave, each direction on its own stream. Meanwhile the device updates the states that it holds.
+As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates states
+and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
+and parameters pass through a few slots: while one chunk is updated, the gradients of the next chunk arrive and the
+parameters of the previous chunk leave, each direction on its own stream. Meanwhile the device updates the states that
+it holds.
 
 Unlike ZeRO-Offload's delayed update, a step is complete when it returns: it equals the step of the same optimizer on
 the device, up to kernel rounding.
@@ -25,14 +27,14 @@ from megatron.extensions.memory.offload.placement import host_slots
 
 
 class CopyQueue:
-    """Copies between device and host, in order, on a stream besides the device's current one; without a GPU they are
-    made immediately."""
+    """Copies between device and host, which run in order on a separate stream. Without a GPU, copies are
+    synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_after(self, event: torch.cuda.Event | None = None) -> None:
-        """Make later copies wait for `event`, or for everything that has been launched on the current stream."""
+        """Make later copies wait for `event`, or by default for all work launched on the current stream."""
         if self._stream is not None:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
@@ -72,7 +74,7 @@ class CopyQueue:
 
 
 class Slots:
-    """Tensors [elements] of host memory that chunks use in turns, each with the copy that it waits for."""
+    """Host tensors [elements] that chunks use in turn, each with the event of its last copy."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
@@ -84,7 +86,7 @@ class Slots:
         self._events[place] = copy(self.tensors[place])
 
     def ready(self, chunk: int) -> Tensor:
-        """Return the slot of a chunk, once the last copy started in it has ended."""
+        """Return the slot of a chunk, after waiting for the last copy that was started in the slot."""
         place = chunk % len(self.tensors)
         if (event := self._events[place]) is not None:
             event.synchronize()
@@ -96,7 +98,7 @@ class Slots:
 
 
 class HostUpdate:
-    """Update `shards`, whose states are in host memory, each by its chain in `chains`."""
+    """Update of `shards`, whose states are in host memory, with the corresponding entries of `chains`."""
 
     def __init__(
         self,
@@ -105,7 +107,14 @@ class HostUpdate:
         chains: Sequence[ShardUpdate],
         threads: int | None,
     ) -> None:
-        """`threads`: number of threads for the update; by default torch's."""
+        """Allocate the slots.
+
+        Args:
+            config: Optimizer configuration.
+            shards: Shards whose states are in host memory.
+            chains: Update of each shard.
+            threads: Number of threads of the update; None for torch's default.
+        """
         options = config.options(HostStateFlags)
         copied = [pair for pair in zip(shards, chains, strict=True) if not pair[0].bucket.on_host]
         self.shards, self.chains = [shard for shard, _ in copied], [chain for _, chain in copied]
@@ -122,12 +131,12 @@ class HostUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory in addition to the states."""
+        """Bytes of host memory that are used in addition to the states."""
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
-        """Start to copy the first gradients. They must be final except for a factor, and no later kernel may read the
-        parameters before `update` has been called."""
+        """Start to copy the first gradients, which must be final except for a factor. Kernels that are launched later
+        must not read the parameters before `update` has been called."""
         self._to_host.start_after()
         self._to_device.start_after()
         for chunk in range(self._number):
@@ -139,8 +148,9 @@ class HostUpdate:
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Make one update after `start`, with the `scalars` of this step. If `scaled`, gradients are multiplied by
-        their factor. Kernels that are launched from now on read the new parameters. Waits for the gradients."""
+        """Perform one update after `start`, with the `scalars` of this step. If `scaled` is True, gradients are
+        multiplied by the factor in `scalars`. This waits for the gradients. Kernels that are launched afterwards read
+        the new parameters."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return
@@ -168,7 +178,7 @@ class HostUpdate:
 def _update(
     shard: Shard, chain: ShardUpdate, grads: Tensor, params: Tensor, values: StepValues, factor: Tensor | None
 ) -> None:
-    """Update a shard from gradients in host memory, which are multiplied by their factor there, and write parameters to
+    """Update a shard from gradients in host memory, which are first multiplied by `factor`, and write parameters to
     host memory."""
     shard.attach(grads, params)
     if factor is not None:

@@ -1,8 +1,8 @@
 """Weights, gradients and states in memory-mapped files (--offload-weights-folder).
 
-Host memory then acts as a cache of a disk: the operating system reads and writes pages as they are used. A file is
-unlinked once it is mapped, so that its space becomes free when the run ends, however it ends. Space is reserved when a
-file is made: a page that later found no room on the disk would end the process without a message.
+Host memory then acts as a disk cache: the operating system reads and writes pages as they are used. A file is unlinked
+once it is mapped, so that its space is freed when the run ends for any reason. Space is reserved when a file is
+created, because a process would be killed without a message if the disk had no space for a page later.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NAME = "--offload-weights-folder"
 
 
 class MappedFiles:
-    """Allocates tensors in files of a folder."""
+    """Allocator of tensors in memory-mapped files of a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in a new file. Raises ValueError if there is no room for it."""
+        """Return zeros in a new file. Raises ValueError if the disk has not enough space."""
         if not (nbytes := numel * dtype.itemsize):
             return torch.zeros(0, dtype=dtype)
         descriptor, name = tempfile.mkstemp(prefix=".weights-", dir=self.folder)
@@ -49,16 +49,15 @@ class MappedFiles:
             os.posix_fallocate(descriptor, 0, nbytes)
             return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).view(dtype)
         except OSError as error:
-            rule = f"{byte_text(nbytes)} more cannot be reserved ({error.strerror})"
-            raise ValueError(f"{NAME} {self.folder}: {rule}; free space, or name a folder of another disk") from None
+            rule = f"{byte_text(nbytes)} cannot be reserved ({error.strerror})"
+            raise ValueError(f"{NAME} {self.folder}: {rule}; free space, or give a folder on another disk") from None
         finally:
             os.close(descriptor)
             os.unlink(name)
 
 
 class WeightsFolder(Callback):
-    """Check, before any space is reserved, that the disk has room for everything that all ranks of its node keep
-    there."""
+    """Callback that checks, before any space is reserved, that the disk has enough space for all ranks that use it."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         folder = config.options(HostWeightFlags).offload_weights_folder
@@ -79,7 +78,14 @@ class WeightsFolder(Callback):
 def bytes_of_units(
     layouts: tuple[BufferLayout, ...], optimizer: OptimizerConfig, params: torch.dtype, main: torch.dtype
 ) -> int:
-    """Bytes that a rank needs for matrices, their gradients and their states."""
+    """Return the number of bytes that a rank needs for matrices, their gradients and their states.
+
+    Args:
+        layouts: Layouts of the parameter buffers.
+        optimizer: Optimizer configuration.
+        params: Dtype of parameters.
+        main: Dtype of main parameters and gradients.
+    """
     names = str(params).removeprefix("torch."), str(main).removeprefix("torch.")
     gradient = getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else main
     kind = optimizer.state_plan.main_kind(optimizer, *names, on_host=True)
@@ -93,7 +99,7 @@ def bytes_of_units(
 
 
 def check_room(folder: str, needed: int, world: Axis) -> None:
-    """Raise ValueError, on every rank, if a disk has less room than all ranks that write to it need."""
+    """Raise ValueError, on every rank, if a disk has less free space than all ranks that use it need."""
     disk = socket.gethostname(), os.stat(folder).st_dev
     asked: dict[tuple[str, int], list[int]] = {}
     for place, nbytes, free in gather_objects((disk, needed, shutil.disk_usage(folder).free), world):
@@ -101,5 +107,5 @@ def check_room(folder: str, needed: int, world: Axis) -> None:
         asked[place] = [total[0] + nbytes, min(total[1], free)]
     for (host, _), (nbytes, free) in asked.items():
         if nbytes > free:
-            rule = f"{byte_text(nbytes)} are needed for weights, gradients and states, and {host} has {byte_text(free)}"
-            raise ValueError(f"{NAME} {folder}: {rule}; free space, or name a folder of another disk")
+            rule = f"{byte_text(nbytes)} are needed for weights, gradients and states, but {host} has {byte_text(free)}"
+            raise ValueError(f"{NAME} {folder}: {rule}; free space, or give a folder on another disk")

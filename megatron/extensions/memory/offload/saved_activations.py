@@ -1,21 +1,21 @@
-"""Offload of saved activations: tensors that layers save for their backward wait in host memory (Ren et al.,
-ZeRO-Offload, arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, activations).
+"""Activation offloading: tensors that layers save for the backward are kept in host memory meanwhile (vDNN, Rhu et al.,
+arXiv 1602.08124; ZeRO-Offload, Ren et al., arXiv 2101.06840, offloads states in a similar way).
 
-Of each stage, the first layers are offloaded, because their activations wait longest. A part is one layer, or several
-layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes, on a
-separate stream. The device's tensors are freed after the next part has computed, so at most two parts' tensors are
-held. In the backward, the copies of a part are fetched while the part after it computes. They get new memory, which
-autograd frees as it would free the originals.
+The first layers of each stage are offloaded, because their activations are kept the longest. A part is one layer, or
+several layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes,
+on a separate stream. The tensors on the device are freed after the next part has computed, so that the device holds the
+tensors of at most two parts. In the backward, the copies of a part are fetched while the part after it computes. They
+are written to new device memory, which autograd frees as it would free the original tensors.
 
-Hooks for saved tensors see the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on
-the device
+Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
+tensors stay on the device:
 
 - parameters and buffers, and tensors that all layers share, such as rotary tables, which do not belong to one
   micro-batch;
 - the input that another stage has sent, which the pipeline executor holds;
 - tensors with fewer elements than `--min-offloaded-tensor-size`.
 
-Tensors that are views of the same memory are copied once. With recomputation, only the tensors that a part keeps for it
+Tensors that are views of the same memory are copied once. With recomputation, only the tensors that are saved for it
 are copied: the input of a layer that is recomputed as a whole, or the tensors outside recomputed modules.
 """
 
@@ -43,19 +43,19 @@ class HostBuffer:
     """uint8 [a power of two]"""
 
     read: torch.cuda.Event | None = None
-    """Event at the end of the last copy from the buffer, on a GPU."""
+    """Event at the end of the last copy from the buffer; None on CPU."""
 
 
 def rounded_up(nbytes: int) -> int:
-    """Buffer size for this many bytes: a power of two, as in torch's allocator of pinned memory. So only a few sizes
-    occur even if shapes differ from step to step, as with experts."""
+    """Round a size up to a power of two, as torch's allocator of pinned memory does. Only a few buffer sizes then
+    occur, even if shapes change from step to step, as with experts."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
 class HostPool:
-    """Host buffers by size: pinned for copies from and to a GPU, pageable on CPU. Pinning takes milliseconds, so a run
-    pins each buffer once. For each size, the pool grows to the largest number of buffers that were in use at the same
-    time, and does not shrink.
+    """Pool of host buffers by size, which are pinned for copies from and to a GPU, and pageable on CPU. Pinning takes
+    milliseconds, so each buffer is pinned once. For each size, the pool grows to the largest number of buffers that
+    were in use at the same time, and does not shrink.
     """
 
     def __init__(self, pinned: bool, device: str = "cpu") -> None:
@@ -63,12 +63,12 @@ class HostPool:
             size, dtype=torch.uint8, pin_memory=pinned, device=device
         )
         self.nbytes = 0
-        """Bytes of all buffers, used and free."""
+        """Total bytes of all buffers, used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returned: deque[HostBuffer] = deque()  # finalizers append to it, and they may run in any thread
+        self._returned: deque[HostBuffer] = deque()  # finalizers, which may run in any thread, append to it
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of at least `nbytes`, which is not in use until it is given back."""
+        """Return a free buffer of at least `nbytes`, which is in use until it is given back."""
         while self._returned:
             buffer = self._returned.popleft()
             self._free.setdefault(len(buffer.memory), []).append(buffer)
@@ -83,9 +83,8 @@ class HostPool:
 
 
 class ActivationOffload:
-    """Offload for the stages of one rank, which share host buffers and streams.
-
-    Offloads the first `num_layers` layers of each stage, and in them tensors of at least `smallest` elements.
+    """Activation offloading for the stages of one rank, which share host buffers and streams. In the first `num_layers`
+    layers of each stage, tensors of at least `smallest` elements are offloaded.
     """
 
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
@@ -96,10 +95,10 @@ class ActivationOffload:
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
 
     def reset(self, pinned: bool = True) -> HostPool:
-        """Start again with an empty pool of host buffers. In plans, whose tensors are meta tensors, the buffers are
-        too."""
+        """Replace the pool of host buffers with an empty one. In plans, whose tensors are meta tensors, buffers are
+        meta tensors too."""
         self.sent = 0
-        """Bytes copied to the host so far."""
+        """Number of bytes copied to the host so far."""
         self.pool = HostPool(pinned and self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
         return self.pool
 
@@ -112,8 +111,8 @@ class ActivationOffload:
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
-        """Copy x, uint8 [bytes], to the host after the work launched so far. Returns (buffer, event at the end of the
-        copy)."""
+        """Start to copy x, uint8 [bytes], to the host, after the work launched so far. Returns the buffer, and the
+        event at the end of the copy."""
         buffer = self.pool.take(len(x))
         self.to_host.start_after()
         if buffer.read is not None:
@@ -122,15 +121,16 @@ class ActivationOffload:
         return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
 
     def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
-        """uint8 [bytes] in new device memory; the contents are there once `buffer.read` has occurred."""
+        """Start to copy a buffer to new device memory. Returns uint8 [bytes], whose contents are valid after the event
+        `buffer.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.to_device.start_after()  # the memory may have belonged to another tensor until now
+        self.to_device.start_after()  # kernels launched so far may still use the memory for another tensor
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
         return into
 
 
 class OffloadedPass:
-    """One micro-batch in the layers of a stage."""
+    """Forward and backward pass of one micro-batch through the layers of a stage."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -138,7 +138,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context of the forward pass of a part. Device tensors that the previous part has saved are freed after it."""
+        """Context manager for the forward pass of a part. At its end, the device tensors that the previous part has
+        saved are freed."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -149,15 +150,15 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """Called when the gradient of the last part's output is known and its backward begins: that part needs its own
-        tensors, and the previous part is next."""
+        """Fetch tensors when the backward of the last part begins: the tensors of this part, and those of the previous
+        part, which is next. `output` is the output of the last part."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: _fetch(parts))
 
     def end(self) -> None:
-        """Called after the last part."""
+        """Free the device tensors that the last part has saved."""
         self._let_go(self.parts[-1:])
 
     def _let_go(self, parts: Iterable[Part | None]) -> None:
@@ -172,25 +173,25 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that one part of a stage has saved for one micro-batch."""
+    """Tensors that a part of a stage has saved for one micro-batch."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
         self._held: dict[int, _Moved] = {}
         """Saved storages by address, while they are still on the device."""
         self._moved: list[weakref.ref[_Moved]] = []
-        """Storages that autograd still needs."""
+        """Offloaded storages, as far as autograd still needs them."""
         self._sent: torch.cuda.Event | None = None
-        """Event after which all of them are on the host; None on CPU."""
+        """Event after which all storages are on the host; None on CPU."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context in which tensors that autograd saves are offloaded."""
+        """Context manager in which tensors that autograd saves are offloaded."""
         with saving_by(self), saved_tensors_hooks(self.pack, unpacked):
             yield
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """Return the placeholder of x in the graph; x itself if it stays on the device."""
+        """Return the placeholder that replaces x in the graph; x if it stays on the device."""
         offload, key = self.offload, storage_id(x)
         if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
             return x
@@ -203,7 +204,7 @@ class Part:
         return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def let_go(self) -> None:
-        """Free the device memory: tensors allocated in it from now on wait until the copies have ended."""
+        """Free the device memory. Kernels that use the memory for new tensors wait for the end of the copies."""
         self.offload.to_device.wait(self._sent)
         for moved in self._held.values():
             moved.original = None
@@ -218,7 +219,7 @@ class Part:
 
 
 class _View(NamedTuple):
-    """A tensor in offloaded memory."""
+    """Placeholder of a tensor in an offloaded storage."""
 
     moved: _Moved
     dtype: torch.dtype
@@ -233,8 +234,8 @@ class _View(NamedTuple):
 
 
 class _Moved:
-    """Storage of saved tensors, which moves to the host and back. It lives as long as the graph needs one of its
-    tensors; then its buffer is free for others."""
+    """Storage of saved tensors, which is copied to the host and back. It exists as long as the graph needs one of its
+    tensors; then its buffer is returned to the pool."""
 
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)
@@ -245,7 +246,7 @@ class _Moved:
         self.host, self.sent = offload.send(original)
 
     def fetch(self) -> None:
-        """Start the copy back, once, unless the storage is still on the device."""
+        """Start to copy the storage back, unless this has been done or the storage is still on the device."""
         if self.host is None or self.original is not None:
             return
         self._back, self._arrived = self.offload.fetch(self.host, self.nbytes), self.host.read
@@ -253,7 +254,7 @@ class _Moved:
         self.host = None
 
     def fetched(self) -> Tensor:
-        """The storage on the device, uint8 [bytes], for kernels that are launched from now on."""
+        """Return the storage on the device, uint8 [bytes], for kernels that are launched afterwards."""
         if self.original is not None:
             return self.original
         self.fetch()
@@ -266,12 +267,12 @@ class _Moved:
         self._arrived = None
 
     def __del__(self) -> None:
-        self._wait()  # memory that nobody has read must not be reused while it is written
+        self._wait()  # memory must not be reused while a copy to it is in flight
         if self.host is not None:
             self.offload.pool.give_back(self.host)
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """The whole storage of x, uint8 [bytes], as far as it has whole elements of x."""
+    """Return the whole storage of x as uint8 [bytes], without an incomplete element at its end."""
     elements = x.untyped_storage().nbytes() // x.dtype.itemsize
     return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)

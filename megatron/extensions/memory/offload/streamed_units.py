@@ -1,19 +1,20 @@
-"""Weights in host memory (--offload-weights): the matrices of a unit are on the device only while a pass needs them.
+"""Weights in host memory (--offload-weights). The matrices of a unit are on the device only while a pass needs them.
 
 A unit is a transformer layer, or another module with matrices: the embedding and the output layer are streamed like
 layers. Parameters and fp32 gradient sums are kept in host memory between passes, and the optimizer updates them there;
-vectors such as norms and biases stay on the device. As in ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857, section
-5) and L2L (Pudipeddi et al., arXiv 2002.05645):
+vectors such as norms and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv
+2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
 
 - the parameters of the next unit are copied to the device while a unit computes, forward and backward;
-- the gradients of a unit leave the device while the next one computes, directly into the sums on the host;
-- from the second micro-batch on, the sum of a unit is copied back to the device before its backward adds to it, as if
-  it had never left. So every sum is bit-equal to the sum without offloading, and the host adds nothing.
+- the gradients of a unit are copied directly into the sums on the host while the next unit computes;
+- from the second micro-batch on, the sum of a unit is copied back to the device before the unit's backward adds to it.
+Therefore every sum is bit-equal to the sum without offloading, and the host performs no additions.
 
-`UnitSharding` decides when a unit is needed and which one is next; this module copies its bytes. At most two units'
-parameters are on the device, and at most three units' gradients: one that leaves, one that is being accumulated, and
-one that arrives. With several data-parallel ranks (ZeRO-3), each keeps its shards on its host; these are copied, then
-gathered, and reduced shards are added to the sums on the device.
+`UnitSharding` determines when a unit is needed and which one is next; this module performs the copies. The device holds
+the parameters of at most two units, and the gradients of at most three: one that is copied to the host, one that is
+being accumulated, and one that is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its
+shards in its host memory. Shards are copied to the device and then gathered; reduced shards are added to the sums on
+the device.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ ALONE = Axis()
 
 @dataclass(eq=False)
 class Arrival(Pending):
-    """A copy to the device in flight."""
+    """Copy in flight, to the device or to the host."""
 
     queue: CopyQueue | None = None
     event: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """Make kernels that are launched from now on wait for the copy."""
+        """Make kernels that are launched afterwards wait for the copy."""
         if self.queue is not None:
             self.queue.wait(self.event)
             self.queue = self.event = None
@@ -67,7 +68,7 @@ class Arrival(Pending):
 
 
 class HostUnitStore(ShardedUnits):
-    """Units of one rank in host memory, with a stream for each direction of their copies."""
+    """Store of the units of one rank in host memory, with a stream for each direction of copies."""
 
     def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
         self.device = torch.device(device)
@@ -97,8 +98,8 @@ class HostUnitStore(ShardedUnits):
         return units
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
-        """Start to copy a shard from the host, and to gather `whole` from the shards of all ranks. The memory of
-        `whole` may have belonged to another tensor until now, so the copy waits for the work launched so far."""
+        """Start to copy a shard from the host, and to gather `whole` from the shards of all ranks. Kernels launched so
+        far may still use the memory of `whole` for another tensor, so the copy waits for them."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
         event = self.to_device.copy(shard, part)
@@ -108,23 +109,23 @@ class HostUnitStore(ShardedUnits):
             return start_all_gather(part, axis, out=whole)
 
     def start_send(self, source: Tensor, target: Tensor) -> Arrival:
-        """Start to copy to the host, after the work launched so far."""
+        """Start to copy `source` to `target` on the host, after the work launched so far."""
         self.to_host.start_after()
         return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
 
 
 class StreamedBucket(UnitBucket):
-    """Bucket of one unit, whose `param_shard` and `grad_shard` are in host memory."""
+    """Bucket of a unit, whose `param_shard` and `grad_shard` are in host memory."""
 
     on_host = True
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer, store: HostUnitStore) -> None:
         self.store = store
         self.summed = False
-        """True if `grad_shard` has the sum over this step's micro-batches so far, and not the sum of the previous
-        step."""
+        """True if `grad_shard` contains the sum over this step's micro-batches so far; False if it contains the sum of
+        the previous step."""
         self.adding = False
-        """True once the current micro-batch has added to the whole gradients."""
+        """True if the current micro-batch has added to the whole gradients."""
         self._coming: Pending | None = None
         self._leaving: Pending | None = None
         super().__init__(layout, buffer)
@@ -140,8 +141,7 @@ class StreamedBucket(UnitBucket):
             self.whole_params = True
 
     def open_grads(self) -> None:
-        """Allocate memory for contributions, and start to fetch the sum so far. Call `await_sum` before the first
-        contribution."""
+        """Allocate memory for gradients, and start to fetch the sum so far. Call `await_sum` before adding to it."""
         if self.whole_grads or not self.returns:
             super().open_grads()
             return
@@ -152,7 +152,8 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if a sum is fetched to be added to: with one data-parallel rank, once the sum has begun."""
+        """True if the sum is fetched before gradients are added: with one data-parallel rank, after the first
+        micro-batch."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
@@ -187,7 +188,7 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # after it has been reduced
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # the memory of this rank's reduced shard
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()
@@ -207,14 +208,14 @@ class StreamedBucket(UnitBucket):
             self.await_sum()
 
     def settle_sum(self) -> None:
-        """End a step: a sum to which nothing was added is zero."""
+        """End a step; set a sum to zero if no micro-batch has added to it."""
         if not self.summed:
             self.grad_shard.zero_()
             self.summed = True
 
 
 class StreamedUnits(UnitSharding):
-    """Hooks for the units of one rank, which are in host memory."""
+    """Hooks of the units of one rank whose weights are in host memory."""
 
     buckets: Sequence[StreamedBucket]
     store: HostUnitStore
@@ -230,9 +231,9 @@ class StreamedUnits(UnitSharding):
     ) -> None:
         super().__init__(modules, params, buckets, shards_params, queue, casts)
         self.course = Order[Unit | StreamedBucket]()
-        """Order of unit passes, and of first additions to buckets, from which the next sum to fetch is known."""
+        """Order of unit passes and of first additions to buckets, which determines the next sum to fetch."""
         self._forward_since = False
-        """True if a forward pass has begun since gradients were last sent."""
+        """True if a forward pass has begun since gradients were last sent to the host."""
 
     def begin_step(self, microbatches: int) -> None:
         super().begin_step(microbatches)
@@ -270,15 +271,15 @@ class StreamedUnits(UnitSharding):
         bucket.await_sum()
 
     def _fetch_ahead(self) -> None:
-        """Start to fetch the sum that is added to next, if it is needed soon."""
+        """Start to fetch the next sum to which gradients are added, if it is needed soon."""
         following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
         if following is not None and following.returns and not following.whole_grads:
             self._make_room()
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent before the last forward passes: even those of the last unit of a backward pass
-        have arrived long ago."""
+        """Free gradients that were sent to the host before the last forward pass, by now even those of the last unit of
+        a backward pass."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

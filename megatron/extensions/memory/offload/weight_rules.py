@@ -14,12 +14,12 @@ NAME = "--offload-weights"
 
 
 def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the flags that it needs, and the flags that exclude it."""
+    """Check the flags that --offload-weights needs, and the flags that exclude it."""
     if not c.options(HostWeightFlags).offload_weights:
         return
     states = c.options(HostStateFlags)
     if not states.optimizer_cpu_offload:
-        rule = "needs --optimizer-cpu-offload: weights are updated where they are, in host memory"
+        rule = "needs --optimizer-cpu-offload: weights are updated in host memory"
         yield Problem(NAME, None, rule, f"add it, or remove {NAME}")
     elif states.optimizer_offload_fraction < 1:
         fraction = f"--optimizer-offload-fraction {states.optimizer_offload_fraction}"
@@ -33,29 +33,29 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """With several data-parallel ranks, each keeps its shards, divided as in ZeRO-3."""
+    """Check that several data-parallel ranks shard parameters as in ZeRO-3, because each rank keeps its shards."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
-        yield Problem.exclusive(NAME, None, instances, "gradients of instances are added up on devices")
+        yield Problem.exclusive(NAME, None, instances, "gradients of instances are summed on the device")
     try:
         dims = ParallelDims.from_config(c.parallel, world_size)
     except (ValueError, ZeroDivisionError):
-        return  # another rule reports it
+        return  # another rule reports invalid sizes
     ranks = max(dims.shards(False), dims.shards(True))
     if ranks > 1 and not c.ddp.shards_parameters:
         flag = "--data-parallel-sharding-strategy optim_grads_params"
-        rule = f"needs {flag} among {ranks} data-parallel ranks: each keeps its shards of weights on its host"
+        rule = f"needs {flag} with {ranks} data-parallel ranks: each rank keeps its weight shards in host memory"
         yield Problem(NAME, None, rule, f"add {flag}, or remove {NAME}")
 
 
 def _others(c: RunConfig) -> Iterator[Problem]:
-    """By field, flags of extensions that read or write weights outside of the passes."""
+    """Check flags of other extensions that read or write weights outside the passes."""
     given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
     for field, value, text, why in (
-        ("cuda_graph_impl", "local", "--cuda-graph-impl local", "memory of weights comes and goes during the passes"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local", "weights are allocated and freed during the passes"),
         ("fp8_param_gather", True, "--fp8-param-gather", "weights are copied in the parameters' format"),
     ):
         if given.get(field) == value:
             yield Problem.exclusive(NAME, None, text, why)
     if c.parallel.schedule == "2bw":
-        yield Problem.exclusive(NAME, None, "--pipeline-schedule 2bw", "both versions of weights are on the device")
+        yield Problem.exclusive(NAME, None, "--pipeline-schedule 2bw", "both weight versions are kept on the device")

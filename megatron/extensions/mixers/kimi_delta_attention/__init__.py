@@ -1,7 +1,7 @@
 """Kimi Delta Attention: a gated delta net with a decay for each channel, used in three of four layers of Kimi Linear.
 
-Chosen by the letter K of --hybrid-layer-pattern, or by --experimental-attention-variant kimi_delta_attention in layers
-that also have an MLP. Flags that set its shape: --kda-num-heads, --kda-head-dim and --kda-conv-kernel-dim.
+Selected by the letter K of --hybrid-layer-pattern, or by --experimental-attention-variant kimi_delta_attention in
+layers that also have an MLP. Flags that set its shape: --kda-num-heads, --kda-head-dim and --kda-conv-kernel-dim.
 
 Read first: `kimi_delta_attention.py`, the module.
 """

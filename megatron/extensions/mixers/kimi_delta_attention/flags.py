@@ -1,4 +1,4 @@
-"""Flags of Kimi Delta Attention, its rules, and the facts that are needed before its module is imported.
+"""Flags, rules and registration of Kimi Delta Attention.
 
 This module does not import torch.
 """
@@ -37,16 +37,17 @@ class KimiDeltaFlags:
     """Kimi Delta Attention: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
     kda_full_rank_gates: bool = False
-    """Kimi Delta Attention: project decays and output gates by one matrix each instead of two of low rank (Ling
-    3.0)."""
+    """Kimi Delta Attention: project decays and output gates with one full matrix each, instead of two low-rank matrices
+    (Ling 3.0)."""
 
     kda_decay_lower_bound: float | None = flag(None, below=0)
-    """Kimi Delta Attention: lower bound b of the logarithm of a decay, which is b sigmoid(A (x + bias)) for projected x
-    and a rate A (Ling 3.0 uses -5). Default: -A softplus(x + bias), without a bound."""
+    """Kimi Delta Attention: lower bound b of the logarithm of a decay. With a bound, the logarithm is b sigmoid(A (x +
+    bias)) for the projection x and a rate A (Ling 3.0 uses -5). By default, it is -A softplus(x + bias), without a
+    bound."""
 
 
 def heads(config: TransformerConfig) -> str:
-    """Text for a plan: the heads of Kimi Delta Attention."""
+    """Describe the heads of Kimi Delta Attention for a plan."""
     own = config.options(KimiDeltaFlags)
     return f", {own.kda_num_heads} heads of {own.kda_head_dim}"
 

@@ -1,8 +1,9 @@
 """Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
-A gated delta net whose states decay channel by channel. Low-rank projections produce the decays and the output gates;
-every tensor-parallel rank holds the first factor of each projection whole. Ling 3.0 has one matrix in place of both.
-The gates are sigmoids. Everything else works as in `GatedDeltaNet`, with one value head for each key head.
+It is a gated delta net with a separate decay for each channel of the state. Low-rank projections produce the decays and
+the output gates; the first factor of each projection is replicated on all tensor-parallel ranks. Ling 3.0 uses one full
+matrix instead of two factors. The gates are sigmoids. Everything else works as in `GatedDeltaNet`, with one value head
+for each key head.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from megatron.extensions.mixers.linear_attention.gated_delta_net import (
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Projections, convolution, delta rule with decays by channel, gated norm, projection back.
+    """Kimi Delta Attention: projections, convolution, delta rule with a decay per channel, gated norm, output
+    projection.
 
     in_proj is [heads, 3 * channels + 1, h]: all channels of the first head, then of the second, and so on."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer has other parameters than its base class
+        nn.Module.__init__(self)  # this layer does not have the parameters of its base class
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp
@@ -64,7 +66,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         # Initial values are those of Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # of the decays, and of the output gates
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # for decays, and for output gates
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
@@ -73,7 +75,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         """Logarithm of the decay rate."""
         out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
-        """One weight, shared by all heads."""
+        """[channels of a head]: norm weight, shared by all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
@@ -81,7 +83,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """[s/cp, b, heads/tp * channels]: query, key, value, gate, writing strength and decay of each head"""
+        """Return query, key, value, gate, writing strength and decay of each head, [s/cp, b, heads/tp * channels]."""
         width = self.value_width
         mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
         decay = self.f_b_proj(self.f_a_proj(x))
@@ -99,8 +101,17 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output x [s, b, heads, d], times the sigmoid of its gate -> [s, b, heads * d] in the
-    gate's dtype; 16-bit inputs are computed in fp32"""
+    """RMSNorm of each head's output, times the sigmoid of its gate. 16-bit inputs are computed in fp32.
+
+    Args:
+        x: [s, b, heads, d], head outputs.
+        gate: [s, b, heads, d].
+        weight: [d], norm weight, shared by all heads.
+        eps: Epsilon of the norm.
+
+    Returns:
+        [s, b, heads * d] in the dtype of `gate`.
+    """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()
     return y.to(gate.dtype).flatten(2)

@@ -1,4 +1,4 @@
-"""Flags of lightning attention, its rules, and the facts that are needed before its module is imported.
+"""Flag, rules and registration of lightning attention.
 
 This module does not import torch.
 """
@@ -30,11 +30,11 @@ class LightningFlags:
 
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with lightning attention. Another rule requires that the number of heads be a multiple of TP."""
+    """Check models with lightning attention. Another rule checks that the number of heads is a multiple of TP."""
     heads = "--num-attention-heads", c.model.num_attention_heads
     if divides(c.parallel.tensor_model_parallel_size, heads[1]):
         yield from unless_shared(c, *heads, "the heads of lightning attention")
-        if not c.model.attention_facts.grouped:  # another rule checks its heads
+        if not c.model.attention_facts.grouped:  # otherwise, another rule checks the heads
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 

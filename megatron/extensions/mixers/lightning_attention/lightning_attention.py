@@ -1,14 +1,14 @@
 """Lightning attention (arXiv 2401.04658), the mixer of MiniMax-Text-01 (arXiv 2501.08313, section 2.2).
 
-One projection gives queries, keys, values and gates. Queries, keys and values pass SiLU and are mixed without a
-softmax; the outputs of all heads are normalized together, gated and projected back. A head's state S decays at a fixed
-rate:
+One projection produces queries, keys, values and gates. SiLU is applied to queries, keys and values, which are mixed
+without a softmax. The outputs of all heads are normalized together, multiplied by the gates, and projected to hidden
+states. A head's state S decays at a fixed rate:
 
     S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
 
 This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes it in
 chunks by matrix products. Each tensor-parallel rank holds some of the heads. Under context parallelism, one all-to-all
-exchanges sequence shards for heads before mixing, and another returns the outputs.
+exchanges sequence shards for heads before mixing, and another one restores the sequence shards of the outputs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EPSILON = 1e-6
 
 
 class LightningAttention(nn.Module):
-    """Projection, linear attention, norm, gate, projection back. The backward recomputes the activations between the
-    two projections, except the outputs of the heads."""
+    """Lightning attention: projection, linear attention, norm, gate, output projection. The backward recomputes the
+    activations between the two projections, except the head outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -98,8 +98,16 @@ class LightningAttention(nn.Module):
 def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Decay rates [n] of the given heads. With 8 heads they are the slopes of ALiBi, from 1/2 to 1/256; they fall from
-    layer to layer to nearly 0. Multi-token prediction layers use the rates of the last layer."""
+    """Return the decay rates [n] of heads. In the first layer of a model with 8 heads, they are the slopes of ALiBi,
+    from 1/2 to 1/256; they decrease from layer to layer to nearly 0.
+
+    Args:
+        heads: Head numbers.
+        layer: Layer number; multi-token prediction layers use the rates of the last layer.
+        config: Model configuration.
+        dtype: Dtype of the result.
+        device: Device of the result.
+    """
     last = config.num_layers - 1
     of_layer = 1 - min(layer, last) / (last + 1e-5) + 1e-5
     numbers = torch.arange(heads.start + 1, heads.stop + 1, dtype=dtype, device=device)

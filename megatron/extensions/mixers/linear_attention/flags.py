@@ -1,4 +1,4 @@
-"""Flags of gated delta nets, their rules, and the facts that are needed before their module is imported.
+"""Flags, rules and registration of gated delta nets.
 
 This module does not import torch.
 """
@@ -31,10 +31,10 @@ class LinearAttentionFlags:
     """Gated delta net: kernel size, in tokens, of the causal convolution over queries, keys and values."""
 
     linear_key_head_dim: int = flag(128, above=0)
-    """Gated delta net: channels of a query or key head."""
+    """Gated delta net: channels per query or key head."""
 
     linear_value_head_dim: int = flag(128, above=0)
-    """Gated delta net: channels of a value head."""
+    """Gated delta net: channels per value head."""
 
     linear_num_key_heads: int = flag(16, above=0)
     """Gated delta net: number of key heads, which is also the number of query heads."""
@@ -54,20 +54,21 @@ class LinearAttentionFlags:
     """Gated delta net: epsilon of the norm of each head's output; default: --layernorm-epsilon."""
 
     linear_norm_placement: str | None = flag(None, choices=("pre",))
-    """Gated delta net: norm placement in its layers (pre in Olmo Hybrid); default: --norm-placement."""
+    """Gated delta net: norm placement in layers with gated delta nets (pre in Olmo Hybrid); default:
+    --norm-placement."""
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Number of channels that a gated delta net projects for each key head: its query, keys, values, value gates,
-        and for each value head the write strengths beta and a decay. With several keys per token, all keys come first,
-        then all their values."""
+        """Numbers of channels that a gated delta net projects for each key head: query, keys, values, value gates, and
+        the write strengths beta and a decay of each value head. With several keys per token, all keys come first, then
+        all their values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
 
 
 def heads(config: TransformerConfig) -> str:
-    """Text for a plan: the heads of gated delta nets."""
+    """Describe the heads of gated delta nets for a plan."""
     own = config.options(LinearAttentionFlags)
     keys = f", {own.linear_num_key_heads} key heads of {own.linear_key_head_dim}"
     several = "" if own.linear_num_householder == 1 else f", {own.linear_num_householder} keys a token"
@@ -75,7 +76,7 @@ def heads(config: TransformerConfig) -> str:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Norm placement in a layer, if it differs from the model's."""
+    """Return the layer kind with the layer's norm placement, if it differs from the model's."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
     return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 

@@ -1,13 +1,15 @@
 """Gated delta net (arXiv 2412.06464, section 3.4), the linear attention of Qwen3-Next.
 
-One projection produces queries, keys, values, gates, write strengths and decays. Queries, keys and values pass a short
-convolution and SiLU, and queries and keys are normalized; the gated delta rule mixes tokens; each head's output is
-normalized, gated and projected back. Each tensor-parallel rank holds some of the key heads, with their value heads.
+One projection produces queries, keys, values, gates, write strengths and decays. A short convolution and SiLU are
+applied to queries, keys and values, and queries and keys are normalized. The gated delta rule mixes tokens; each head's
+output is normalized, multiplied by its gate and projected to hidden states. Each tensor-parallel rank holds some of the
+key heads, with their value heads.
 
-Under context parallelism, one all-to-all exchanges sequence shards for key heads, whatever --cp-comm-type says about
-attention, and another returns the outputs: each rank convolves and scans whole sequences of its heads. Convolution,
-documents, chunks and kernels then work as in one process, and all ranks compute at the same time. If the state passed
-from rank to rank instead, it would cross every border of the zig-zag shards, one after another.
+Under context parallelism, one all-to-all exchanges sequence shards for key heads, for any value of --cp-comm-type,
+which applies to attention only. Another one restores the sequence shards of the outputs. Each rank convolves and scans
+whole sequences of its heads. Convolution, documents, chunks and kernels then work as in one process, and all ranks
+compute at the same time. If the state passed from rank to rank instead, it would cross every border of the zig-zag
+shards, one after another.
 """
 
 from __future__ import annotations
@@ -49,21 +51,21 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
 )
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The tensors q, k, v, g and beta that `gated_delta_rule` takes."""
+"""The operands q, k, v, g and beta of the gated delta rule."""
 
 FEW_TOKENS = 4
-"""Longest input, in tokens, that generation computes step by step, which takes fewer operations than one chunk."""
+"""Largest number of tokens that generation computes step by step, which needs fewer operations than one chunk."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Projection, convolution, gated delta rule, gated norm, projection back.
+    """Gated delta net: projection, convolution, gated delta rule, gated norm, output projection.
 
-    in_proj is [key heads, channels, h], see `linear_channels`: all channels of the first key head, then of the second,
-    and so on. The backward recomputes the activations between the projections from the output of in_proj. If a kernel
-    computes the rule, `--recompute-modules core_attn` decides this instead."""
+    in_proj is [key heads, channels, h]: all channels of the first key head, then of the second, and so on; see
+    `linear_channels`. The backward recomputes the activations between the projections from the output of in_proj. If a
+    kernel computes the rule, `--recompute-modules core_attn` decides this instead."""
 
     steps = 1
-    """Number of keys that each token writes. The rule sees this many rows per token, see `in_steps`."""
+    """Number of keys that each token writes. The rule processes this many rows per token; see `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class GatedDeltaNet(nn.Module):
             f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
         )
         self.out_norm = make_parameter(out_norm, ctx)
-        """One weight, shared by all heads."""
+        """[channels of a value head]: norm weight, shared by all heads."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
@@ -117,7 +119,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
 
     def _projected(self, x: Tensor) -> Tensor:
-        """[s/cp, b, key heads/tp * channels]"""
+        """Return the projected channels, [s/cp, b, key heads/tp * channels]."""
         return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
@@ -131,8 +133,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Mix tokens that follow earlier ones, whose state and last convolution inputs are cached. Padding leaves the
-        state unchanged."""
+        """Mix tokens that follow cached tokens. The cache contains the state and the last convolution inputs. Padding
+        does not change the state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
@@ -162,8 +164,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return [s, b]: the number of documents that began up to each token, not counting the first document, for whole
-    samples of `length` tokens. All layers and passes of a micro-batch share one copy of the result."""
+    """Return the number of documents that began up to each token, [s, b], without the first document, for whole samples
+    of `length` tokens. All layers and passes of a micro-batch share the result."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
@@ -171,15 +173,21 @@ def documents_begun(documents: Documents, length: int, device: torch.device) -> 
 
 
 def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """Return the last `count` rows [count, b, ...] of each sample that are not padding. x is [s, b, ...], of which
-    `lengths` [b] rows are not padding; it follows `before` [count, b, ...], or zeros if `before` is None."""
+    """Return the last rows [count, b, ...] of each sample that are not padding.
+
+    Args:
+        x: [s, b, ...], rows.
+        before: [count, b, ...], rows before x; None for zeros.
+        lengths: [b], number of rows of x that are not padding.
+        count: Number of rows to return.
+    """
     rows = torch.cat((x.new_zeros(count, *x.shape[1:]) if before is None else before, x))
     places = torch.arange(count, device=x.device)[:, None] + lengths
     return rows[places, torch.arange(x.shape[1], device=x.device)]
 
 
 class DeltaWeights(NamedTuple):
-    """Parameters from which `delta_operands` computes operands."""
+    """Parameters with which `delta_operands` computes operands."""
 
     conv1d: Tensor
     dt_bias: Tensor
@@ -187,7 +195,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """Layout of a token's rows in the gated delta rule."""
+    """Shape and bounds of a token's rows in the gated delta rule."""
 
     widths: tuple[int, int]
     """Channels of a key and of a value."""
@@ -199,7 +207,7 @@ class DeltaRows(NamedTuple):
     """Number of keys that a token writes."""
 
     least_decay: float | None = None
-    """Lower bound of g, which a sigmoid approaches, in place of a softplus without a bound."""
+    """Lower bound of g, which is then computed with a sigmoid. None for a softplus without a bound."""
 
 
 def delta_operands(
@@ -211,13 +219,20 @@ def delta_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """inputs [s, b, key heads, dk + steps (dk + dv per value head)], beta [s, b, steps * heads], decay [s, b, heads],
-    number [s, b], before [taps - 1, b, key heads, ...] -> the operands of the gated delta rule, s * steps rows each,
-    and the last inputs of the convolution.
+    """Compute the operands of the gated delta rule, with s * steps rows each, and the last inputs of the convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands have 16 bits, because it is summed over
-    tokens. beta is at most `rows.strength`. If a token has several steps, the first one applies the decay, and the last
-    one reads the state.
+    tokens. beta is at most `rows.strength`. If a token has several steps, the first step applies the decay, and the
+    last step reads the state.
+
+    Args:
+        inputs: [s, b, key heads, dk + steps (dk + dv per value head)], projected queries, keys and values.
+        beta: [s, b, steps * heads], projected write strengths.
+        decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
+        weights: Parameters.
+        rows: Shape and bounds of a token's rows.
+        number: [s, b], number of documents that have begun; None if there is only one document.
+        before: [taps - 1, b, key heads, ...], earlier inputs of the convolution; None for zeros.
     """
     (conv1d, dt_bias, a_log), steps = weights, rows.steps
     mixed, last = short_convolution(inputs, conv1d, number, before)
@@ -237,12 +252,12 @@ def delta_operands(
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:
-    """[s, b, n, steps * c] -> [s * steps, b, n, c]: all steps of the first token, then of the second, and so on."""
+    """x [s, b, n, steps * c] -> [s * steps, b, n, c]: all steps of the first token, then of the second, and so on"""
     return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def at_step(x: Tensor, step: int, steps: int) -> Tensor:
-    """[s, ...] -> [s * steps, ...]: the value of a token in one of its steps, and zeros in its other steps."""
+    """x [s, ...] -> [s * steps, ...]: the value of a token in one of its steps, and zeros in its other steps"""
     if steps == 1:
         return x
     zeros = torch.zeros_like(x)
@@ -250,19 +265,25 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """First rows of documents, if each token has `steps` rows."""
+    """Return the first rows of documents, if each token has `steps` rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 
 def short_convolution(
     x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution that does not cross document borders: x [s, b, n, c], weight [n, c, taps] -> [s, b,
-    n, c], computed in fp32 for 16-bit inputs. y_t is the sum over j of weight_j x_{t - taps + 1 + j}. Also returns the
-    last taps - 1 rows, which are `before` for the tokens that follow.
+    """Depthwise causal convolution that does not cross document borders. y_t is the sum over j of weight_j x_{t - taps
+    + 1 + j}. 16-bit inputs are computed in fp32.
 
-    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `before`
-    [taps - 1, b, n, c], and None if there is only one document. Tokens of other documents count as zeros.
+    Args:
+        x: [s, b, n, c], inputs.
+        weight: [n, c, taps].
+        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
+            `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
+        before: [taps - 1, b, n, c], inputs before x; None for zeros.
+
+    Returns:
+        The outputs [s, b, n, c], and the last taps - 1 inputs, which are `before` for the following tokens.
     """
     taps = weight.shape[-1]
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -284,8 +305,17 @@ L2_EPSILON = 1e-6
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output x [s, b, heads, dv], times the SiLU of its gate -> [s, b, heads * dv] in the gate's
-    dtype; 16-bit inputs are computed in fp32"""
+    """RMSNorm of each head's output, times the SiLU of its gate. 16-bit inputs are computed in fp32.
+
+    Args:
+        x: [s, b, heads, dv], head outputs.
+        gate: [s, b, heads, dv].
+        weight: [dv], norm weight, shared by all heads.
+        eps: Epsilon of the norm.
+
+    Returns:
+        [s, b, heads * dv] in the dtype of `gate`.
+    """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))
     return y.to(gate.dtype).flatten(2)

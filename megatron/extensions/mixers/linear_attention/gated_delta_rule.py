@@ -1,21 +1,22 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
 
-Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays, what it holds at
-the token's key moves towards the token's value by the fraction beta, and it is read at the token's query:
+Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays; the value that it
+stores for the token's key moves towards the token's value by the fraction beta; and the state is read with the token's
+query:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
 
-The chunked form computes the same with matrix products (section 3.3; the WY representation of arXiv 2406.06484). With
-G_i the sum of g from the chunk's first token to token i, and D_ij = exp(G_i - G_j) for j <= i, the values that the
-tokens of a chunk write are the rows of U - W S, where S is the state before the chunk and
+The chunked form computes the same results with matrix products (section 3.3; the WY representation of arXiv
+2406.06484). With G_i the sum of g from the chunk's first token to token i, and D_ij = exp(G_i - G_j) for j <= i, the
+values that the tokens of a chunk write are the rows of U - W S, where S is the state before the chunk and
 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
-Only the states pass from one chunk to the next. At the first token of a document the decay is total: every factor that
-spans it is 0.
+Only the states pass from one chunk to the next. At the first token of a document, the state is reset: every decay
+factor that spans it is 0.
 
 Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk], and A and the
-scores of queries are sums over channels, each with a decay of its own (`channel_products`).
+scores of queries are sums over channels, each with its own decay (`channel_products`).
 
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The value heads that share a key
 head are adjacent.
@@ -24,8 +25,8 @@ head are adjacent.
 summed in fp32. They are the products of keys and of queries with keys, which are exact, and the two reads of a chunk, Q
 S of the state before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of the four operands of the reads has a relative
 rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|), in addition to
-fp32 rounding. The values that tokens write and the states, where an error would pass from chunk to chunk, are not
-rounded.
+fp32 rounding. The values that tokens write and the states are not rounded, because their errors would accumulate from
+chunk to chunk.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
-"""Tokens per chunk. A chunk costs matrix products of [CHUNK, CHUNK]; a sequence takes s / CHUNK sequential steps."""
+"""Tokens per chunk. A chunk needs matrix products of size [CHUNK, CHUNK]; a sequence takes s / CHUNK sequential
+steps."""
 
 
 class Chunks(NamedTuple):
-    """How a sequence is divided into chunks, which are computed one after another."""
+    """Division of a sequence into chunks, which are computed one after another."""
 
     tokens: int
     """Tokens per chunk."""
 
     hardware: Hardware = HARDWARE
-    """The device, which decides whether regions are compiled, and which runs the loop over chunks."""
+    """Hardware settings: whether regions are compiled, and how the loop over chunks runs."""
 
 
 CHUNKS = Chunks(CHUNK)
@@ -66,8 +68,8 @@ CHUNKS = Chunks(CHUNK)
 def gated_delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule token by token. Used for a few tokens, and as a reference for `gated_delta_chunks`, which takes
-    the same arguments and returns the same results."""
+    """Apply the rule token by token, for a few tokens, and as a reference for `gated_delta_chunks`. Arguments and
+    results are those of `gated_delta_chunks`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -95,11 +97,22 @@ def gated_delta_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule in chunks of tokens. Returns out [s, b, heads, dv] and the state [b, heads, dk, dv] after the last
-    token, both in fp32, or in fp64 for fp64 operands.
+    """Apply the rule in chunks of tokens.
 
-    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state` [b,
-    heads, dk, dv], and None if there is only one document. The initial state is zero if `state` is None.
+    Args:
+        q: [s, b, key heads, dk], queries.
+        k: [s, b, key heads, dk], keys.
+        v: [s, b, heads, dv], values.
+        g: [s, b, heads], logarithms of decays; [s, b, heads, dk] for a decay per channel.
+        beta: [s, b, heads], write strengths.
+        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
+            `state`; None if there is only one document.
+        state: [b, heads, dk, dv], initial state; None for zeros.
+        chunks: Division into chunks.
+
+    Returns:
+        The outputs [s, b, heads, dv], and the state [b, heads, dk, dv] after the last token, both in fp32, or in fp64
+            for fp64 operands.
     """
     length, samples, heads, values = v.shape
     hardware = chunks.hardware
@@ -128,7 +141,7 @@ def gated_delta_chunks(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return scaled queries and the other operands in chunks, see `in_chunks`; queries and keys stay bf16 if they are
+    """Return scaled queries and the other operands in chunks; see `in_chunks`. Queries and keys in bf16 stay in
     bf16."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     own = q.dtype if q.dtype == torch.bfloat16 else wide
@@ -137,14 +150,23 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return the values and keys that T multiplies, the keys times their decay up to the chunk's end, and the queries
+    """Return the values and keys that T multiplies, the keys times their decay until the chunk's end, and the queries
     times the decay of the state before the chunk."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
-    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1] in `dtype`, contiguous. Zeros pad
-    the last chunk: such tokens write nothing and cause no decay."""
+    """Divide tokens into chunks. Zeros pad the last chunk; they write nothing and cause no decay.
+
+    Args:
+        x: [s, b, n, d] or [s, b, n].
+        dtype: Dtype of the result.
+        chunk: Tokens per chunk.
+        groups: Number of groups into which dim n is divided.
+
+    Returns:
+        A contiguous tensor [chunks, b, groups, n / groups, chunk, d or 1].
+    """
     x = x if x.ndim == 4 else x.unsqueeze(-1)
     if len(x) % chunk:
         x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -len(x) % chunk))
@@ -153,7 +175,7 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
 
 
 def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
-    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk]. The first column has the number of the last token before each
+    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk]. The first column contains the number of the last token before each
     chunk, which is 0 for the first chunk."""
     filled = torch.cat((number, number[-1:].expand(-len(number) % chunk, -1))).unflatten(0, (-1, chunk))
     before = torch.cat((torch.zeros_like(number[None, :1]), filled[:-1, -1:]))
@@ -161,9 +183,9 @@ def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
 
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """g [..., chunk], number [..., 1 + chunk] -> the sum of g up to each token [..., i]; the fraction of the state
-    before the chunk that is left at token i [..., i, 1]; and the fraction of what token i wrote that is left at the
-    chunk's end [..., i, 1]"""
+    """Return decays within chunks, for g [..., chunk] and number [..., 1 + chunk]: the sum of g up to token i [..., i];
+    the fraction of the state before the chunk that remains at token i [..., i, 1]; and the fraction of the write of
+    token i that remains at the chunk's end [..., i, 1]."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
     total = g @ earlier  # torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
@@ -174,9 +196,9 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
-    """Products of tokens i and j [..., i, j], times the fraction of token j's write that is left at token i: P_ij
-    exp(G_i - G_j). The result is 0 for j > i and for tokens of different documents. `total` is the G [..., i] that
-    `decays` returns, and `number` is the same as there."""
+    """Multiply the products P of tokens i and j [..., i, j] by the fraction of token j's write that remains at token i:
+    P_ij exp(G_i - G_j). The result is 0 for j > i and for tokens of different documents. `total` is G [..., i], as
+    `decays` returns it; `number` is the argument of `decays`."""
     out: Tensor = _Decayed.apply(products, total, number)
     return out
 
@@ -186,7 +208,8 @@ class DecayedContext(AutogradContext):
 
 
 class _Decayed(torch.autograd.Function):
-    """The gradient of G_i is the sum over j of R_ij - R_ji with R = results times their gradients."""
+    """Autograd function of `decayed`. The gradient of G_i is the sum over j of R_ij - R_ji, where R is the product of
+    the result and its gradient."""
 
     @staticmethod
     def forward(ctx: DecayedContext, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
@@ -211,19 +234,29 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Tokens per block within a chunk, if products are weighted channel by channel."""
+"""Tokens per block within a chunk, if each channel has its own decay."""
 
 
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, k, g [..., chunk, dk], number [..., 1 + chunk] -> products of keys with keys and of queries with keys [..., i,
-    j], each channel times the fraction of token j's write that is left at token i; and, by channel, the fraction of the
-    state before the chunk that is left at token i, and the fraction of token i's write that is left at the chunk's end
-    [..., i, dk].
+    """Compute products and decays within chunks, if each channel has its own decay.
 
-    Between blocks of `BLOCK` tokens these are matrix products: channels decay from token j to the first token of block
-    i, and from there to token i, so that no factor exceeds 1.
+    Between blocks of `BLOCK` tokens, the products are matrix products: channels decay from token j to the first token
+    of the block of token i, and from there to token i, so that no factor exceeds 1.
+
+    Args:
+        q: [..., chunk, dk], queries.
+        k: [..., chunk, dk], keys.
+        g: [..., chunk, dk], logarithms of decays.
+        number: [..., 1 + chunk], as `numbers_in_chunks` returns it; None if there is only one document.
+        compiled: True to compile the computation of blocks.
+
+    Returns:
+        Products of keys with keys and of queries with keys [..., i, j], in which each channel is multiplied by the
+            fraction of token j's write that remains at token i. Then, for each channel, the fraction of the state
+            before the chunk that remains at token i, and the fraction of token i's write that remains at the chunk's
+            end [..., i, dk].
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
     total = earlier @ g
@@ -244,9 +277,9 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For the block of `BLOCK` tokens that begins at `start`: its inner products [2, ..., i, j]; earlier keys times
-    their decay up to its first token [..., j, dk]; and its own queries and keys times the decay since its first token
-    [2, ..., i, dk]"""
+    """Return the factors of the block of `BLOCK` tokens that begins at `start`: products within the block [2, ..., i,
+    j]; earlier keys times their decay until the block's first token [..., j, dk]; and the block's keys and queries
+    times the decay since its first token [2, ..., i, dk]."""
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
@@ -261,8 +294,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N, all S, and
-    the last S separately."""
+    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N, all S except
+    the last one, and the last S."""
 
     # Shapes: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk,
     # 1], state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
@@ -305,12 +338,12 @@ class _Scan(torch.autograd.Function):
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""(q, k, v, g, beta, documents) -> out [s, b, heads, dv], the shapes as in `gated_delta_rule`."""
+"""Function (q, k, v, g, beta, documents) -> out [s, b, heads, dv]; the shapes are those of this module."""
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
-    """Apply the rule with the kernels of the installed package. None if they cannot run: they need a GPU and 16-bit
-    operands, and their results may differ from run to run."""
+    """Return the rule with kernels of the package flash-linear-attention. Returns None if they cannot be used: they
+    need the package, a GPU and 16-bit operands, and are not deterministic."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

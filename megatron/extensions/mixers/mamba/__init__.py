@@ -1,8 +1,8 @@
 """Mamba-2: a state-space layer that replaces most attention layers of Nemotron-H.
 
-Chosen by the letter M of --hybrid-layer-pattern, or by --experimental-attention-variant mamba2 in layers that also have
-an MLP. Flags that set its shape: --mamba-num-heads, --mamba-head-dim, --mamba-num-groups, --mamba-state-dim,
+Selected by the letter M of --hybrid-layer-pattern, or by --experimental-attention-variant mamba2 in layers that also
+have an MLP. Flags that set its shape: --mamba-num-heads, --mamba-head-dim, --mamba-num-groups, --mamba-state-dim,
 --mamba-conv-kernel-dim and --mamba-chunk-size.
 
-Read first: `mamba2.py`, the module; `ssd.py`, how it mixes tokens.
+Read first: `mamba2.py`, the module; `ssd.py`, the mixing of tokens.
 """

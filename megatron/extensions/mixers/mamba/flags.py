@@ -1,4 +1,4 @@
-"""Flags of Mamba-2, its rules, and the facts that are needed before its module is imported.
+"""Flags, rules and registration of Mamba-2.
 
 This module does not import torch.
 """
@@ -24,7 +24,7 @@ GROUPS = "--mamba-num-groups"
 WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
-"""Default number of channels over all heads, in multiples of the hidden size, if --mamba-num-heads is not given."""
+"""Number of channels of all heads, as a multiple of the hidden size, if --mamba-num-heads is not given."""
 
 
 NAME = "mamba2"
@@ -53,7 +53,7 @@ class MambaFlags:
     """Mamba-2: kernel size of the causal convolution, in tokens."""
 
     mamba_min_step_size: float = flag(0.0, at_least=0)
-    """Mamba-2: lower bound of step sizes. Nemotron-H in transformers uses 0.001, Megatron-LM uses none."""
+    """Mamba-2: lower bound of step sizes. Nemotron-H in transformers uses 0.001; Megatron-LM uses no bound."""
 
     mamba_norm: bool = flag(True, name="--no-mamba-norm")
     """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
@@ -62,7 +62,8 @@ class MambaFlags:
     """Mamba-2: normalize outputs before they are multiplied by the SiLU of the gates, instead of after (Falcon-H1)."""
 
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
-    """Mamba-2: five scale factors, of the projected gates, inputs, B, C and step sizes (Falcon-H1); default: none."""
+    """Mamba-2: five scale factors, for the projected gates, inputs, B, C and step sizes (Falcon-H1). Default: no
+    scaling."""
 
     mamba_chunk_size: int = flag(128, above=0, without_effect=True)
     """Mamba-2: chunk size in tokens. It affects speed and memory, not results."""
@@ -74,15 +75,15 @@ def num_heads(config: TransformerConfig) -> int:
 
 
 def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Number of channels that a layer projects for each group: gates, inputs x, B, C, and a step size dt for each
-    head."""
+    """Return the numbers of channels that a layer projects for each group: gates, inputs x, B, C, and a step size dt
+    for each head."""
     own = config.options(MambaFlags)
     heads = num_heads(config) // own.mamba_num_groups
     return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
 
 
 def described(config: TransformerConfig) -> str:
-    """Text for a plan: the heads of Mamba-2."""
+    """Describe the heads of Mamba-2 for a plan."""
     own = config.options(MambaFlags)
     heads = f"{num_heads(config)} heads of {own.mamba_head_dim} in {own.mamba_num_groups} groups"
     return f", {heads}, states of {own.mamba_state_dim}"
@@ -98,7 +99,7 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
     groups = own.mamba_num_groups
     heads = num_heads(m)
     if own.mamba_multipliers is not None and len(own.mamba_multipliers) != len(group_channels(m)):
-        rule = f"must be {len(group_channels(m))} numbers: for gates, inputs, B, C and step sizes"
+        rule = f"must be {len(group_channels(m))} numbers, for gates, inputs, B, C and step sizes"
         yield Problem("--mamba-multipliers", own.mamba_multipliers, rule, "for example 1 1 1 1 1")
     if own.mamba_norm_before_gate and not own.mamba_norm:
         rule = "has no effect with --no-mamba-norm"
@@ -122,19 +123,19 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
-    """Context ranks share the groups and heads of a tensor-parallel rank: each has whole groups, or a part of one
-    group."""
+    """Check that context-parallel ranks can share the groups and heads of a tensor-parallel rank. Each rank has whole
+    groups, or a part of one group."""
     each = f" / {TP} {tp}" if tp > 1 else ""
     if not divides(cp, groups) and not divides(groups, cp):
         rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
         yield Problem(GROUPS, groups * tp, rule, f"{multiples(groups * tp, cp * tp)}, or another {CP}")
     elif not divides(cp, heads):
-        rule = f"gives {heads} heads{each}, which context ranks share and which must be a multiple of {CP} {cp}"
+        rule = f"gives {heads} heads{each}, which must be a multiple of {CP} {cp}, whose ranks share them"
         yield Problem(HEADS, heads * tp, rule, f"{multiples(heads * tp, cp * tp)}, or another {CP}")
 
 
 def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
-    """The dimensions of each rank's matrices must be aligned if they have another format."""
+    """Check that the matrix dimensions of each rank are multiples that the linear format needs."""
     name, tp = linear_format(c.parallel), c.parallel.tensor_model_parallel_size
     if name is None:
         return

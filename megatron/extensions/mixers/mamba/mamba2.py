@@ -1,13 +1,13 @@
 """Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
-One projection produces gates, inputs x, B, C and step sizes dt. x, B and C pass a short convolution and SiLU; the
-state-space model mixes tokens; its output is multiplied by the SiLU of the gates, normalized within each group of
-heads, and projected back. Each tensor-parallel rank holds some of the groups, with their heads.
+One projection produces gates, inputs x, B, C and step sizes dt. A short convolution and SiLU are applied to x, B and C.
+The state-space model mixes tokens; its output is multiplied by the SiLU of the gates, normalized within each group of
+heads, and projected to hidden states. Each tensor-parallel rank holds some of the groups, with their heads.
 
 Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks, it
-exchanges them for heads of a group, and several ranks receive the group's B and C. Another all-to-all returns the
-outputs. Each rank convolves and scans whole sequences of its heads, so documents and chunks are the same as in one
-process. The gates are not exchanged.
+exchanges them for heads of a group, and several ranks receive the group's B and C. Another all-to-all restores the
+sequence shards of the outputs. Each rank convolves and scans whole sequences of its heads, so documents and chunks are
+the same as in one process. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, n
 from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The tensors x, dt, B and C that `ssd_chunks` takes."""
+"""The operands x, dt, B and C of `ssd_chunks`."""
 
 OF_GROUP = (1, 2)
-"""Positions of B and C, which all heads of a group share, in the list x, B, C, dt."""
+"""Positions of B and C, which all heads of a group share, in the order x, B, C, dt."""
 
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
@@ -49,10 +49,10 @@ STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
 
 
 class Mamba2(nn.Module):
-    """Projection, convolution, state-space model, gated norm, projection back.
+    """Mamba-2: projection, convolution, state-space model, gated norm, output projection.
 
-    in_proj is [groups, channels, h], see `group_channels`: all channels of the first group, then of the second, and so
-    on. The backward recomputes the activations between the projection and the norm."""
+    in_proj is [groups, channels, h]: all channels of the first group, then of the second, and so on; see
+    `group_channels`. The backward recomputes the activations between the projection and the norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -81,11 +81,11 @@ class Mamba2(nn.Module):
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay rate per unit of step size."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factor of the input that is added to the output."""
+        """Factors of the inputs, which are added to the outputs."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
-        # Neither projection has a bias. Muon leaves in_proj to --muon-scalar-optimizer, as in Megatron-LM.
+        # Neither projection has a bias. With Muon, --muon-scalar-optimizer updates in_proj, as in Megatron-LM.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, role="packed")
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", width, hidden, False), ctx)
@@ -116,8 +116,8 @@ class Mamba2(nn.Module):
         return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """x [..., groups/tp, channels, ...], whose dim + 1 has x, B, C and optionally dt -> [..., cp, groups/(tp*cp) or
-        1, channels of a rank, ...]: the part of x for each context rank"""
+        """x [..., groups/tp, channels, ...], whose dim + 1 contains x, B, C and optionally dt -> [..., cp,
+        groups/(tp*cp) or 1, channels of a rank, ...]: the part of x for each context-parallel rank"""
         parts = self.cp.size // self.groups
         if parts <= 1:
             return x.unflatten(dim, (self.cp.size, -1))
@@ -139,8 +139,8 @@ class Mamba2(nn.Module):
         return (y if len(y) == len(mixed) else y[: len(mixed)]).flatten(2)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Mix tokens that follow earlier ones, whose state and last convolution inputs are cached. Padding leaves the
-        state unchanged."""
+        """Mix tokens that follow cached tokens. The cache contains the state and the last convolution inputs. Padding
+        does not change the state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (x, dt, B, C), last = self._operands(mixed, None, before)
@@ -161,25 +161,25 @@ class Mamba2(nn.Module):
         return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
 
     def _convolution(self) -> tuple[Tensor, Tensor]:
-        """Return this context rank's weight and bias of the convolution."""
+        """Return the weight and bias of the convolution for this context-parallel rank."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
         return weight, bias
 
     def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
-        """Return the widths of x and B, for a group and for a head, and the bias of the step sizes, all for this
-        context rank."""
+        """Return the widths of x and B of a group and of x of a head, and the bias of the step sizes, for this
+        context-parallel rank."""
         parts = max(1, self.cp.size // self.groups)
         widths = self.channels[0] // parts, self.channels[1], self.head_dim
         return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
-        """Decay rates a [heads/(tp*cp)], which the step sizes multiply"""
+        """Return the decay rates a [heads/(tp*cp)], which are multiplied by the step sizes."""
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
 
 def with_input(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
-    """y + D x [s, b, heads * p] in the dtype of x"""
+    """Return y + D x [s, b, heads * p] in the dtype of x."""
     return (y + d.to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
 
 
@@ -193,11 +193,19 @@ def mamba_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """mixed [s, b, groups, x, B, C and a dt for each head], number [s, b], before [taps - 1, b, groups, x, B and C] ->
-    the operands of the state-space model, and the last inputs of the convolution. `widths` has the widths of x and B of
-    a group, and of x of a head. Step sizes are at least `min_step`.
+    """Compute the operands of the state-space model, and the last inputs of the convolution.
 
     dt is fp32 even if the other operands have 16 bits, because it is summed over tokens.
+
+    Args:
+        mixed: [s, b, groups, channels], x, B, C and a dt for each head.
+        weight: [groups, channels of x, B and C, taps], weight of the convolution.
+        bias: [groups, channels of x, B and C], bias of the convolution.
+        dt_bias: [heads], bias of the step sizes.
+        widths: Widths of x and B of a group, and of x of a head.
+        min_step: Lower bound of step sizes.
+        number: [s, b], number of documents that have begun; None if there is only one document.
+        before: [taps - 1, b, groups, channels of x, B and C], earlier inputs of the convolution; None for zeros.
     """
     inputs, state, head = widths
     mixed, dt = mixed.split((inputs + 2 * state, mixed.shape[-1] - inputs - 2 * state), dim=-1)
@@ -211,15 +219,24 @@ def mamba_operands(
 
 
 def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Compute `mamba_operands(*prepared)` and return them in chunks, see `operands_in_chunks`."""
+    """Compute `mamba_operands(*prepared)`, and return the operands in chunks; see `operands_in_chunks`."""
     (x, dt, B, C), _ = mamba_operands(*prepared)
     return operands_in_chunks(x, dt, decay, B, C, chunk)
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
-    """RMSNorm over the channels of each group of y [s, b, groups * c] times the SiLU of its gates [s, b, groups, c] ->
-    [s, b, groups * c] in the gates' dtype; 16-bit inputs are computed in fp32. If the weight is None, nothing is
-    normalized; if `normed_first`, the gates multiply the output of the norm."""
+    """RMSNorm, over the channels of each group, of y times the SiLU of the gates. 16-bit inputs are computed in fp32.
+
+    Args:
+        y: [s, b, groups * c].
+        gate: [s, b, groups, c].
+        weight: [groups * c], norm weight; None for no norm.
+        eps: Epsilon of the norm.
+        normed_first: True to multiply the output of the norm by the gates, instead of its input.
+
+    Returns:
+        [s, b, groups * c] in the dtype of `gate`.
+    """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))
     y = y if normed_first and weight is not None else y * gate_function

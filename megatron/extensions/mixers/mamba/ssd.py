@@ -1,27 +1,27 @@
 """The state-space model of Mamba-2, step by step and in chunks (SSD, arXiv 2405.21060, section 6).
 
-Each head has a state S [n, p]. For each token, the state decays, the token's input x is added at its B, and the state
-is read at its C:
+Each head has a state S [n, p]. For each token, the state decays, the outer product of the token's B and input x is
+added, and the state is read with the token's C:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ         y_t = S_tᵀ C_t
 
-The chunked form computes the same with matrix products. With L_ij = exp(sum of dt A over tokens j + 1 .. i) for j <= i,
-and r_i the same from the chunk's first token on, the tokens of a chunk read
+The chunked form computes the same results with matrix products. Let L_ij = exp(sum of dt A over tokens j + 1 .. i) for
+j <= i, and r_i = exp(sum of dt A from the chunk's first token to token i). The outputs of a chunk are
 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
-where S is the state before the chunk. Only the states pass from one chunk to the next. At the first token of a document
-the decay is total: every factor that spans it is 0.
+where S is the state before the chunk. Only the states pass from one chunk to the next. At the first token of a
+document, the state is reset: every decay factor that spans it is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
 adjacent.
 
 fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and summed in fp32, as in the kernels of arXiv
-2405.21060: x, B and C are exact. These quantities are rounded, with a relative error of u = 2^-8: the weights of tokens
-in a chunk, ((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt) X that a
-chunk adds to the state; the states that tokens read; and both terms of Y. States and their decays are kept in fp32. So
-an output is off by at most ((1 + u)^3 - 1) Y*, and a state by u S*, in addition to fp32 rounding. Y* and S* are the
-outputs and states that |x|, |B| and |C| give.
+2405.21060: x, B and C are exact. The following quantities are rounded, with a relative error of u = 2^-8: the weights
+of tokens in a chunk, ((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt)
+X that a chunk adds to the state; the states that tokens read; and both terms of Y. States and their decays are kept in
+fp32. Therefore the error of an output is at most ((1 + u)^3 - 1) Y*, and that of a state is at most u S*, in addition
+to fp32 rounding. Y* and S* are the outputs and states for |x|, |B| and |C|.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the model token by token. Used for a few tokens, and as a reference for `ssd_chunks`, which takes the same
-    arguments and returns the same results."""
+    """Run the model token by token, for a few tokens, and as a reference for `ssd_chunks`. Arguments and results are
+    those of `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
     dt = dt.to(wide)
@@ -78,11 +78,22 @@ def ssd_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """Run the model in chunks of tokens. Returns y [s, b, heads, p] and the state [b, heads, n, p] after the last
-    token, both in fp32, or in fp64 for fp64 operands.
+    """Run the model in chunks of tokens.
 
-    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state`, and
-    None if there is only one document. The initial state is zero if `state` is None.
+    Args:
+        x: [s, b, heads, p], inputs.
+        dt: [s, b, heads], step sizes.
+        a: [heads], negative decay rates.
+        B: [s, b, groups, n].
+        C: [s, b, groups, n].
+        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
+            `state`; None if there is only one document.
+        state: [b, heads, n, p], initial state; None for zeros.
+        chunks: Division into chunks.
+
+    Returns:
+        y [s, b, heads, p], and the state [b, heads, n, p] after the last token, both in fp32, or in fp64 for fp64
+            operands.
     """
     operands = region(operands_in_chunks, chunks.hardware.compiled)(x, dt, a, B, C, min(chunks.tokens, len(x)))
     y, final = ssd_of_chunks(operands, number, state, chunks.hardware, None, operands[1].dtype)
@@ -97,8 +108,17 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`ssd_chunks` for operands that are already in chunks, see `operands_in_chunks`. Returns y in `dtype`, for whole
-    chunks. If factors `direct` [heads] are given, returns y + direct x."""
+    """Run the model on operands that are already in chunks. Returns y, for whole chunks, and the state after the last
+    token.
+
+    Args:
+        operands: Operands that `operands_in_chunks` returns.
+        number: [s, b], number of documents that have begun; None if there is only one document.
+        state: [b, heads, n, p], initial state; None for zeros.
+        hardware: Hardware settings.
+        direct: [heads], factors of the inputs, which are added to y; None for no addition.
+        dtype: Dtype of y.
+    """
     x, dt, g, B, C = operands
     _, samples, groups, heads, chunk, width = x.shape
     numbers = None if number is None else numbers_in_chunks(number, chunk)
@@ -118,8 +138,17 @@ def ssd_of_chunks(
 
 
 def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return x, dt, dt a, B and C in chunks, see `in_chunks`. x, B and C stay bf16 if x is bf16; all others are fp32 or
-    fp64."""
+    """Return x, dt, dt a, B and C in chunks; see `in_chunks`. x, B and C stay in bf16 if x is bf16; all other operands
+    are fp32 or fp64.
+
+    Args:
+        x: [s, b, heads, p], inputs.
+        dt: [s, b, heads], step sizes.
+        a: [heads], negative decay rates.
+        B: [s, b, groups, n].
+        C: [s, b, groups, n].
+        chunk: Tokens per chunk.
+    """
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)
     own = x.dtype if x.dtype == torch.bfloat16 else wide
     dt = dt.to(wide)
@@ -130,16 +159,16 @@ def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, c
 
 
 def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
-    """x [chunks, b, groups, heads of a group, chunk, p], times dt and its decay `left` -> [chunks, b, groups, chunk,
-    heads * p] in the dtype of x"""
+    """Multiply x [chunks, b, groups, heads of a group, chunk, p] by dt and the decay `left` -> [chunks, b, groups,
+    chunk, heads * p] in the dtype of x"""
     return _columns(x * (dt * left)).flatten(-2).to(x.dtype)
 
 
 def _scores(
     products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """((C Bᵀ) * L) diag(dt) + diag(direct) in `dtype`, from the products C Bᵀ [..., 1, i, j] of a group, the `total`
-    [..., heads, i] that `decays` returns, and dt [..., heads, j, 1] -> [..., heads, i, j]"""
+    """Return ((C Bᵀ) * L) diag(dt) + diag(direct) [..., heads, i, j] in `dtype`, from the products C Bᵀ [..., 1, i, j]
+    of a group, `total` [..., heads, i] as `decays` returns it, and dt [..., heads, j, 1]."""
     later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
     change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
     if number is not None:
@@ -153,15 +182,16 @@ def _scores(
 
 
 def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of what tokens read from their own chunk [chunks, b, groups, heads of a group, chunk, p] and from the state
-    before it [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
+    """Add the outputs from a token's own chunk [chunks, b, groups, heads of a group, chunk, p] and from the state
+    before the chunk [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
     out, read = (_ContiguousGradient.apply(term) for term in (out, read))
     out = _columns(out) + read * reach.transpose(3, 4)
     return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3).to(dtype)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Return the operand unchanged. A region writes its gradient in the order in which matrix products read it."""
+    """Return the operand unchanged; make its gradient contiguous, so that a compiled region writes it in the order in
+    which matrix products read it."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -185,7 +215,7 @@ class ScanContext(AutogradContext):
 
 class _Scan(torch.autograd.Function):
     """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Returns all S except the last one, in the dtype of B,
-    and the last S separately."""
+    and the last S."""
 
     # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
     # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]
@@ -218,7 +248,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of the states after each chunk [chunks, b, groups, n, heads of a group, p] as columns in `dtype`
-    [chunks, b, groups, n, heads of a group * p], and gradients of the carried factors [chunks, b, groups, 1, heads of a
-    group, 1]"""
+    """Return the gradients of the states after each chunk, [chunks, b, groups, n, heads of a group, p], as columns in
+    `dtype`, [chunks, b, groups, n, heads of a group * p], and the gradients of the carried factors, [chunks, b, groups,
+    1, heads of a group, 1]."""
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

@@ -1,4 +1,4 @@
-"""Flags of Mamba-1, its rules, and the facts that are needed before its module is imported.
+"""Flags, rules and registration of Mamba-1.
 
 This module does not import torch.
 """
@@ -30,13 +30,13 @@ class Mamba1Flags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba1", "S")
 
     mamba1_channels: int | None = flag(None, above=0)
-    """Mamba-1: number of channels, each with its own state; default: 2 x hidden-size."""
+    """Mamba-1: number of channels, each with its own state. Default: 2 x --hidden-size."""
 
     mamba1_state_dim: int = flag(16, above=0)
     """Mamba-1: state size per channel."""
 
     mamba1_step_rank: int | None = flag(None, above=0)
-    """Mamba-1: rank of the step size projection; default: hidden-size / 16, rounded up."""
+    """Mamba-1: rank of the step size projection. Default: --hidden-size / 16, rounded up."""
 
     mamba1_conv_kernel_dim: int = flag(4, above=0)
     """Mamba-1: kernel size of the causal convolution, in tokens."""
@@ -54,13 +54,13 @@ def channels_of(config: TransformerConfig) -> int:
 
 
 def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
-    """Number of step size, B and C features that are projected from a token's channels."""
+    """Return the numbers of step size, B and C features that are projected from a token's channels."""
     own = config.options(Mamba1Flags)
     return own.mamba1_step_rank or ceil(config.hidden_size / 16), own.mamba1_state_dim, own.mamba1_state_dim
 
 
 def described(config: TransformerConfig) -> str:
-    """Text for a plan: the channels of Mamba-1."""
+    """Describe the channels of Mamba-1 for a plan."""
     rank, states, _ = low_rank_widths(config)
     return f", {channels_of(config)} channels with states of {states}, step sizes of rank {rank}"
 

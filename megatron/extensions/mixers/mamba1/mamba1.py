@@ -1,12 +1,13 @@
 """Mamba-1 (arXiv 2312.00752, section 3.4).
 
-One projection produces the inputs x and gates of each channel. x passes a depthwise causal convolution and SiLU. A
-second projection, from all channels, produces B, C and a low-rank vector, which a third one maps to the step sizes of
-channels. The selective scan mixes tokens, and its output times the SiLU of the gates is projected back.
+One projection produces the inputs x and gates of each channel. A depthwise causal convolution and SiLU are applied to
+x. A second projection, from all channels, produces B, C and a low-rank vector, which a third projection maps to the
+step sizes of the channels. The selective scan mixes tokens; its output times the SiLU of the gates is projected to
+hidden states.
 
-Each tensor-parallel rank holds some of the channels, and a sum over ranks makes B, C and the low-rank step sizes. Under
-context parallelism, one all-to-all exchanges sequence shards for channels, and another returns the outputs: each rank
-convolves and scans whole sequences of its channels. The gates are not exchanged.
+Each tensor-parallel rank holds some of the channels; B, C and the low-rank step sizes are sums over ranks. Under
+context parallelism, one all-to-all exchanges sequence shards for channels, and another one restores the sequence shards
+of the outputs. Each rank convolves and scans whole sequences of its channels. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megatron.extensions.mixers.short_convolution.short_convolution import Betwe
 
 
 class Mamba1(BetweenProjections):
-    """Projection, convolution, selective scan, gate, projection back."""
+    """Mamba-1: projection, convolution, selective scan, gate, output projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -59,17 +60,17 @@ class Mamba1(BetweenProjections):
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias", init=of_taps)
         x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, role="hidden")
         self.x_proj = make_parameter(x_proj, ctx)
-        """Projects to step sizes, B and C."""
+        """Projection to low-rank step sizes, B and C."""
         self.dt_weight = make_sharded_parameter(
             f"{name}.dt_proj.weight", (channels, rank), ctx, role="hidden", init=of_rank
         )
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of the decay rates per unit of step size. The parameter has one dimension, so that it does not
-        count as a matrix and get weight decay."""
+        """Logarithms of the decay rates per unit of step size. The parameter has one dimension, so that it is not
+        treated as a matrix and does not get weight decay."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
-        """Factor of the input that is added to the output."""
+        """Factors of the inputs, which are added to the outputs."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
             make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)
@@ -101,14 +102,16 @@ class Mamba1(BetweenProjections):
         return heads_to_sequence(y, self.cp).flatten(2) * F.silu(gate)
 
     def _own(self, parameter: Tensor, dim: int = 0) -> Tensor:
-        """Return the channels of a parameter that this context rank has."""
+        """Return the channels of a parameter that belong to this context-parallel rank."""
         return local_slice(parameter, self.cp, dim)
 
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u [s, b, channels/(tp*cp)] -> its step sizes, fp32 or wider, and B and C [s, b, states]
+        """Return the step sizes of u [s, b, channels/(tp*cp)], in fp32 or wider, and B and C [s, b, states].
 
-        The sums over ranks cover all channels. Each rank computes a part of their gradients, and of the gradients of
-        the norms. Context ranks add up the gradients of norms as data-parallel ranks do."""
+        B, C and the low-rank step sizes are sums over ranks, which cover all channels. Each rank computes a part of the
+        gradients of these sums and of the norms. Context-parallel ranks sum the gradients of norms as data-parallel
+        ranks do.
+        """
         sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)
         parts = copy_to(sums, self.cp).split(self.widths, dim=-1)
         if self.norm != "none":
@@ -121,6 +124,6 @@ class Mamba1(BetweenProjections):
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """16-bit inputs are computed in fp32."""
+    """Return the RMSNorm of x; 16-bit inputs are computed in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)

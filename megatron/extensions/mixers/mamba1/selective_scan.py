@@ -1,14 +1,14 @@
 """The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
 
-Each channel has a state h [n]. For each token, the elements of the state decay, each at its own rate, the token's input
-x is added at its B, and the state is read at its C:
+Each channel has a state h [n]. For each token, every element of the state decays at its own rate, the token's B times
+its input x is added, and the state is read with the token's C:
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
 
 The rates within a channel differ, so matrix products cannot compute the recurrence. Instead, tokens are divided into
-chunks. The recurrence runs in all chunks at once, from zero, and then from chunk to chunk: about 2 sqrt(s) sequential
-operations for s tokens. The backward recomputes the states, for a few channels at a time, and runs the adjoint
-recurrence from the last token to the first.
+chunks. The recurrence runs in all chunks in parallel, starting from zero, and then from chunk to chunk, which takes
+about 2 sqrt(s) sequential operations for s tokens. The backward recomputes the states, for a few channels at a time,
+and runs the adjoint recurrence from the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
 """
@@ -25,16 +25,26 @@ from torch.autograd.function import once_differentiable
 from megatron.core.torch_private import AutogradContext
 
 MOST_STATES = 2**26
-"""Largest number of state elements, over all tokens, that exist at the same time."""
+"""Largest number of state elements, over all tokens, that are in memory at the same time."""
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return y [s, b, c] and the state after the last token, both in fp32, or in fp64 for fp64 operands.
+    """Run the selective scan.
 
-    `number` [s, b] counts the documents that have begun; it is 0 for tokens that continue the document of `state`, and
-    None if there is only one document. The initial state is zero if `state` is None.
+    Args:
+        x: [s, b, c], inputs.
+        dt: [s, b, c], step sizes.
+        a: [c, n], negative decay rates.
+        B: [s, b, n].
+        C: [s, b, n].
+        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
+            `state`; None if there is only one document.
+        state: [b, c, n], initial state; None for zeros.
+
+    Returns:
+        y [s, b, c], and the state after the last token, both in fp32, or in fp64 for fp64 operands.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, dt, a, B, C = (t.to(wide) for t in (x, dt, a, B, C))
@@ -44,7 +54,7 @@ def selective_scan(
 
 
 def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], initial state [...] -> h [s, ...]"""
+    """Compute h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], initial state [...] -> h [s, ...]"""
     size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
     reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
     for t in range(1, size):
@@ -57,8 +67,8 @@ def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
 
 
 def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of what each token writes, from the gradients of the states: the recurrence runs backwards from the last
-    token"""
+    """Return the gradient of `written` from the gradients of the states, by the recurrence from the last token to the
+    first."""
     later = torch.cat((torch.zeros_like(decay[:1]), decay[1:].flip(0)))
     return recurrence(later, grad.flip(0), torch.zeros_like(grad[0])).flip(0)
 
@@ -108,7 +118,7 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
-    """Number of channels whose states are computed together."""
+    """Yield slices of the channels whose states are computed together."""
     size = max(1, MOST_STATES // max(1, C.numel()))
     return (slice(first, first + size) for first in range(0, x.shape[-1], size))
 
@@ -116,7 +126,7 @@ def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
 def _states(
     part: slice, x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decays of some channels, and their states after each token: both are [s, b, c of the part, n]"""
+    """Return the decays of some channels, and their states after each token, both [s, b, c of the part, n]."""
     decay = (dt[..., part, None] * a[part]).exp()
     if begins is not None:
         decay = decay.masked_fill(begins[..., None, None], 0.0)

@@ -1,8 +1,8 @@
-"""Attention and Mamba-2 side by side in one layer, as in Falcon-H1: both read the same normalized input, and the
-residual stream receives the sum of their outputs.
+"""Attention and Mamba-2 in parallel in one layer, as in Falcon-H1. Both read the same normalized input, and the sum of
+their outputs is added to the residual stream.
 
-Chosen by the letter H of --hybrid-layer-pattern, or by --experimental-attention-variant attention_and_mamba2 in layers
-that also have an MLP. Flags: those of the model's attention and of Mamba-2, and scale factors of inputs, keys and
+Selected by the letter H of --hybrid-layer-pattern, or by --experimental-attention-variant attention_and_mamba2 in
+layers that also have an MLP. Flags: the flags of attention and of Mamba-2, and scale factors of inputs, keys and
 outputs.
 
 Read first: `parallel_mixers.py`, the module.

@@ -1,4 +1,4 @@
-"""Flags of parallel attention and Mamba-2, and the facts that are needed before the module is imported.
+"""Flags and registration of parallel attention and Mamba-2.
 
 This module does not import torch.
 """
@@ -19,7 +19,7 @@ NAME = "attention_and_mamba2"
 @extension_flags("attention beside Mamba-2", part_of="model")
 @dataclass(frozen=True)
 class ParallelMixerFlags:
-    """Scale factors in layers with attention and Mamba-2 side by side (Falcon-H1, arXiv 2507.22448)."""
+    """Scale factors in layers with attention and Mamba-2 in parallel (Falcon-H1, arXiv 2507.22448)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "H")
 

@@ -1,4 +1,4 @@
-"""Attention and Mamba-2 side by side, as in Falcon-H1 (arXiv 2507.22448, section 2)."""
+"""Attention and Mamba-2 in parallel, as in Falcon-H1 (arXiv 2507.22448, section 2)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.extensions.mixers.parallel_mixers.flags import ParallelMixerFlags
 
 
 class AttentionAndMamba2(nn.Module):
-    """Sum of the model's attention and Mamba-2, with a scale factor for the input and the output of each. Scaling the
-    keys scales the attention scores."""
+    """Sum of the model's attention and Mamba-2, with scale factors for the input and output of each. The scale factor
+    of keys is applied to the attention scores."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Flags of RG-LRU, its rules, and the facts that are needed before its module is imported.
+"""Flags, rules and registration of RG-LRU.
 
 This module does not import torch.
 """
@@ -32,7 +32,7 @@ class RgLruFlags:
     """RG-LRU: number of channels; default: --hidden-size."""
 
     rg_lru_num_blocks: int | None = flag(None, above=0)
-    """RG-LRU: number of channel blocks. The gates of a block are a linear projection of its own channels. Default:
+    """RG-LRU: number of channel blocks. The gates of a block are a linear projection of the block's channels. Default:
     --num-attention-heads."""
 
     rg_lru_conv_kernel_dim: int = flag(4, above=0)
@@ -40,7 +40,7 @@ class RgLruFlags:
 
 
 def shape_of(config: TransformerConfig) -> tuple[int, int]:
-    """Number of blocks, and channels per block."""
+    """Return the number of blocks, and the number of channels per block."""
     own = config.options(RgLruFlags)
     blocks = own.rg_lru_num_blocks or config.num_attention_heads
     return blocks, (own.rg_lru_width or config.hidden_size) // blocks
@@ -62,7 +62,7 @@ def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def described(config: TransformerConfig) -> str:
-    """Text for a plan: the channels of RG-LRU."""
+    """Describe the channels of RG-LRU for a plan."""
     return ", {} blocks of {} channels".format(*shape_of(config))
 
 

@@ -1,13 +1,14 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
 
-One projection produces the inputs and gates of each channel. The inputs pass a depthwise causal convolution. From its
-output x, each block of channels computes two gates, i for the input and r for the recurrence:
+One projection produces the inputs and output gates of each channel. A depthwise causal convolution is applied to the
+inputs. From its output x, each block of channels computes two gates, i for the input and r for the recurrence:
 
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
-At the first token of a document the square root is replaced with 1. h times the GeLU of the output gates is projected
-back. Each tensor-parallel rank holds some of the blocks. Under context parallelism, one all-to-all exchanges sequence
-shards for blocks, and another returns the outputs. The output gates are not exchanged.
+At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
+is projected to hidden states. Each tensor-parallel rank holds some of the blocks. Under context parallelism, one
+all-to-all exchanges sequence shards for blocks, and another one restores the sequence shards of the outputs. The output
+gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from megatron.extensions.mixers.rg_lru.flags import RgLruFlags, shape_of
 from megatron.extensions.mixers.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
-"""Factor in the logarithm of the decay."""
+"""Constant factor in the logarithm of the decay."""
 
 STEEPEST = 1000.0
 """Upper bound of the derivative of the square root, which is infinite at 0."""
 
 
 class RgLru(BetweenProjections):
-    """Projection, convolution, gated recurrence, gate, projection back."""
+    """RG-LRU layer: projection, convolution, gated recurrence, gate, output projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -62,11 +63,11 @@ class RgLru(BetweenProjections):
             weight = (f"{name}.{gate}.weight", (blocks, width, width), ctx)
             self.gates.append(make_sharded_parameter(*weight, role="hidden", init=of_gates, stacked=1))
             self.gates.append(make_sharded_parameter(f"{name}.{gate}.bias", (blocks, width), ctx, role="bias"))
-        # a state is multiplied by 0.9 to 0.999 per token if its gate is 1/8
+        # with these rates, a state is multiplied by 0.9 to 0.999 per token if its gate is 1/8
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
         """Inverse softplus of the decay rate."""
-        # Output gates and inputs.
+        # The projection produces output gates and inputs.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
@@ -102,8 +103,17 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """u [s, b, c], projections i and r [s, b, blocks, w] for both gates, their biases [blocks, w], decay [c], begins
-    [s, b] -> the factors of the states and the terms added to them, both [s, b, c] in fp32 or wider"""
+    """Return the factors of the states, and the terms that are added to them, both [s, b, c] in fp32 or wider.
+
+    Args:
+        u: [s, b, c], inputs.
+        i: [s, b, blocks, w], projection to input gates.
+        r: [s, b, blocks, w], projection to recurrence gates.
+        input_bias: [blocks, w], bias of input gates.
+        state_bias: [blocks, w], bias of recurrence gates.
+        decay: [c], inverse softplus of the decay rates.
+        begins: [s, b], True for the first tokens of documents.
+    """
     wide, first = torch.promote_types(u.dtype, torch.float32), begins.unsqueeze(-1)
     of_input, of_state = (
         (gate.to(wide) + bias.to(wide)).sigmoid().flatten(2) for gate, bias in ((i, input_bias), (r, state_bias))
@@ -114,13 +124,13 @@ def gated_inputs(
 
 
 def bounded_root(x: Tensor) -> Tensor:
-    """Square root with a derivative of at most `STEEPEST`"""
+    """Return the square root, with a derivative of at most `STEEPEST`."""
     value = x.detach()
     return value.sqrt() + (x - value) * (4 * value).clamp(min=STEEPEST**-2).rsqrt()
 
 
 class _Recurrence(torch.autograd.Function):
-    """`recurrence` as an autograd function, which saves the decays and the results."""
+    """Autograd function of `recurrence`, which saves the decays and the results for the backward."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

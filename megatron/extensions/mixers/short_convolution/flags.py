@@ -1,4 +1,4 @@
-"""Flags of short convolutions, their rules, and the facts that are needed before their module is imported.
+"""Flags, rules and registration of short convolutions.
 
 This module does not import torch.
 """

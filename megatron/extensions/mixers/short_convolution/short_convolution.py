@@ -1,10 +1,10 @@
 """Short convolution between two gates, as in LFM2 (arXiv 2511.23404).
 
-One projection produces gates B and C and inputs x of each channel. B x passes a depthwise causal convolution of a few
-taps, and C times its output is projected back. Each tensor-parallel rank holds some of the channels.
+One projection produces gates B and C and inputs x of each channel. A depthwise causal convolution of a few taps is
+applied to B x; its output times C is projected to hidden states. Each tensor-parallel rank holds some of the channels.
 
-Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and another returns the
-outputs: each rank convolves whole sequences of its channels. Neither gate is exchanged.
+Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and another one restores the
+sequence shards of the outputs. Each rank convolves whole sequences of its channels. Neither gate is exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron.extensions.mixers.short_convolution.flags import ShortConvolutionF
 
 
 class BetweenProjections(nn.Module):
-    """Mixer that consists of `in_proj`, `_mix` and `out_proj`. The backward recomputes what `_mix` computes."""
+    """Base class of mixers that consist of `in_proj`, `_mix` and `out_proj`. The backward recomputes the activations of
+    `_mix`."""
 
     in_proj: nn.Module
     out_proj: nn.Module
@@ -43,13 +44,13 @@ class BetweenProjections(nn.Module):
         return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s/cp, b, features/tp] from the first projection, number [s, b] of documents that have begun -> the
-        input of the second projection"""
+        """Return the input of the second projection. `mixed` [s/cp, b, features/tp] is the output of the first
+        projection; `number` [s, b] is the number of documents that have begun."""
         raise NotImplementedError
 
 
 class ShortConvolution(BetweenProjections):
-    """Projection, gate, convolution, gate, projection back."""
+    """Short convolution layer: projection, gate, convolution, gate, output projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class ShortConvolution(BetweenProjections):
         within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
         of_bias = (f"{name}.conv1d.bias", (hidden,), ctx)
         self.conv_bias = make_sharded_parameter(*of_bias, role="bias", init=within) if bias else None
-        # Input gates, output gates, and inputs.
+        # The projection produces input gates, output gates, and inputs.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (3, hidden), bias, shard_dim=1)
         self.in_proj = column_parallel(in_proj, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", hidden, hidden, bias), ctx)
@@ -85,8 +86,19 @@ class ShortConvolution(BetweenProjections):
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [s, b, c], weight [c, 1, taps], bias [c], number [s, b], before [taps - 1, b, c] -> the convolution [s, b, c],
-    and its last inputs [taps - 1, b, c]; see `short_convolution`. 16-bit inputs are computed in fp32."""
+    """Depthwise causal convolution with a bias, which does not cross document borders. 16-bit inputs are computed in
+    fp32.
+
+    Args:
+        x: [s, b, c], inputs.
+        weight: [c, 1, taps].
+        bias: [c]; None for no bias.
+        number: [s, b], number of documents that have begun; None if there is only one document.
+        before: [taps - 1, b, c], inputs before x; None for zeros.
+
+    Returns:
+        The outputs [s, b, c], and the last inputs [taps - 1, b, c].
+    """
     before = None if before is None else before.unsqueeze(-1)
     y, last = short_convolution(x.unsqueeze(-1), weight, number, before)
     y = y.squeeze(-1)

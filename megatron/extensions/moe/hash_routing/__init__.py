@@ -1,4 +1,4 @@
-"""Hash routing: in the first layers the token id alone determines the experts, as in DeepSeek-V4.
+"""Hash routing: in the first layers, the token id determines the experts, as in DeepSeek-V4.
 
 Flag: --moe-n-hash-layers.
 

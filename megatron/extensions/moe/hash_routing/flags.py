@@ -1,4 +1,4 @@
-"""Flag of hash routing, and the facts that are needed before it is imported. This module does not import torch."""
+"""Flag, rules and registration of hash routing. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     forced = any(getattr(each, "moe_router_force_load_balancing", False) for each in m.extension_options)
     yield from unless_at_most(SWITCH, own.moe_n_hash_layers, "--num-layers", m.num_layers)
     for other, given, why in (
-        ("--moe-router-load-balancing-type sinkhorn", sinkhorn, "a table balances the choice"),
-        ("--moe-router-force-load-balancing", forced, "a table balances the choice"),
-        (f"--moe-zero-experts {m.moe_zero_experts}", m.moe_zero_experts, "the table has experts alone"),
+        ("--moe-router-load-balancing-type sinkhorn", sinkhorn, "a table determines the experts"),
+        ("--moe-router-force-load-balancing", forced, "a table determines the experts"),
+        (f"--moe-zero-experts {m.moe_zero_experts}", m.moe_zero_experts, "the table has no zero experts"),
     ):
         if given:
             yield Problem.exclusive(SWITCH, own.moe_n_hash_layers, other, why)
@@ -40,7 +40,7 @@ class HashRoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_n_hash_layers: int = flag(0, at_least=0)
-    """Number of first layers that select experts by a fixed table of token ids, which is random for a new model. The
+    """Number of first layers that select experts by token id, with a fixed table that is random in a new model. The
     router's scores weight the expert outputs. These layers have no balancing loss and no expert bias."""
 
 

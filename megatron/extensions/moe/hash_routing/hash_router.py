@@ -1,4 +1,4 @@
-"""Router that chooses experts by token id alone (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
+"""Router that selects experts by token id (Hash Layers, arXiv 2106.04426; DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class HashRouter(TopKRouter):
-    """Choose the k experts that a table lists for each token. Router scores weight the expert outputs as usual."""
+    """Router that selects the k experts that a table lists for each token id. Router scores weight the expert outputs,
+    as in `TopKRouter`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         config = replace(config, moe_router_enable_expert_bias=False, moe_router_load_balancing_type=("none",))
         super().__init__(name, config, ctx)
         shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
         self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init, role="state"), torch.int64, ctx)
-        """[vocabulary, k]: the experts of each token. The name is Megatron-LM's."""
+        """[vocabulary, k]: experts of each token id. The name is Megatron-LM's."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         assert context.tokens is not None

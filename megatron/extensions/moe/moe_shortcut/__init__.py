@@ -1,4 +1,4 @@
-"""Shortcut-connected experts, as in LongCat-Flash: the experts' output joins the residual stream one layer later.
+"""Shortcut-connected experts, as in LongCat-Flash: the experts' output is added to the residual stream one layer later.
 
-Switched on by --moe-shortcut. Read `flags.py`, then `delayed.py`, the stream.
+Enabled by --moe-shortcut. Read `flags.py`, then `delayed.py`, the residual stream.
 """

@@ -1,7 +1,8 @@
-"""Residual stream of shortcut-connected experts, [s, b, 2h]: hidden states, and the output of the previous layer's
-experts, which is added after the next MLP (ScMoE, arXiv 2404.05019; LongCat-Flash).
+"""Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-Each token is computed independently, so that no layout needs further communication."""
+The stream [s, b, 2h] contains the hidden states, and the output of the previous layer's experts, which is added after
+the next MLP. Each token is computed independently, so that no layout needs additional communication.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DelayedExperts(nn.Module):
-    """Add the output of a sublayer to the hidden states. The output of experts is added after the next MLP."""
+    """Residual stream that adds the output of a sublayer to the hidden states, but the output of experts only after the
+    next MLP."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class DelayedExperts(nn.Module):
 
 
 class SumOfBoth(nn.Module):
-    """Hidden states after the last layer."""
+    """Sum of both halves of the stream: the hidden states after the last layer."""
 
     def forward(self, stream: Tensor) -> Tensor:
         """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

@@ -1,4 +1,4 @@
-"""Flag of shortcut-connected experts, and the facts that are needed before they are imported.
+"""Flag, rules and registration of shortcut-connected experts.
 
 This module does not import torch.
 """
@@ -23,16 +23,16 @@ class ShortcutFlags:
         "beside the experts",
         excludes=(
             Condition(
-                "--norm-placement: outputs are not added where they would be normed",
+                "--norm-placement: expert outputs are added later than they would be normalized",
                 lambda config: config.model.norms_outputs or config.model.norms_sums,
             ),
-            "--moe-output-norm: the outputs of experts and shared expert are not added",
-            "--parallel-residual: each sublayer reads the stream in its turn",
+            "--moe-output-norm: the outputs of the routed and shared experts are not summed",
+            "--parallel-residual: sublayers read the stream one after another",
         ),
     )
     """Add the output of the routed experts to the residual stream after the MLP of the next layer, or after the last
-    layer, instead of in the same layer. The output of the shared expert is added at once (LongCat-Flash, with
-    --moe-layer-freq 2)."""
+    layer, instead of in the same layer. The output of the shared expert is still added in the same layer
+    (LongCat-Flash, with --moe-layer-freq 2)."""
 
 
 RESIDUALS.register(

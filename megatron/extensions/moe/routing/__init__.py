@@ -1,4 +1,4 @@
-"""Further ways to route tokens to experts: Sinkhorn routing, SparseMixer weights, and random choices for benchmarks.
+"""Additional routing methods: Sinkhorn routing, SparseMixer weights, and random routing for benchmarks.
 
 Flags: --moe-router-load-balancing-type sinkhorn, --moe-router-score-function sparsemixer with --moe-sparsemixer-eps,
 --moe-router-force-load-balancing. Read `routers.py`.

@@ -1,4 +1,4 @@
-"""Flags and rules of routing, and the import paths of its parts. This module does not import torch."""
+"""Flags, rules and registration of additional routing methods. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class RoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
-    """Threshold of sparsemixer routing: a logit s counts as near the largest logit m if (m - s) / max(|s|, m)
-    is at most twice this number."""
+    """Threshold of sparsemixer routing: a logit s is considered near the largest logit m if (m - s) / max(|s|, m) is at
+    most twice this number."""
 
     moe_router_force_load_balancing: bool = flag(False, training_only=True)
-    """Replace router logits by random numbers in training, for benchmarks with evenly loaded experts."""
+    """Replace router logits with random numbers in training, for benchmarks with evenly loaded experts."""
 
 
 def balances_choices(config: MoEConfig) -> bool:
@@ -44,19 +44,19 @@ def balances_choices(config: MoEConfig) -> bool:
 
 
 def sinkhorn_scores(config: MoEConfig) -> str | None:
-    """Return the score function that Sinkhorn routing uses; None without Sinkhorn routing."""
+    """Return the score function of Sinkhorn routing; None if Sinkhorn routing is not used."""
     if not balances_choices(config):
         return None
     return "sigmoid" if config.moe_router_topk == 1 else "pre_softmax"
 
 
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
-    """Check that nothing else balances the choice of experts or sets the scores under Sinkhorn routing."""
+    """Check that no other flag balances the choice of experts or sets scores if Sinkhorn routing is used."""
     sinkhorn = "--moe-router-load-balancing-type sinkhorn"
     if any(m.moe_aux_loss_coeff):
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")
     if m.moe_router_enable_expert_bias:
-        yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "each biases the choice of experts")
+        yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "both bias the choice of experts")
     one = m.moe_router_topk == 1
     scores = "the sigmoid of one expert" if one else "the softmax over all experts"
     rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
@@ -70,7 +70,7 @@ def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
 
 
 def _sparsemixer(m: MoEConfig) -> Iterator[Problem]:
-    scores, why = "--moe-router-score-function sparsemixer", "it weights the experts of the largest logits"
+    scores, why = "--moe-router-score-function sparsemixer", "it needs the experts with the largest logits"
     if m.moe_router_enable_expert_bias:
         yield Problem.exclusive("--moe-router-enable-expert-bias", None, scores, why)
     if m.moe_router_group_topk is not None:

@@ -1,4 +1,4 @@
-"""Routers that balance the choice of experts or choose at random, and the weights of SparseMixer."""
+"""Routers that select experts by Sinkhorn's algorithm or at random, and SparseMixer weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
 class SpecialRouter(TopKRouter):
-    """Router whose choices in training are balanced by Sinkhorn's algorithm, or random."""
+    """Router whose choices in training are balanced by Sinkhorn's algorithm, or are random."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -32,7 +32,7 @@ class SpecialRouter(TopKRouter):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """Scores of sparsemixer routing."""
+        """Return the scores of sparsemixer routing."""
         return SparseMixerScores(before_choice=False, eps=config.options(RoutingFlags).moe_sparsemixer_eps)
 
     def logits_of(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -51,8 +51,9 @@ class SpecialRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
-    """For each chosen expert in turn, a softmax over the experts that were not chosen earlier and whose logits are near
-    the largest one (SparseMixer, arXiv 2409.12136, section 2.1.2, without its random choice in training)."""
+    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random choice in training. The weight of each
+    chosen expert, in turn, is a softmax over the experts that were not chosen before and whose logits are near the
+    largest remaining one."""
 
     eps: float
 
@@ -67,11 +68,11 @@ class SparseMixerScores(SoftmaxScores):
 
 
 class RandomLogits(nn.Module):
-    """Replace logits by random numbers, for benchmarks. They depend only on the seed, layer, sample, position in the
-    sample and expert, so that experts receive about equally many tokens, whatever the router has learnt.
+    """Random numbers that replace logits, for benchmarks. They depend only on the seed, layer, sample, position in the
+    sample, and expert, so that experts receive about the same number of tokens for any router weights.
 
-    The numbers are uniform in [-2, 2). Gradients pass straight through to the logits, so that a step costs the same as
-    usual.
+    The numbers are uniform in [-2, 2). Gradients are passed unchanged to the logits, so that a step costs the same as
+    without random numbers.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -85,7 +86,7 @@ class RandomLogits(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return the second operand, with the gradient of the first."""
+    """Return the second operand; pass its gradient to the first operand."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -98,23 +99,24 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""A fixed number: a convergence test would wait for the device, and could end differently under another layout."""
+"""Number of Sinkhorn iterations. It is fixed, because a convergence test would synchronize with the device, and could
+depend on the layout."""
 
 
 @torch.no_grad()
 def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
+    """Return the logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
 
-    The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums, and all columns
-    too. A token's experts are then its k largest entries, so that the experts of each sequence receive about equally
-    many tokens (Clark et al., arXiv 2202.01169, S-BASE). A token's own factor does not affect its choice, so in the
-    logarithm only a bias for each expert remains.
+    The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums and all columns
+    have equal sums. The experts of a token are then its k largest entries, so that experts receive about the same
+    number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The factor of a token does not affect
+    its choice, so the logarithms of the experts' factors, which are biases of the logits, suffice.
 
-    The tokens of one sequence are scaled together, whichever ranks hold them, and separately from other sequences:
-    neither the layout nor the micro-batch size changes the choice. `places` [s] are the positions of the tokens in
-    their sequences, which are sharded along `sequence`. Collective over `sequence`.
+    The tokens of a sequence are scaled together, even if several ranks hold them, and separately from other sequences,
+    so that the choice depends neither on the layout nor on the micro-batch size. `places` [s] contains the positions of
+    the tokens in their sequences, which are sharded along `sequence`. This is a collective over `sequence`.
     """
-    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in the same order under every layout
+    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # the same order under every layout
     bias = whole.new_zeros(whole.shape[1:])
     for _ in range(SINKHORN_ITERATIONS):
         of_tokens = (whole + bias).logsumexp(-1, keepdim=True)

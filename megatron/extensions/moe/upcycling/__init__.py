@@ -1,4 +1,4 @@
-"""Mixtures of experts that start from a dense model, ours or Hugging Face's, and compute the same as it does at step 0.
+"""Upcycling: MoE models that start from a dense model, ours or Hugging Face's, with the same outputs at step 0.
 
-Switched on by --moe-use-upcycling. Read `flags.py`, then `dense_start.py`, which loads the weights.
+Enabled by --moe-use-upcycling. Read `flags.py`, then `dense_start.py`, which loads the weights.
 """

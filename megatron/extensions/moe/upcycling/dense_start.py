@@ -1,4 +1,4 @@
-"""Load a dense model into a mixture of experts. Each rank reads the boxes of its own parameters."""
+"""Loading of a dense model into an MoE model. Each rank reads the boxes of its own parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Box = tuple[slice, ...]
 
 
 class DenseStart(Callback):
-    """Start a run from the dense model in --load, or resume it from --save if that has checkpoints."""
+    """Callback that starts a run from the dense model in --load, or resumes it if --save contains checkpoints."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         config, state = begun.config, begun.state
@@ -61,18 +61,18 @@ def check_fits(source: Source, config: RunConfig, load: str) -> None:
     experts."""
     dense = source.config.model
     if dense.num_experts is not None:
-        rule = f"has {dense.num_experts} experts in a layer, and --moe-use-upcycling starts from a dense model"
+        rule = f"has {dense.num_experts} experts in a layer, but --moe-use-upcycling starts from a dense model"
         raise ValueError(f"--load {load} {rule}; remove --moe-use-upcycling to continue it")
     free = {flag.field for flag in flags_of("model") if flag.field.startswith(("moe_", "mtp_"))} | {*training_only()}
     free |= {"num_experts", "make_vocab_size_divisible_by", "pad_vocab_size_to"}
     if config.model.position_embedding_type != "learned_absolute":
         free |= {"seq_length", "max_position_embeddings"}
     if changed := changed_fields(source.config, config, (), free, ("in the dense model", "in the run")):
-        raise ValueError(f"--load {load} does not fit the run: {few(changed, 8)}; give the values of the dense model")
+        raise ValueError(f"--load {load} does not fit the run: {few(changed, 8)}; use the values of the dense model")
 
 
 class DenseWeights:
-    """Weights of a mixture of experts, computed from those of a dense model.
+    """Weights of an MoE model, computed from those of a dense model.
 
     The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
     into G experts, the weights of each part sum to s / G. Therefore linear_fc2 of the experts is multiplied by G / s,
@@ -90,8 +90,8 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Write the box of a parameter that begins at `offset`. Parameters that only the mixture of experts has, and
-        states, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
+        """Write the box of a parameter that begins at `offset`. States, and parameters that only the MoE model has,
+        keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -100,7 +100,7 @@ class DenseWeights:
                 box.copy_(self._router_of_parts(self.metas[name])[slices])
         elif name in self.source.metas:
             rows = min(slices[0].stop, self.source.metas[name].global_shape[0]) - slices[0].start
-            # the remaining rows only pad the vocabulary
+            # the remaining rows pad the vocabulary
             box[: max(rows, 0)].copy_(self._dense(name, box.dtype)[slices])
         elif name.startswith(MULTI_TOKEN):
             self.left.add(name)
@@ -108,7 +108,7 @@ class DenseWeights:
             raise ValueError(f"the dense model has no {name}")
 
     def _fill_experts(self, name: str, slices: Box, box: Tensor) -> None:
-        """Weights of a layer's experts: expert e has part e % G of the MLP's width."""
+        """Fill the weights of a layer's experts. Expert e gets the part e % G of the MLP's width."""
         kind = name.partition(EXPERTS)[2]
         dense_name = name.replace(EXPERTS, ".mlp.")
         if name.startswith(MULTI_TOKEN) and dense_name not in self.source.metas:
@@ -125,21 +125,21 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Initial values of the router; all parts of an MLP get the values of its first part."""
+        """Return initial values of the router. All parts of an MLP get the values of its first part."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)
         return whole[:: self.parts].repeat_interleave(self.parts, dim=0)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a parameter of the dense model. The last one stays in memory, because the boxes of one parameter follow
-        each other."""
+        """Read a parameter of the dense model. The last parameter is cached, because the boxes of a parameter are
+        filled one after another."""
         if self._last is None or self._last[0] != f"{name} {dtype}":
             self._last = f"{name} {dtype}", self.source.read(name, dtype)
         return self._last[1]
 
     def described(self, load: str) -> str:
-        """Text for the log: which model was upcycled, and how routers and noise were initialized."""
+        """Return the log line about the upcycled model and the initialization of experts and routers."""
         return " " + "; ".join([f"upcycled the dense model in --load {load}", *_facts(self.model, self)])
 
 
@@ -149,7 +149,7 @@ def _facts(model: TransformerConfig, weights: DenseWeights) -> Iterator[str]:
     noise = f"plus {weights.noise:g} of its initial weights" if weights.noise else "without noise"
     yield f"each of {model.num_experts} experts is {share}, {noise}"
     alike = f", equal for the {parts} experts of one MLP" if parts > 1 else ""
-    yield f"routers start at random with --init-method-std {model.init_method_std:g}{alike}"
+    yield f"routers are initialized at random with --init-method-std {model.init_method_std:g}{alike}"
     if weights.left:
-        yield "multi-token prediction starts with weights of its own"
+        yield "multi-token prediction modules are initialized at random"
     yield "starting at iteration 0 with a fresh optimizer"

@@ -21,14 +21,14 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if not own.moe_use_upcycling or m.num_experts is None:
         return
     if options.load is None:
-        yield Problem(SWITCH, None, "starts from a dense model", "add --load, the folder of the model")
+        yield Problem(SWITCH, None, "starts from a dense model", "add --load with the folder of the model")
     elif options.save == options.load:
-        rule = "is the folder of the dense model in --load, which the checkpoints of this run do not fit"
+        rule = "is the folder of the dense model in --load, but checkpoints of this run have another model"
         yield Problem("--save", options.save, rule, "give another folder")
     yield from _divided(m, own.moe_upcycling_granularity)
     for flag_name, value, given, why in _different(config):
         if given:
-            rule = f"cannot be combined with {SWITCH}: {why}, which is not what the dense model computes"
+            rule = f"cannot be combined with {SWITCH}: {why}, unlike in the dense model"
             yield Problem(flag_name, value, rule, "remove one of them")
 
 
@@ -39,26 +39,26 @@ class UpcyclingFlags:
 
     moe_use_upcycling: bool = flag(
         False,
-        needs="--num-experts; add --num-experts, the number of experts to make of each MLP",
+        needs="--num-experts; add --num-experts, the number of experts made from each MLP",
     )
-    """Start from the dense model in --load. Each expert is a copy of the MLP of its layer, so that the model
-    computes the same as the dense model until the first step. Routers are initialized at random."""
+    """Start from the dense model in --load. Each expert is a copy of the MLP of its layer, so that the model has the
+    same outputs as the dense model until the first step. Routers are initialized at random."""
 
     moe_upcycling_granularity: int = flag(1, above=0, no_effect_without=SWITCH)
-    """Divide each MLP into this many experts of equal width. Router weights start equal for all experts of one MLP,
-    so that a token is sent to all of them."""
+    """Divide each MLP into this many experts of equal width. All experts of an MLP start with equal router weights, so
+    that each token is sent to all of them or none."""
 
     moe_upcycling_noise: float = flag(0.0, at_least=0, no_effect_without=SWITCH)
-    """Add random initial weights, multiplied by this number, to each expert. With 0, all experts of a layer start
-    equal."""
+    """Add random initial weights, multiplied by this number, to each expert. With 0, all experts of a layer are equal
+    at the start."""
 
     def changes_model(self) -> Collection[str]:
-        """Fields in which the run may differ from the model in --load: `ChangesModel`."""
+        """Return the fields in which the run may differ from the model in --load; see `ChangesModel`."""
         return ("num_experts",) if self.moe_use_upcycling else ()
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """Check that all parts of each MLP are experts of each token."""
+    """Check that the experts of a token can consist of all parts of MLPs."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
@@ -73,8 +73,8 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """(flag, value, True if it is given, effect on the experts' outputs): settings under which copies of an MLP would
-    not compute the same as the MLP."""
+    """Yield settings under which copies of an MLP would not have the same outputs as the MLP: flag, value, True if it
+    is given, and its effect on the experts' outputs."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")
@@ -87,9 +87,9 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
     types = m.moe_router_load_balancing_type
     yield "--moe-router-load-balancing-type", types, "sinkhorn" in types, unequal
     hashed = named_value(config, "moe_n_hash_layers") or 0
-    yield "--moe-n-hash-layers", hashed, hashed > 0, "the experts of a token are drawn and not parts of one MLP"
+    yield "--moe-n-hash-layers", hashed, hashed > 0, "the experts of a token are random, not the parts of one MLP"
     shared = m.moe_shared_expert_intermediate_size
-    yield "--moe-shared-expert-intermediate-size", shared, bool(shared), "the output of a further MLP is added"
+    yield "--moe-shared-expert-intermediate-size", shared, bool(shared), "the output of another MLP is added"
     yield "--moe-latent-size", m.moe_latent_size, bool(m.moe_latent_size), "experts read a projection of hidden states"
     yield "--moe-zero-experts", m.moe_zero_experts, bool(m.moe_zero_experts), "some experts compute nothing"
     yield (
@@ -98,7 +98,7 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
         m.moe_apply_probs_on_input,
         "weights are applied before the activation function",
     )
-    yield "--moe-output-norm", None, m.moe_output_norm, "the sum of outputs is normed"
+    yield "--moe-output-norm", None, m.moe_output_norm, "the sum of outputs is normalized"
 
 
 CALLBACKS.register(
