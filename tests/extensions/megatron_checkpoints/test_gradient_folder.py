@@ -92,7 +92,10 @@ def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
     ("lost", "message"),
     [
         ("mp_rank_00_001", r"mp_rank_00_001 is missing; the sizes in the file names are TP 2, PP 2, EP 1"),
-        ("mp_rank_01", r"model at TP 1, PP 2, EP 1, the sizes in the names mp_rank_00_000, mp_rank_00_001, .* has shape"),
+        (
+            "mp_rank_01",
+            r"model at TP 1, PP 2, EP 1, the sizes in the names mp_rank_00_000, mp_rank_00_001, .* has shape",
+        ),
     ],
     ids=["a stage", "a TP rank"],
 )
