@@ -260,7 +260,7 @@ CASES: dict[str, Damage] = {
     "it is in an unknown format": rewritten(lambda content: content.update(optimizer={"state": 3})),
     "is not a rank of TP 1, PP 2, EP 1": lie("tensor_model_parallel_size", 1),
     "mp_rank_02_000 is missing": lie("tensor_model_parallel_size", 10**9),
-    "the parallel size pp is -1": lie("pipeline_model_parallel_size", -1),
+    "the parallel size pp in its arguments is -1": lie("pipeline_model_parallel_size", -1),
     "its arguments have num_layers 1000000000": lie("num_layers", 10**9),
     "has shape [6, 8] at TP rank 0, EP rank 0, not [10, 8]": lie("ffn_hidden_size", 20),
     "distrib_optim.pt is missing": lie("use_distributed_optimizer", True),

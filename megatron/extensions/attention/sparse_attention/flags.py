@@ -320,20 +320,12 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--attn-logit-softcapping {m.attn_logit_softcapping}", m.attn_logit_softcapping, "it does not cap scores"),
         (f"--window-size {m.window_size}", m.window_size, "--csa-window-size is the window of all layers"),
         (f"--attention-chunk-size {m.attention_chunk_size}", m.attention_chunk_size, "its layers use a sliding window"),
-        (
-            f"--linear-attention-freq {m.linear_attention_freq}",
-            m.linear_attention_freq,
-            "all layers use compressed attention",
-        ),
+        (f"--linear-attention-freq {m.linear_attention_freq}", m.linear_attention_freq, "all layers use it"),
         (f"--no-rope-freq {m.no_rope_freq}", m.no_rope_freq, "compressed keys need rotary positions"),
         ("--attention-temperature-coeff", m.attention_temperature_coeff, "its queries are normalized"),
         ("--mla-scale-latents", latent.mla_scale_latents, "it has no key latent"),
         ("--dsa-indexer-topk-freq", of_index.dsa_indexer_topk_freq > 1, "every one of its indexers selects keys"),
-        (
-            "--qk-clip",
-            any(getattr(each, "qk_clip", False) for each in c.extension_options),
-            "its norms bound the scores",
-        ),
+        ("--qk-clip", any(getattr(each, "qk_clip", False) for each in c.extension_options), "norms bound the scores"),
     ):
         if given:
             yield Problem.exclusive(VARIANT, COMPRESSED, other, why)

@@ -144,12 +144,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the gradients of attention to listed keys.
-
-    Writes dq [n, b, heads, w]. If `dk` [s, b, w] is given, adds the gradients of keys to it atomically. Otherwise,
-    `kept` receives the weights of listed keys and the gradients of their scores [n, b, count, heads]. `delta` [n, b,
-    heads] contains the sums of grad * out over channels.
-    """
+    """Compute dq [n, b, heads, w] of attention to listed keys. Adds the gradients of keys to `dk` [s, b, w], or stores
+    the weights and the gradients of scores of listed keys [n, b, count, heads] in `kept` if `dk` is None. `delta` [n,
+    b, heads] is the sum of grad * out over channels."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]

@@ -102,12 +102,9 @@ def divergence_of_row(
     KEYS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the divergence of one query, and its gradients.
-
-    q [n, b, heads, d], k [s, b, d], weights [n, b, heads], picked and attended [n, b, count] -> `found`: divergences
-    [n, b], gradients of q, gradients of weights, and gradients of scores [n, b, keys]. The last one is None if
-    gradients of keys are added to dk [keys, b, d] instead.
-    """
+    """Compute the divergence of one query, and its gradients: q [n, b, heads, d], k [s, b, d], weights [n, b, heads],
+    picked and attended [n, b, count] -> `found`: divergences [n, b], gradients of q, of weights, and of scores [n, b,
+    keys]. The last one is None if gradients of keys are added to `dk` [keys, b, d] instead."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
