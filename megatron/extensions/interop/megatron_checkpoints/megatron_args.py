@@ -197,7 +197,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
-        raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
+        raise ValueError(f"--to megatron: Megatron-LM does not support {', '.join(found)}")
     if found := unequal_parts(config):
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
 

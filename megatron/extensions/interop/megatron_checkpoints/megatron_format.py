@@ -172,7 +172,7 @@ class MegatronSource(Source):
             model = self.config.model
             for name, count in (("num_layers", model.num_layers), ("num_experts", model.num_experts or 0)):
                 if count > max(self.tensors.sizes, default=0):
-                    raise ValueError(f"its arguments say {name} {count}, and no tensor is that large")
+                    raise ValueError(f"its arguments have {name} {count}, but no tensor is that large")
             if parts := unequal_parts(self.config):
                 raise ValueError(f"its model cannot be expressed: {'; '.join(parts)}")
             self.metas = {meta.name: meta for meta in stage_metas(model)}
