@@ -166,7 +166,7 @@ class MoEConfig:
     """Width of a shared expert that processes every token; default: no shared expert."""
 
     moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
-    """Gate the shared expert: multiply its output by the sigmoid of a linear projection of the token to one number
+    """Gate of the shared expert: a linear layer with one output per token, whose sigmoid multiplies the expert's output
     (Qwen2-MoE)."""
 
     moe_output_norm: bool = False

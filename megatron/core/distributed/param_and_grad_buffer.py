@@ -313,8 +313,8 @@ class SmallGrads:
         first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return whether a gradient is held back: nobody waits for its arrival, and its `main_grad` always has
-        memory."""
+        """Return whether a gradient can be held back: it is small, no callback waits for it, and its `main_grad`
+        always has memory."""
         waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
         return self.enabled and grad.numel() <= LARGEST and not any(waited)
 

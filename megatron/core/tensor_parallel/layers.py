@@ -254,7 +254,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # keeps nothing alive that autograd frees
+        del saved  # so that autograd can free the tensors
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:

@@ -226,7 +226,7 @@ class WeightCasts:
             del self._kept[key]  # type: ignore[union-attr]
 
     def keep(self, weight: Tensor, **casts: Operand) -> None:
-        """Keep casts of a weight, by kind."""
+        """Store casts of a weight for its next use. `casts`: kind -> operand."""
         assert self._kept is not None
         self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 

@@ -138,7 +138,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     if broken := next((each for each in single_values(config) if each.flag in names), None):
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: its {broken}")
     count, layers = len(checkpoint.tensors), config.model.num_layers + (config.model.mtp_num_layers or 0)
-    if layers > count:  # checked before anything lists them
+    if layers > count:  # checked before any list of the layers is built
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: {layers:,} layers cannot have {count} tensors")
     return config
 

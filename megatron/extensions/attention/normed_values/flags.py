@@ -53,7 +53,7 @@ def source_of(config: TransformerConfig, number: int) -> int | None:
 
 
 def _shared_layers(c: RunConfig) -> Iterator[Problem]:
-    """Check that keys and values are there for the layers that have none of their own."""
+    """Check that an earlier layer provides the keys and values of each layer that projects none."""
     m, count = c.model, c.options(NormedValuesFlags).kv_shared_layers
     if any(getattr(each, "qk_clip", False) for each in c.extension_options):
         yield Problem.exclusive(SHARED, count, "--qk-clip", "keys belong to several layers, whose scores differ")
@@ -106,8 +106,8 @@ class NormedValuesFlags:
     before norm and rotary embedding, serve as values."""
 
     kv_shared_layers: int = flag(0, at_least=0)
-    """Normalized values: number of last layers that project queries only. Each attends to the keys and values of the
-    last earlier layer of its kind that has its own: with a sliding window or chunks, or without."""
+    """Normalized values: number of layers, at the end of the model, that project only queries. Each attends to the keys
+    and values of the last layer of the same kind (with or without a sliding window or chunks) that projects them."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:NormedValueAttention", attention=AttentionFacts(), rules=rules)

@@ -85,8 +85,8 @@ def is_family_file(value: str) -> bool:
 
 
 def family_to_write(values: Iterable[str]) -> str | None:
-    """Return the family that --hf-family selects for exports; None if it selects none. Family files must have been
-    added. Raises ValueError."""
+    """Return the family that --hf-family selects for exports; None if it selects none. Call it after family files are
+    registered. Raises ValueError if the name is unknown or there are several."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} are several families to write; give one NAME, and files as FILE.json")

@@ -49,8 +49,8 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Switch that replaces one value of a flag, given or default, with another value, in any order of the flags. Any
-    third value is kept."""
+    """Switch that replaces the value `before` of a flag, given or default, with another value, in any order of the
+    flags. Other values are kept."""
 
     flag: str
     before: str

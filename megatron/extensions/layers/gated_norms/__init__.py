@@ -1,4 +1,4 @@
-"""Norms whose output is multiplied by a low-rank gate of itself, as in A.X K2.
+"""Norms with a gate: the output is multiplied by a gate that a low-rank MLP computes from it, as in A.X K2.
 
 Chosen by --layer-module gated_norms. Its flag: --gated-norm-rank.
 

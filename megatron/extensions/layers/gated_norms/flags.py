@@ -38,13 +38,13 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("gated norms", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class GatedNormFlags:
-    """Layers of --layer-module gated_norms: the norms before attention and before experts return
+    """Options of --layer-module gated_norms. The norms before attention and before experts return
     y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm."""
 
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     gated_norm_rank: int = flag(16, above=0)
-    """Gated norms: width between the two matrices of a gate (A.X K2)."""
+    """Gated norms: rank of the gate, the width between its two matrices (A.X K2)."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:GatedNormLayer")

@@ -1,4 +1,4 @@
-"""A layer whose norms of inputs are gated."""
+"""Transformer layer with gated input norms."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.extensions.layers.gated_norms.flags import GatedNormFlags
 
 
 class GatedNorm(nn.Module):
-    """y * sigmoid(W2 silu(W1 y)) for the output y of a norm. Every tensor-parallel rank holds both matrices whole and
-    gates its own tokens."""
+    """Norm with a gate: y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm. Every tensor-parallel rank
+    holds both matrices whole and gates its own tokens."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class GatedNorm(nn.Module):
 
 
 class GatedNormLayer(TransformerLayer):
-    """`TransformerLayer` with gates of the norms before attention and before experts. The norm before a dense MLP has
-    none, as in A.X K2."""
+    """`TransformerLayer` with gated norms before attention and before experts. The norm before a dense MLP has no
+    gate, as in A.X K2."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,3 +1,4 @@
-"""Layers of which the first one has no norm before attention, as in ModernBERT. Enabled by --layer-module
-no_first_norm. Read `layer.py`.
+"""Layers without a norm before the attention of the first layer, as in ModernBERT.
+
+Chosen by --layer-module no_first_norm. Read `layer.py`.
 """

@@ -1,4 +1,4 @@
-"""Flag of per-layer embeddings, and the facts that are needed before they are imported.
+"""Flag, rules and registration of per-layer embeddings.
 
 This module does not import torch.
 """
@@ -19,11 +19,11 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Activation functions of MLPs, and the function of their gates: silu, or GELU with this approximation."""
+"""Activation function of the MLP -> function of the embeddings' gate: silu, or the approximation of GELU."""
 
 
 def size_of(config: TransformerConfig) -> int:
-    """Channels of each layer's embeddings; 0 without them."""
+    """Return the number of channels of each layer's embeddings; 0 if the model has none."""
     return config.options(PerLayerEmbeddingFlags).per_layer_embedding_size or 0
 
 
@@ -60,11 +60,11 @@ class PerLayerEmbeddingFlags:
         excludes=(
             Condition("--norm-placement sum: there is no stream", lambda config: config.model.norms_sums),
             "--parallel-residual: the addition follows the MLP",
-            "--mtp-num-layers: modules of multi-token prediction have no embeddings of their own",
+            "--mtp-num-layers: multi-token prediction modules have no per-layer embeddings",
         ),
     )
-    """Per-layer embeddings: channels of a table of embeddings in each layer. After the MLP, the layer adds
-    norm(W (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding
+    """Per-layer embeddings: number of channels of the embedding table that each layer has. After the MLP, the layer
+    adds norm(W (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding
     (Gemma 4)."""
 
 

@@ -29,7 +29,7 @@ from megatron.extensions.layers.per_layer_embeddings.flags import GATES, size_of
 
 
 class PerLayerEmbeddings(nn.Module):
-    """The residual connection of a sublayer. The connection of an MLP also adds the layer's embeddings."""
+    """Residual connection of a sublayer. The connection of the MLP also adds the layer's embeddings."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PerLayerEmbeddings(nn.Module):
 
     @staticmethod
     def scaled(stream: Tensor, factor: Tensor, config: TransformerConfig) -> Tensor:
-        """Multiply the hidden states of a stream."""
+        """Multiply the hidden states of a stream by a factor."""
         x, rest = stream.split((config.hidden_size, config.hidden_size + size_of(config)), dim=-1)
         return torch.cat((x * factor, rest), dim=-1)
 

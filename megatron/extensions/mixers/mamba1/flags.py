@@ -70,7 +70,7 @@ def mamba1(c: RunConfig, world_size: int) -> Iterator[Problem]:
     own, default = c.model.options(Mamba1Flags), 2 * c.model.hidden_size
     if own.mamba1_norm == "none" and own.mamba1_norm_epsilon is not None:
         rule = "has no effect without --mamba1-norm plain or weighted"
-        yield Problem("--mamba1-norm-epsilon", own.mamba1_norm_epsilon, rule, "add", harmless=True)
+        yield Problem("--mamba1-norm-epsilon", own.mamba1_norm_epsilon, rule, "add one of them", harmless=True)
     yield from unless_shared(c, CHANNELS, own.mamba1_channels, "the channels of Mamba-1", default)
     yield from unless_aligned(c, CHANNELS, own.mamba1_channels, 1, "channels of Mamba-1", default)
 

@@ -13,16 +13,16 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class RestartConfig:
     restarts_in_job: int = flag(0, at_least=0)
-    """Number of consecutive starts, without a further step, by which the launcher's processes replace failed ranks
-    before the launcher sees the failure. 0: the launcher sees it immediately."""
+    """Number of times in a row that the launcher's processes restart failed ranks without completing a further step.
+    After that, the launcher sees the failure. 0: the launcher sees every failure."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Number of launcher processes, the last ones, that have no rank at first. They wait with all modules imported, and
-    replace ranks whose processes or hosts are lost."""
+    """Number of spares: the last processes of the launcher have no rank at first. They wait with all modules imported
+    and replace ranks whose processes or hosts are lost."""
 
     @property
     def starter(self) -> str | None:
-        """Fork the ranks, and replace those that fail."""
+        """Entry point that forks the ranks and restarts them after a failure; None without --restarts-in-job."""
         return f"{__package__}.restarts:start_again" if self.restarts_in_job else None
 
 

@@ -1,5 +1,5 @@
-"""Layout with which a run continues on fewer ranks, with the same global batch: the fastest one that fits, according to
-the planner's prediction. This module does not import torch.
+"""Search for the layout with which a run continues on fewer ranks and the same global batch: the fastest layout that
+fits in memory, as the planner predicts. This module does not import torch.
 
 If the planner has no rates for the device, as on CPUs, it ranks layouts by the rates of an H100. The layout of the
 run's own flags, with fewer replicas, is one of the candidates.
@@ -31,7 +31,7 @@ FAMILIES = 8
 """Number of layout families that are timed."""
 
 SIZES = 3
-"""How many numbers of ranks with a legal layout are compared, beginning with the largest; the fastest is used."""
+"""Number of world sizes that are compared, from the largest with a legal layout down. The fastest is used."""
 
 LISTED = 200
 """Largest number of layouts of one size that are validated until one is legal."""
@@ -40,8 +40,8 @@ DEFAULT_DEVICE = "h100"
 
 
 def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
-    """The planner's rates for this machine's GPU, found by the name that its driver reports. CUDA is not initialized,
-    because a process that has initialized it cannot fork ranks."""
+    """Return the planner's rates for this machine's GPU, found by the name that the driver reports. CUDA is not
+    initialized, because a process that has initialized it cannot fork ranks."""
     for about in sorted(drivers.glob("*/information")):
         words = about.read_text().lower().replace("-", " ").split()
         for name in device_names():
@@ -51,7 +51,7 @@ def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
 
 
 class Choice(NamedTuple):
-    """A layout for this many ranks, and the predicted seconds of its step, infinite if they are not known."""
+    """Layout for a number of ranks, with the predicted seconds of a step; infinite if there is no prediction."""
 
     seconds: float
     ranks: int
@@ -77,17 +77,17 @@ def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice 
 
 
 def config_in(config: RunConfig, ranks: int, layout: Layout) -> RunConfig:
-    """Resolved configuration of a run with another layout."""
+    """Return the resolved configuration of a run with another layout."""
     return SearchedRun(config, ranks).with_layout(layout)
 
 
 def flags_of(config: RunConfig, ranks: int, layout: Layout) -> str:
-    """Flags of the layout, for messages."""
+    """Return the flags of a layout, for messages."""
     return " ".join(SearchedRun(config, ranks).flags(config_in(config, ranks, layout)))
 
 
 def layout_text(layout: Layout) -> str:
-    """Text of a layout for the store."""
+    """Return a layout as text for the store."""
     return json.dumps(layout)
 
 
@@ -116,7 +116,7 @@ def _seconds(run: SearchedRun, config: RunConfig, device: DeviceFile) -> float:
 
 
 def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Layouts that pass validation, for runs whose step time cannot be predicted."""
+    """Yield layouts that pass validation, for runs whose step time cannot be predicted."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         every = (layout for family in run.space.families() for layout in run.space.layouts(family))
@@ -126,7 +126,7 @@ def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
 
 
 def _fastest(run: SearchedRun, device: DeviceFile, until: float) -> Found | None:
-    """The fastest layout that fits among those that a search has found in time."""
+    """Return the fastest layout that the search finds before the time `until`; None if it finds none."""
 
     def look(effort: Effort) -> None:
         if time.monotonic() > until:

@@ -1,7 +1,6 @@
 """Messages between the parents of all ranks through the store, with which they agree on the next start.
 
-A parent is a process of the launcher. Parents are called workers, by the numbers that the launcher gives them
-(`roster`).
+A parent is a process of the launcher. `roster` calls parents workers, by the numbers that the launcher gives them.
 
 Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
 has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
@@ -61,10 +60,10 @@ LOST = 30.0
 """Seconds without one after which it counts as gone at any other time, when no parent waits for it."""
 
 LONGEST = 1.0
-"""Seconds that count, at most, of those between two looks."""
+"""Largest number of seconds that a `Clock` counts between two readings."""
 
 DELETED = 200
-"""Old keys that are deleted at a time."""
+"""Number of old keys that are deleted at a time."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
 """First words of the parents' keys of a start."""
@@ -84,7 +83,7 @@ class Clock:
         self._at, self._seconds = time.monotonic(), 0.0
 
     def seconds(self) -> float:
-        """Looks at it."""
+        """Read the clock: the seconds that this process has run."""
         now = time.monotonic()
         self._seconds += min(now - self._at, LONGEST)
         self._at = now
@@ -118,7 +117,7 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
 
 @dataclass(frozen=True)
 class Start:
-    """Decision about how a start is made: its workers, ranks and layout."""
+    """Plan of a start: its workers, ranks and layout."""
 
     roster: Roster
     """Worker of each rank."""
@@ -146,7 +145,7 @@ class Start:
         return cls(**{**record, **lists})
 
     def to_json(self) -> str:
-        """Text of this start for the store."""
+        """Return this start as text for the store."""
         return json.dumps(asdict(self))
 
 
@@ -192,7 +191,7 @@ class Parents:
         return there
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Write a sign of life to the store."""
         self._beats += 1
         answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
 
@@ -238,7 +237,7 @@ class Parents:
         answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
-        """Exit code of a parent that has ended for good; None if none has."""
+        """Return the exit code of a parent that has ended for good; None if none has."""
         return answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
@@ -281,7 +280,7 @@ class Parents:
                 self._old.append((self.store, key))
 
     def tidy(self) -> None:
-        """Deletes some of the keys that `forget` has found."""
+        """Delete some of the keys that `forget` has found."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
             answered(lambda: [store.delete_key(key) for store, key in some])
@@ -324,7 +323,7 @@ class Parents:
         return answered(lambda: Start.from_json(self.store.get(key).decode()) if self.store.check([key]) else None)
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """Workers of the last start that have not arrived."""
+        """Return the workers of the last start that have not arrived."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if answered(lambda: self.store.check(list(keys.values()))):
             return []

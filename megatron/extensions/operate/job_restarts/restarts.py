@@ -63,16 +63,16 @@ STOPPED = 6.0
 """Seconds for which a child, or the next parent on the same machine, may be stopped (SIGSTOP)."""
 
 SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
-"""Names of signals, which most of those for real time lack."""
+"""Names of signals by number. Most real-time signals have none."""
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
-"""Modules that take seconds to import, which torch and this program would import on first use."""
+"""Modules that torch and this program import on first use, and that take seconds to import."""
 
 IN_ORDER = 8
-"""Byte of `_progress` that is 1 if the child ends by its own decision, for which its exit code gives the reason."""
+"""Index of the byte of `_progress` that is 1 if the child ends on purpose, so that its exit code gives the reason."""
 
 _progress: mmap.mmap | None = None
-"""Last complete iteration of the child, and whether it ends in order, in memory that the parent shares."""
+"""Memory shared by parent and child: the child's last completed iteration, and the byte `IN_ORDER`."""
 
 
 def end_in_order() -> None:

@@ -1,8 +1,8 @@
 """Assignment of ranks to processes of the launcher: a pure function of the living processes and of their hosts. This
 module does not import torch.
 
-A process of the launcher is called a worker, by the number that the launcher has given it. The roster of a start lists
-the worker of each rank; living workers that are not in it are spares.
+A worker is a process of the launcher, named by the number that the launcher has given it. The roster of a start lists
+the worker of each rank. Living workers that are not in the roster are spares.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Roster = tuple[int, ...]
 
 
 def spares_of(roster: Roster, living: Collection[int]) -> list[int]:
-    """Living workers without a rank."""
+    """Return the living workers without a rank."""
     return sorted(set(living) - set(roster))
 
 
 def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> dict[str, list[int]]:
-    """Host -> ranks whose workers on that host are lost."""
+    """Return the ranks whose workers are lost, by host."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(roster):
         if worker not in living:
@@ -30,9 +30,9 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
     """Return the roster with a spare in place of each lost worker; None if there are too few spares.
 
-    Ranks keep their workers if these are alive. The ranks that a host has lost go to spares of a single host if
-    possible, so that they still share one: to their own host, otherwise to the host with the fewest spares that
-    suffice.
+    Ranks keep living workers. The ranks that a host has lost go to spares of a single host if possible, so that they
+    still share a host: to their own host if it has enough spares, otherwise to the host with the fewest sufficient
+    spares.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):
@@ -51,7 +51,7 @@ def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]
 
 
 def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
-    """Host from which `needed` spares are taken next, or as many of them as possible."""
+    """Return the host from which the next `needed` spares, or as many of them as possible, are taken."""
     suits = [host for host, workers in free.items() if len(workers) >= needed]
     if own in suits:
         return own

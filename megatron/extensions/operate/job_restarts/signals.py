@@ -1,4 +1,4 @@
-"""Signals to a parent, which are meant for its rank."""
+"""Handling of signals that a parent receives and passes on to its rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class SecondSignalError(Exception):
 
 
 class ParentSignals:
-    """Passes each signal on to the child, and remembers the first one: a start that fails may not have carried it out,
-    and between two starts there is no child."""
+    """Signal handlers of a parent. They pass each signal on to the child and remember the first one, because a start
+    that fails may not have carried it out, and because there is no child between two starts."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.second: int | None = None
         self.child: int | None = None
-        """Process of the child that signals are passed on to."""
+        """Process ID of the child that receives the signals."""
 
         self._first_at = 0.0
         self._ends = False
@@ -44,13 +44,13 @@ class ParentSignals:
             self.give_back()
 
     def give_back(self) -> None:
-        """Return the signals to their former handlers, in a child or at the end."""
+        """Restore the former signal handlers, in a child or at the end."""
         for each, handler in self._former.items():
             signal.signal(each, handler)  # type: ignore[arg-type]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back while a child is forked. In the child they stay held until it listens."""
+        """Block signals while a child is forked. In the child they stay blocked until it handles them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield
@@ -58,7 +58,7 @@ class ParentSignals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def hand_to(self, child: int) -> None:
-        """Pass signals on to this child from now on, beginning with the one that earlier starts have not carried
+        """Pass signals on to this child from now on, including the first signal if earlier starts did not carry it
         out."""
         self.child = child
         if self.first is not None:

@@ -148,7 +148,7 @@ class DeviceFile:
     """Largest shared memory of a thread block."""
 
     links: Mapping[str, Link] = field(default_factory=dict)
-    """Links `node` and `network`. Steps of one rank need none."""
+    """Links `node` and `network`. A plan for one rank needs no links."""
 
     ranks_per_node: PositiveInt = 8
     """GPUs per node, used if --gpus-per-node is not given."""

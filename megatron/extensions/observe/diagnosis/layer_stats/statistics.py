@@ -201,9 +201,9 @@ class LayerStatistics(Callback, Meter):
             return None
         which = "all layers" if len(hidden) == len({number for _, number in maxima}) else f"layers {hidden}"
         return (
-            f"--log-layer-stats: the attention kernels of {which} do not return their logits: {BOUND} is logged, the "
-            "scale * the largest norms of a query and of a key, which no logit exceeds; --attention-backend unfused "
-            f"logs {LOGITS}"
+            f"--log-layer-stats: the attention kernels of {which} do not return their logits, so {BOUND} is logged: "
+            "the scale times the largest query norm times the largest key norm, which no logit exceeds; "
+            f"--attention-backend unfused logs {LOGITS}"
         )
 
 
