@@ -5,9 +5,10 @@ Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the pre
 --soap-precondition-frequency steps they are updated with a step of power iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP): the first update only
-initializes L and R, and weight decay acts on the updated parameter. One difference makes the update equal under every
-layout. A non-square matrix has directions that its gradients have not reached. In the authors' program, the basis of
-these directions is rounding noise. Here, they keep their previous basis, which initially consists of unit vectors.
+initializes L and R, and weight decay acts on the updated parameter. One difference keeps rounding noise out of the
+update, so that it agrees between layouts: a non-square matrix has directions that its gradients have not reached. In
+the authors' program, the basis of these directions is rounding noise. Here, they keep their previous basis, which
+initially consists of unit vectors. Eigenvectors of eigenvalues just above the noise still differ between layouts.
 """
 
 from __future__ import annotations
