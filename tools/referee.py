@@ -23,7 +23,8 @@ loss is the mean over all labels that count.
 Gradients are a .safetensors file or a folder of torch's DCP, by the names of transformers or of this program, a folder
 in a format of checkpoints with gradients in the place of weights, or the `iter_XXXXXXX` of Megatron-LM's
 --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the configuration of the model does not
-give, such as the data. Exit code 0: equal; 1: a difference; 2: wrong input.
+give, such as the data. Exit code 0: all given gradients are equal (missing ones are counted); 1: a difference; 2: wrong
+input.
 """
 
 from __future__ import annotations

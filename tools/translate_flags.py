@@ -1,16 +1,16 @@
 """Translate a command or launch script of Megatron-LM or Megatron-DeepSpeed to this program's flags.
 
-    python tools/translate_flags.py train_gpt3_175b_distributed.sh
+    python tools/translate_flags.py train_gpt3_175b_distributed.sh [ARGUMENT ...]
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
     python tools/translate_flags.py --list
 
 Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
-Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults, others
-stay unchanged. Arithmetic is computed; a flag whose number depends on a variable without a value is not translated.
-Branches are included if their tests hold or are unknown; stderr lists the flags of branches with unknown tests. If the
-script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1 if a flag has
-no translation, 2 if the file is no launch script. --list prints the translation of every flag that this program lacks,
-and all results that differ.
+Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Others
+stay unchanged and are listed. Arithmetic is computed; a flag whose number depends on a variable without a value is not
+translated. Branches are included if their tests hold or are unknown; stderr lists the flags of branches with unknown
+tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1
+if a flag has no translation, 2 if the file is no launch script. --list prints the translation of every flag that this
+program lacks, and all results that differ.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if not __package__:  # run as a file in a clone
     __package__ = "tools"
 from megatron.extensions.interop import megatron_flags
 from megatron.extensions.interop.megatron_flags.megatron_differences import DIFFERENCES, differences_met
+from megatron.extensions.interop.megatron_flags.tables import subject
 from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.problem import any_text
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
@@ -40,7 +41,7 @@ from .common import add_extension_flag, parted, run_tool, tool_parser
 from .common.batch_options import batch_options, slurm_variables
 from .common.hybrid_ratios import computed_pattern
 from .common.launch_script import LaunchScript
-from .common.shell_variables import ExpansionError, ShellVariables
+from .common.shell_variables import FROM_ENVIRONMENT, NAME, ExpansionError, ShellVariables
 from .common.shell_words import UNKNOWN, quoted
 
 LAUNCHER = re.compile(
@@ -67,7 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, parted(argv)[0])
     parser.add_argument("script", nargs="?", type=Path, help="launch script; or give flags after --")
-    parser.add_argument("flags", type=any_text, nargs="*", help="flags of Megatron-LM or Megatron-DeepSpeed, after --")
+    parser.add_argument("arguments", type=any_text, nargs="*", help="arguments of the script: its $1, $2, ...")
     parser.add_argument(
         "--list",
         action="store_true",
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(*lines_of_all_flags(tomllib.loads(TABLES.read_text(encoding="utf-8"))), sep="\n")
         return 0
-    script = read_script(args.script) if args.script else None
+    script = read_script(args.script, args.arguments) if args.script else None
     words = script.flags() if script else args.flags
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
@@ -142,7 +143,7 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
         flags = [*group.get("flags", ()), *(f"{prefix}..." for prefix in group.get("prefixes", ()))]
         feature = group["feature"]
         if switch := group.get("switch"):
-            feature = f"settings of {feature}, which {' '.join(switch)} turns on"
+            feature = f"settings of {subject(feature)}, which {' '.join(switch)} turns on"
         remedy = f"; {group['remedy']}" if "remedy" in group else ""
         if beside := group.get("beside"):
             remedy += f"; no effect with {' or '.join(beside)}: {group['reason']}"
@@ -161,11 +162,13 @@ def resolved(reader: FlagReader) -> RunConfig:
     return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)
 
 
-def read_script(path: Path) -> LaunchScript:
-    """Read a launch script. Reports its flags in branches whose test is unknown."""
+def read_script(path: Path, arguments: Sequence[str] = ()) -> LaunchScript:
+    """Read a launch script that is called with arguments. Reports its flags in branches whose test is unknown."""
     try:
         text = path.read_text(encoding="utf-8")
-        script = LaunchScript(text, ShellVariables(dict(slurm_variables(list(batch_options(text))))))
+        values: dict[str, str | list[str]] = dict(slurm_variables(list(batch_options(text))))
+        values |= {str(number): text for number, text in enumerate(arguments, 1)}
+        script = LaunchScript(text, ShellVariables(values))
     except ExpansionError as error:
         raise ValueError(f"{path}: {error}; if a variable refers to itself, give the flags after --") from None
     except (ValueError, RecursionError):
@@ -204,6 +207,15 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
     if script and script.variables.read_as_unset:
         yield "\nRead as unset in tests, because the script does not set them:"
         yield f"  {' '.join(script.variables.read_as_unset)}"
+    flags_of = defaultdict[str, list[str]](list)
+    for reading in readings:
+        for match in NAME.finditer(" ".join(reading.ours)):
+            name = match[1] or match[2]
+            if not FROM_ENVIRONMENT.fullmatch(name):
+                flags_of[f"${name}"].append(reading.ours[0])
+    if flags_of:
+        yield "\nVariables that the script does not set; set them before you run the command:"
+        yield from (f"  {name} ({', '.join(dict.fromkeys(flags))})" for name, flags in flags_of.items())
     in_job = [name for reading in readings for word in reading.ours for name in IN_JOB.findall(word)]
     if in_job:
         yield "\nVariables that only a job of Slurm has; replace them if you run the command elsewhere:"

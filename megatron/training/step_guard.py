@@ -17,7 +17,8 @@ from megatron.training.progress import Progress, Step
 
 ADVICE_NAN = (
     "to continue without the step, add --iterations-to-skip {iteration}; to skip such steps automatically, "
-    "--max-skipped-iterations"
+    "--max-skipped-iterations; if the loss or the gradient norm had grown before, lower --lr or lengthen the warm-up, "
+    "and resume from an earlier checkpoint"
 )
 ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
 

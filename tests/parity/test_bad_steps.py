@@ -259,7 +259,8 @@ def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFindi
 
 def test_searches_of_extensions_say_what_they_find() -> None:
     plain = "to continue without the step, add --iterations-to-skip 1; to skip such steps automatically, "
-    plain += "--max-skipped-iterations"
+    plain += "--max-skipped-iterations; if the loss or the gradient norm had grown before, lower --lr or lengthen the "
+    plain += "warm-up, and resume from an earlier checkpoint"
     config, bad = config_of(""), "iteration 1 is not finite"
     assert run_world(1, ends, config, []) == run_world(1, ends, config, [None]) == [(bad, plain)]
     found = [StepFinding("the sun", "wait for the night"), None, StepFinding("the moon")]

@@ -45,6 +45,12 @@ CASES = [
     pytest.param(with_rows(1, [0, 3, 4], 0.0), "rows 0 and 3 to 4 of 8 of dim 1: is zero", id="rows apart"),
     pytest.param(right().transpose(0, 1), "dims 0 and 1 are transposed", id="transposed"),
     pytest.param(right().roll(4, 0), "the 2 blocks of dim 0 are in the order 1, 0", id="shards are swapped"),
+    pytest.param(right()[[0, 3, 2, 1, 4, 5, 6, 7]], "rows 1 and 3 of dim 0 have changed places", id="rows are swapped"),
+    pytest.param(
+        right()[:, [0, 5, 6, 3, 4, 1, 2, 7]],
+        "rows 1 to 2 and 5 to 6 of dim 1 have changed places",
+        id="experts are swapped",
+    ),
     pytest.param(noisy(right(), 0.01), "nearly proportional (cosine 0.99995", id="coarser format"),
     pytest.param(noisy(right(), 1.0), "a part of the sum is missing or extra (cosine 0.7", id="missing terms"),
     pytest.param(right().flip(0, 1, 2), "unrelated (cosine", id="unrelated"),

@@ -194,9 +194,26 @@ def _named(numbers: Sequence[int], count: int, dim: int) -> str:
     return f"of {count} blocks of dim {dim}, {shown}:" if len(numbers) > 1 else f"block {shown} of {count} of dim {dim}"
 
 
+def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Iterator[tuple[float, str]]:
+    """Find two ranges of rows that have changed places. Rows are [rows, elements], along `dim` of the gradient."""
+    apart = torch.linalg.vector_norm(found - expected, dim=1)
+    rows = torch.nonzero(apart > allowed * torch.linalg.vector_norm(expected, dim=1)).flatten()
+    first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    if len(first) != len(second) or not len(first) or len(rows) == len(found):
+        return
+    if any(int(each[-1] - each[0]) != len(each) - 1 for each in (first, second)):
+        return
+    if max(difference(found[first], expected[second]), difference(found[second], expected[first])) <= allowed:
+        ends = [(int(each[0]), int(each[-1])) for each in (first, second)]
+        shown = [str(low) if low == high else f"{low} to {high}" for low, high in ends]
+        yield len(rows) / len(found), f"rows {shown[0]} and {shown[1]} of dim {dim} have changed places"
+
+
 def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
     """Find blocks that are right but in a different order."""
     for dim, size in enumerate(found.shape):
+        rows = [each.movedim(dim, 0).reshape(size, -1) for each in (found, expected)]
+        yield from _exchanged(*rows, allowed, dim)
         for count in (2, 3, 4):
             if size % count:
                 continue

@@ -42,6 +42,10 @@ class Chosen(NamedTuple):
         return f"--iteration {self.iteration}" if self.iteration is not None else "--samples"
 
 
+MOST = 100_000
+"""Largest number of samples that can be named: a batch of this size would not fit in memory."""
+
+
 def sample_numbers(text: str) -> tuple[int, ...]:
     """Parse numbers and ranges such as `0-7,12`. Raises ValueError."""
     found: list[int] = []
@@ -49,7 +53,10 @@ def sample_numbers(text: str) -> tuple[int, ...]:
         match = RANGE.fullmatch(part.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise ValueError(f"--samples {text}: {part!r} must be a number or a range, as in 0-7,12")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        named = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(found) + named.stop - named.start > MOST:
+            raise ValueError(f"--samples {text}: names more than {MOST:,} samples; name those of one step")
+        found += named
     if len(set(found)) != len(found):
         raise ValueError(f"--samples {text}: a sample is named twice; name each once")
     return tuple(found)

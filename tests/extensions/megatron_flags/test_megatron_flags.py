@@ -141,6 +141,8 @@ def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest
         "--engram-dim 4 has no effect: it is a setting of a memory of n-grams, which --engram-layer-ids asks for"
     )
     assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
+    (note,) = command_line(f"{TINY} --dsa-indexer-k-norm-epsilon 1e-3".split(), Launch()).notes
+    assert note.endswith("it is a setting of sparse attention, which --experimental-attention-variant asks for")
     lines = failure(f"{TINY} --engram-dim 4 --engram-layer-ids 1", capsys)
     assert [line.partition(":")[0] for line in lines] == ["--engram-layer-ids 1", "--engram-dim 4"]
 

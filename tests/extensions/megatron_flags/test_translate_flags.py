@@ -48,6 +48,10 @@ def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--attention-backend cudnn" in lines
     assert "--use-flash-attn: attention selects its kernel automatically" in rest
     assert "nproc" not in command + rest and "Not translated" not in rest
+    assert "set them before you run the command:\n  $1 (--save)\n  $MBS (--micro-batch-size)\n" in rest
+    assert main([str(script), "/runs/a"]) == 0
+    printed = capsys.readouterr().out
+    assert "--save /runs/a" in printed and "$1" not in printed and "$MBS (--micro-batch-size)" in printed
 
 
 def test_flags_without_translation_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,11 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
     reader.suspects |= {word.strip(",") for word in entry.remedy.split() if word.startswith("--")}
 
 
+def subject(feature: str) -> str:
+    """Return the noun in the name of an unsupported feature, such as "fp8" in "this variant of fp8"."""
+    return feature.removeprefix("this setting of ").removeprefix("this variant of ")
+
+
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
     """Accept or refuse a flag of an unsupported feature, depending on the other flags. A setting of a feature that is
     not requested has no effect, and neither has a flag that repeats another one."""
@@ -212,7 +217,8 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
     elif not entry.switch or reader.spelled & set(entry.switch):
         _not_built(reader, name, texts, entry)
     else:
-        _no_effect(reader, name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
+        feature = subject(entry.feature)
+        _no_effect(reader, name, texts, f"it is a setting of {feature}, which {entry.switch[0]} asks for")
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:

@@ -99,6 +99,11 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
         "weights are applied before the activation function",
     )
     yield "--moe-output-norm", None, m.moe_output_norm, "the sum of outputs is normalized"
+    parts, groups = config.options(UpcyclingFlags).moe_upcycling_granularity, m.moe_router_num_groups
+    cut = bool(groups) and m.moe_choices // (groups or 1) % parts != 0
+    yield "--moe-router-num-groups", groups, cut, "a group of experts holds only some parts of an MLP"
+    forced = bool(named_value(config, "moe_router_force_load_balancing")) and parts > 1
+    yield "--moe-router-force-load-balancing", None, forced, "random scores choose only some parts of an MLP"
 
 
 CALLBACKS.register(
