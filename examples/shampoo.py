@@ -2,7 +2,7 @@
 
 python pretrain_gpt.py --extension examples/shampoo.py --optimizer shampoo --shampoo-interval 10 ...
 
-Embeddings, the output layer and vectors have Adam's updates.
+Embeddings, the output layer and vectors are updated by Adam.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subproc
 def run_command(
     command: Sequence[object], code: int | None = None, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture both outputs. Asserts that it exits with `code`, unless that is None."""
+    """Run a command and capture stdout and stderr. Assert that it exits with `code`, unless `code` is None."""
     words = [str(word) for word in command]
     return checked(subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG), code)
 

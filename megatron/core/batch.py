@@ -67,7 +67,7 @@ class Batch:
     """
 
     loss_seed: Tensor | None = None
-    """Scalar initial gradient of the loss sum in the backward, the loss scale of fp16; None for 1."""
+    """Scalar initial gradient of the loss sum in the backward pass: the loss scale in fp16, None for 1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""

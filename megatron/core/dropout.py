@@ -93,7 +93,7 @@ class DropoutContext(AutogradContext):
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """`drop_at_once`, which keeps the bits of rows and columns only and recomputes the mask in the backward."""
+    """`drop_at_once`, which saves only the bits of rows and columns and recomputes the mask in the backward pass."""
 
     @staticmethod
     def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Return the facts about a part without importing it. Raises ValueError as `registry[name]` does."""
+        """Return the properties of a part without importing it. Raises ValueError as `registry[name]` does."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:

@@ -114,7 +114,7 @@ cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot
 `megatron.core.attention.tile_kernels.TorchKernel`."""
 
 cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Gradients of `cpu_attention`. torch 2.13. Fallback: as for `cpu_attention`."""
+"""Gradients of `cpu_attention`. torch 2.13. Fallback: the same as for `cpu_attention`."""
 
 # Tensors, storages, modules
 
@@ -188,7 +188,7 @@ FakeTensor = fake_tensor.FakeTensor
 """A tensor without values, which plans use. torch 2.13. Fallback: its new location; torch.export needs it."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Makes tensors fake. torch 2.13. Fallback: as for `FakeTensor`."""
+"""Makes tensors fake. torch 2.13. Fallback: the same as for `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that intercept every operator below autograd; torch documents it although the module is private.
@@ -211,7 +211,7 @@ tree_flatten = _pytree.tree_flatten
 """Returns the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
-"""Rebuilds nested containers from their leaves. torch 2.13. Fallback: as for `tree_flatten`."""
+"""Rebuilds nested containers from their leaves. torch 2.13. Fallback: the same as for `tree_flatten`."""
 
 
 @contextmanager

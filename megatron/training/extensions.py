@@ -52,7 +52,7 @@ def _as_main_parameters(config: RunConfig) -> Stored:
 
 @dataclass(frozen=True)
 class CallbackFacts:
-    """Facts about a callback, known before it is imported."""
+    """Properties of a callback, known before it is imported."""
 
     when: Callable[[RunConfig], bool] = _always
     """Returns True if a run with this configuration uses the callback; otherwise it is not imported."""
@@ -113,8 +113,8 @@ def extension_flags(
     "module:function".
     Args:
         title: Title of the flags in `--help`.
-        may_change: True if a run may have other values than the checkpoint that it loads, as for a callback, a metric
-            or a learning rate.
+        may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
+            metric or a learning rate.
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
             It is imported and called only if one of the flags is given.
         resolve: `resolve(config)` returns the configuration with values of other flags that follow from these flags.

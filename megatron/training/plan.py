@@ -252,7 +252,7 @@ class PlanClass(Protocol):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Facts about a plan, known before it is imported."""
+    """Properties of a plan, known before it is imported."""
 
     field: str
     """Field of the flag that enables the plan."""

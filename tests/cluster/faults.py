@@ -124,7 +124,7 @@ class Run:
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Return the seconds until a condition holds. Raises TimeoutError once the hosts print nothing more."""
+        """Wait until a condition holds, and return the seconds. Raises TimeoutError if the hosts stop printing."""
         began = heard = time.monotonic()
         said = self.marks()
         while not condition():

@@ -36,8 +36,7 @@ MOST, MOST_OF_NCCL = 30, 12
 MOST_OF_TRIALS = 2
 
 ON_HOST = ("sin", "cos", "exp", "log1p")
-"""Functions computed on the host in fp32, such as those of angles, whatever the model's dtype: devices round them
-differently."""
+"""Functions that devices round differently; the tests compute them on the host in fp32 for every model dtype."""
 
 
 def on_host(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

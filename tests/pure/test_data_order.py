@@ -77,7 +77,7 @@ def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
 
 @contextmanager
 def blocks_of(draws, lead, cells):
-    """Use blocks far smaller than a blend."""
+    """Shrink the blocks, so that a blend consists of many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells), ("STREAM", 3 * draws)):
             patch.setattr(indices, name, value)

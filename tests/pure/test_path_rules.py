@@ -26,7 +26,7 @@ def test_rules_of_paths() -> None:
         (f"runs/{LONG}/b", "has a name of 300 bytes, but file systems allow only 255"),
         ("ä" * 128, "has a name of 256 bytes"),
         ("a/" * 2500, "is longer than 4,095 bytes"),
-        ("a\0b", "has a zero byte"),
+        ("a\0b", "contains a null byte"),
         ("s3://bucket/a", "is a URL"),
         ("/dev/zero", "is a device with endless content"),
         ("/dev/../dev/full", "is a device with endless content"),

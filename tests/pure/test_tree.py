@@ -198,7 +198,7 @@ ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
 
 
 def test_the_library_names_no_flag_of_an_extension() -> None:
-    """Facts about such a flag that the library needs are stated on its field, as in `FlagSpec`."""
+    """Properties of such a flag that the library needs are stated on its field, as in `FlagSpec`."""
     load()
     own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
     flags = {spelling for flag in own.values() for spelling in flag.shown}
@@ -242,8 +242,8 @@ PAST_ARGUMENTS = {
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
-"""Functions with more arguments than the limit. All others group theirs, as in `WeightSetup`; do not add to this
-list."""
+"""Functions with more arguments than the limit. All other functions group their arguments, as in `WeightSetup`; do not
+add to this list."""
 
 
 def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -46,8 +46,10 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 
 def gemms(config: RunConfig) -> Iterator[Part]:
-    """Yield the forward GEMMs, and the weight gradients as a bf16 GEMM and as an fp32 sum; the latter also in fp8 with
-    each kernel."""
+    """Yield the forward GEMMs and the weight-gradient GEMMs.
+
+    Weight gradients are computed in bf16, and accumulated into an fp32 sum in bf16 and, with each kernel, in fp8.
+    """
     for name, size in products(config).items():
         rows, out, size_in = size
         work, weights = 2e-12 * rows * out * size_in, 1e-9 * out * size_in

@@ -393,7 +393,7 @@ def run_cells(
         "--threads", type=positive, default=os.cpu_count(), help="threads per process (default: all cores)"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="run only these cells, or these contestants"
+        "--only", nargs="+", default=[], metavar="NAME", help="run only the cells or contestants with these names"
     )
     parser.add_argument("--list", action="store_true", help="print the names of cells and contestants and exit")
     parser.add_argument("--before", type=Path, help="checkout of another revision to compare with")

@@ -218,7 +218,7 @@ class ShellVariables:
         return piece[0] + inner + NAME.sub(self._named, piece[at:])
 
     def _number(self, name: str) -> str | None:
-        """Return the text of a variable in arithmetic, where an array stands for its first value."""
+        """Return the text that a variable expands to in arithmetic; an array expands to its first value."""
         value = self._counted(name, self.values.get(name))
         return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """Facts about an activation function."""
+    """Properties of an activation function."""
 
     gated: bool = False
     """True if the function maps [..., 2f] to [..., f], where the gates precede the values that they multiply. Other

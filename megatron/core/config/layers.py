@@ -49,7 +49,7 @@ LAYERS.register("transformer_layer", "megatron.core.transformer.layer:Transforme
 
 @dataclass(frozen=True)
 class ResidualFacts:
-    """Facts about a residual stream. Functions are called with the model's configuration, a
+    """Properties of a residual stream. Functions are called with the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str

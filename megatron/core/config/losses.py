@@ -21,7 +21,7 @@ BatchT = TypeVar("BatchT")
 
 @dataclass(frozen=True)
 class LossFacts:
-    """Facts about a loss."""
+    """Properties of a loss."""
 
     multi_token: bool = False
     """True if the loss supports labels of later tokens (--mtp-num-layers), because the loss of a token depends on

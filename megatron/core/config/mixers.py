@@ -38,7 +38,7 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts about an attention module that --attention-module chooses. The defaults suit self-attention.
+    """Properties of an attention module that --attention-module chooses. The defaults suit self-attention.
 
     Functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
@@ -64,10 +64,10 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    """Facts about a mixer. Functions are called with the model's configuration."""
+    """Properties of a mixer. Functions are called with the model's configuration."""
 
     attention: AttentionFacts | None = None
-    """Facts about a module of --attention-module; None for a mixer of --experimental-attention-variant."""
+    """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
 
     rules: Callable[..., Iterable[object]] | None = None
     """Rules: (RunConfig, world size) -> each `Problem` of a model that has the mixer."""
@@ -149,7 +149,7 @@ ATTENTION_VARIANTS = MixerNames(attentions=False)
 
 
 def attention_facts(name: str) -> AttentionFacts:
-    """Return the facts about a module of --attention-module. Raises ValueError if the name is not registered."""
+    """Return the properties of a module of --attention-module. Raises ValueError if the name is not registered."""
     facts = MIXERS.facts(name).attention
     if facts is None:
         raise ValueError(f"--attention-module {name}: must be one of {', '.join(ATTENTION_MODULES)}")

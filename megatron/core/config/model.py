@@ -54,12 +54,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_facts(self) -> AttentionFacts:
-        """Facts about the attention sublayer that apply only to attention modules."""
+        """Properties of the attention sublayer that apply only to attention modules."""
         return attention_facts(self.attention)
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """Facts about the attention sublayer that apply to all mixers."""
+        """Properties of the attention sublayer that apply to all mixers."""
         return MIXERS.facts(self.attention)
 
     @property

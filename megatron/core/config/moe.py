@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """Facts about a router. Functions are called with the model's configuration."""
+    """Properties of a router. Functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
     """(configuration, layer number) -> True if the router applies to the layer. If several routers apply, the layer

@@ -28,7 +28,7 @@ def _no_dtypes(optimizer: Section, main_dtype: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """Facts about an optimizer."""
+    """Properties of an optimizer."""
 
     by_element: bool = False
     """True if the update of an element depends only on this element. States can then be in host memory, and each

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about a store that keeps optimizer states or activations in host memory."""
+    """Properties of a store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
     """OptimizerConfig -> share of the elements whose states are kept and updated in host memory."""
@@ -80,7 +80,7 @@ def _nowhere(config: ModelParallelConfig) -> bool:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Facts about a unit store."""
+    """Properties of a unit store."""
 
     when: Callable[[ModelParallelConfig], bool]
     """Returns True if the configuration selects the store."""
@@ -107,7 +107,7 @@ by default, `DDPConfig` determines what the ranks shard."""
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Facts about a layer split."""
+    """Properties of a layer split."""
 
     when: Callable[[ModelParallelConfig], bool]
     """True if the configuration asks for it."""

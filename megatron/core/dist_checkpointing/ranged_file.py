@@ -56,10 +56,10 @@ class SeekableFile(io.RawIOBase):
 
 
 class RangedFile(SeekableFile):
-    """A stored file of which hardly anything but `ranges` is read.
+    """A stored file from which little is read except `ranges`.
 
-    Ranges are read from front to back, and each in any order. Each byte is fetched about once. `HELD` pieces stay in
-    memory.
+    If the ranges are read from front to back, each byte is fetched about once, in any order within a range. Up
+    to `HELD` pieces stay in memory.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:

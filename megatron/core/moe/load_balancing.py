@@ -118,7 +118,7 @@ class _AttachContext(AutogradContext):
 class _Attach(torch.autograd.Function):
     """Passes `weights` through. The backward injects d loss = scale, and adds `entries` to the tally.
 
-    The tally is updated in the backward, because recomputation would count a forward pass twice.
+    The tally is updated in the backward pass, because recomputation would count a forward pass twice.
     """
 
     @staticmethod

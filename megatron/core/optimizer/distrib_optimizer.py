@@ -185,7 +185,8 @@ class DistributedOptimizer:
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
-        The argument is 1 on the device if nothing was updated, else 0. A run's callback may add hooks in `meters`.
+        Each hook receives a device tensor: 1 if the update was skipped, else 0. A run's callback may add hooks in
+        `meters`.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Number of updates so far, on the device."""

@@ -46,7 +46,7 @@ LOSS_AND_GRADIENT = "loss_and_gradient_"
 """A kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n] that overwrites the logits
 with their gradients.
 
-Plain torch has no such operator: it computes the gradient in the backward.
+Plain torch has no such operator: it computes the gradient in the backward pass.
 """
 
 

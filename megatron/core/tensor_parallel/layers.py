@@ -103,7 +103,7 @@ class TPContext(Section):
     queue: WeightGradQueue
     cp_comm_type: str = "p2p"
     hardware: Hardware = field(default_factory=Hardware)
-    """Facts about the device that layers depend on, including whether regions are compiled."""
+    """Properties of the device that layers depend on, including whether regions are compiled."""
 
     attention_backend: str = "auto"
     """Value of --attention-backend, or the result of `backend_choice`; "auto" for torch's own order."""

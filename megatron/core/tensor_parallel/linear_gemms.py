@@ -36,10 +36,10 @@ class Operands(NamedTuple):
     """An activation or gradient in the forms that its two GEMMs read, which may share tensors."""
 
     output: Operand
-    """Operand of the GEMM for Y, or for dX."""
+    """Operand of the GEMM that computes Y or dX."""
 
     weight_grad: Operand
-    """Operand of the GEMM for dW. For an input it is the tensor saved for the backward."""
+    """Operand of the GEMM that computes dW. For an input, this is the tensor saved for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ MadeCasts = dict[tuple[int, str], Operand]
 
 
 class WeightCasts:
-    """Cache of weights in another format. Within `kept()` each weight is cast once; outside it is cast at every use."""
+    """Cache of weights in another format. Within `kept()`, each weight is cast once; outside, at every use."""
 
     def __init__(self) -> None:
         self._kept: MadeCasts | None = None

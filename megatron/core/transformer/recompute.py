@@ -1,4 +1,4 @@
-"""Activation recomputation: activations are computed again in the backward instead of being saved.
+"""Activation recomputation: activations are computed again in the backward pass instead of being saved.
 
 Random numbers need no special handling: dropout masks are functions of the batch, so recomputation gives the same bits.
 """

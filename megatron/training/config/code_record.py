@@ -158,5 +158,5 @@ def _whole(name: str) -> str:
 
 def _resolved(path: str | PurePath) -> Path:
     if isinstance(found := located(path) if "://" in str(path) else path, UrlPath):
-        return Path("/", *found.parts)  # a path that matches no folder
+        return Path("/", *found.parts)  # no local folder contains this path
     return Path(os.path.realpath(os.path.expanduser(path)))

@@ -115,7 +115,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandFacts:
-    """Facts about a command, known before it is imported."""
+    """Properties of a command, known before it is imported."""
 
     options: Mapping[str, Option]
     """Options of the command, by spelling."""

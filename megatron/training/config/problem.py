@@ -220,7 +220,7 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
             return "is a URL without a name after the two slashes", "write SCHEME://NAME/FOLDER"
         return NO_URL if kind == "local" else None
     if "\0" in path:
-        return "has a zero byte, which paths cannot contain", "correct the path"
+        return "contains a null byte, which paths cannot contain", "correct the path"
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     if longest > LONGEST_NAME:
         return f"has a name of {longest:,} bytes, but file systems allow only {LONGEST_NAME}", "use shorter names"

@@ -93,7 +93,10 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
     """Yield (field, its new value, notice)."""
     single_expert = _is_dense(c)
     if single_expert:
-        rule, remedy = "a single expert for all tokens is a dense MLP", "remove it to use a dense MLP"
+        rule, remedy = (
+            "a single expert is equivalent to a dense MLP",
+            "remove it to use a dense MLP",
+        )
         yield "num_experts", None, Problem("--num-experts", 1, rule, remedy, harmless=True)
     for flag in all_flags():
         for condition in flag.spec.off_without if value_of(c, flag) != flag.default else ():

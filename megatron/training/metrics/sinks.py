@@ -42,7 +42,7 @@ class SinkClass(Protocol):
 
 @dataclass(frozen=True)
 class SinkFacts:
-    """Facts about a sink, known before it is imported."""
+    """Properties of a sink, known before it is imported."""
 
     when: Callable[[RunConfig], bool]
     """Returns True if a run with this configuration uses the sink."""

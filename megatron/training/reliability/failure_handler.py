@@ -427,10 +427,10 @@ class FailureHandler:
 
 
 def end_within(seconds: float) -> None:
-    """End this process with code 1 and its threads' stacks unless it ends by itself in that time; later calls do
-    nothing.
+    """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
 
-    Neither step needs Python: a C thread ends the process, and the kernel does if that thread hangs.
+    Calls after the first one have no effect. Neither step needs Python: a C thread ends the process, and
+    the kernel does if that thread hangs.
     """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)

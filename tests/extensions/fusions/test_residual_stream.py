@@ -216,8 +216,11 @@ def test_fused_layers_are_built_where_regions_are_compiled() -> None:
 
 
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
-    """Return whether each layer leaves its last addition to the next norm, and the largest number of units that are
-    whole at once."""
+    """Run a training step.
+
+    Returns whether each layer leaves its last addition to the next norm, and the largest number of units whose
+    parameters, and whose gradients, are whole at the same time.
+    """
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)
         watch = Watch(run)

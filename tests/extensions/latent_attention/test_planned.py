@@ -1,4 +1,4 @@
-"""Plans of multi-latent attention: FLOPs, activations, collectives; and its compiled region."""
+"""Plans for multi-latent attention (FLOPs, activations, collectives), and its compiled region."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
-    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # recomputed in the backward
+    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # the backward pass recomputes
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
         assert calls[0]["cu_seqlens"].tolist() == [steps * start for start in (*starts, 48)]

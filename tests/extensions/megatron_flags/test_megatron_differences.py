@@ -17,7 +17,7 @@ from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
-"""Flags that meet each difference, and flags that do not, by its subject."""
+"""Maps the subject of each difference to flags that it applies to, and to flags that it does not apply to."""
 
 
 def subjects_met(flags: str) -> set[str]:

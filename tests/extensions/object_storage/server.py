@@ -78,8 +78,7 @@ class Faults:
     """Probability that a connection is cut within its next few hundred KiB."""
 
     late: float = 0.0
-    """Probability that the data that a client sends over a connection is delayed, and delivered even if the client
-    dies."""
+    """Probability that a connection delays the data that its client sends. The data arrive even if the client dies."""
 
     longest_hold: float = 3.0
     """Seconds."""

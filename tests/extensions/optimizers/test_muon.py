@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim needs it: import it once here instead of in every forked rank
+import torch._dynamo  # torch.optim imports it lazily: import it once here instead of in every forked rank
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig

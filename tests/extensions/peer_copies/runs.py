@@ -75,11 +75,11 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
         save: killed in a save, after so many steps or more.
         end: killed before the last save, with its copies complete.
         start: killed while it resumes.
-        "workers 2 3": these processes of the launcher are killed.
+        "workers 2 3": the launcher's processes 2 and 3 are killed.
         "host 1": the whole host is killed, and its memory is lost.
         exit: exits with code 3.
         term: its parent gets SIGTERM; with "term kill", just before the rank is killed.
-        "start workers 2", "start term": the same, while its rank resumes.
+        "start workers 2", "start term": as without "start", but while the rank resumes.
     """
 
     def main(argv: list[str]) -> int:
@@ -161,7 +161,7 @@ class Run:
         (self.folder / f"pid{rank}").write_text(str(os.getpid()))
 
     def _breaks(self, kind: str) -> None:
-        """Cause a fault in the process that it hits."""
+        """Inject a fault of this kind from the rank that it strikes."""
         if kind == "error":
             raise InjectedError("injected")
         if kind.startswith("host"):

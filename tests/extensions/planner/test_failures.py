@@ -123,7 +123,7 @@ def test_a_plan_says_what_failures_cost(tmp_path: Path) -> None:
 
 def test_wrong_options_are_refused_together() -> None:
     done = run_program("pretrain_gpt.py", *FLAGS, "--failures-per-gpu-day", "-1", "--save-seconds", "x", code=2)
-    assert "--failures-per-gpu-day -1: needs the predicted time of a step of one layout; add --device" in done.stderr
+    assert "--failures-per-gpu-day -1: needs the predicted step time of a single layout; add --device" in done.stderr
     assert "--failures-per-gpu-day -1: must be a number above 0" in done.stderr
     assert "--save-seconds x: must be a number above 0; give the seconds of a save, such as 30" in done.stderr
     done = run_program("pretrain_gpt.py", *FLAGS, "--repair-hours", "2", code=2)

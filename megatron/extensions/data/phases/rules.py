@@ -96,7 +96,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     for field in ("lr_warmup_tokens", "lr_decay_tokens"):
         if getattr(config.optimizer, field) is not None and (where := those_with("seq_length")):
             rule = f"counts tokens of --seq-length {config.model.seq_length}, and {where} has another length"
-            yield Problem(field_table()[field].name, None, rule, "give samples, or the schedule in the phases")
+            yield Problem(field_table()[field].name, None, rule, "give the schedule in samples, or in each phase")
     if not config.checkpoint.load_lr_state:
         rule = "cannot be combined with --data-phases, whose schedules follow the samples of the run"
         yield Problem("--no-load-lr-state", None, rule, "remove it")

@@ -157,7 +157,7 @@ class Family:
     powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Maps a TransformerConfig field to config.json keys and exponents; the field is the product of these powers.
 
-    Writing computes the first key from the field.
+    When config.json is written, the first key is computed from the field.
     """
 
     layer_types: Sequence[str] = ()

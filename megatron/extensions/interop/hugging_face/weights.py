@@ -128,7 +128,7 @@ class HFWeights:
         if self.tied_head is not None and embedding is not None:
             shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
             if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
-                raise ValueError(f"{self.head} differs from the word embeddings to which config.json ties it")
+                raise ValueError(f"{self.head} differs from the word embeddings, but config.json ties both")
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:

@@ -54,7 +54,7 @@ IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 
 
 class Run:
-    """Facts about a run, for use in conditions. As in rules, no fact raises an exception for any value of a flag."""
+    """Properties of a run, for use in conditions. As in rules, no fact raises an exception for any value of a flag."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given

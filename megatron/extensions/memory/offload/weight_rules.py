@@ -14,7 +14,7 @@ NAME = "--offload-weights"
 
 
 def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the flags that --offload-weights needs, and the flags that exclude it."""
+    """Check the flags that --offload-weights requires, and the flags that conflict with it."""
     if not c.options(HostWeightFlags).offload_weights:
         return
     states = c.options(HostStateFlags)

@@ -87,7 +87,7 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
     types = m.moe_router_load_balancing_type
     yield "--moe-router-load-balancing-type", types, "sinkhorn" in types, unequal
     hashed = named_value(config, "moe_n_hash_layers") or 0
-    yield "--moe-n-hash-layers", hashed, hashed > 0, "the experts of a token are random, not the parts of one MLP"
+    yield "--moe-n-hash-layers", hashed, hashed > 0, "a token's experts are random instead of the parts of one MLP"
     shared = m.moe_shared_expert_intermediate_size
     yield "--moe-shared-expert-intermediate-size", shared, bool(shared), "the output of another MLP is added"
     yield "--moe-latent-size", m.moe_latent_size, bool(m.moe_latent_size), "experts read a projection of hidden states"

@@ -71,7 +71,7 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
         longest: Maximum row length.
 
     Raises:
-        ValueError: The continuation has no tokens, or more than `longest`.
+        ValueError: The continuation is empty or longer than `longest` tokens.
     """
     if context:
         spaces = len(context) - len(context.rstrip())

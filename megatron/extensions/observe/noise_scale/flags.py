@@ -1,4 +1,4 @@
-"""Flags of the gradient noise scale. This module does not import torch."""
+"""Gradient noise scale flags. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollback of a run at a spike: the run returns to the state of some steps earlier, and skips the batches since then.
+"""Rollback at a spike: the run returns to an earlier state and skips the batches consumed after that state.
 
 Flags: --rollback-on-spike, --rollback-steps, --rollback-batches, --max-rollbacks.
 

@@ -106,7 +106,7 @@ def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
                 )
         return None
     if device is None or given.last("--suggest") is not None:
-        rule = "needs the predicted time of a step of one layout"
+        rule = "needs the predicted step time of a single layout"
         remedy = f"add --device, one of {', '.join(device_names())}" if device is None else "remove --suggest"
         given.problems.append(Problem(name, given.last(name), rule, remedy))
     rate = _above_zero(given, name, "give the failures of a device in a day, such as 5e-4")

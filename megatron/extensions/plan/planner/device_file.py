@@ -127,7 +127,7 @@ class DeviceFile:
     """Time between two kernels of a stream whose launches are already queued."""
 
     host_launch_us: float
-    """Host time for one operation. A step is host-bound if the sum of these exceeds the device time."""
+    """Host time for one operation. A step is host-bound if the host time of all operations exceeds the device time."""
 
     epilogue_exposed: Annotated[float, SHARE]
     """Share of the time for reading and writing the sums that a GEMM accumulates into (beta = 1) that products do not

@@ -1,4 +1,4 @@
-"""Flags of fp8, and the import paths of its parts. This module does not import torch."""
+"""fp8 flags, and the import paths of the parts that implement them. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Products:
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
-        """Multiply `part` [s/t, b, k], cast with `scales`, and write the product to `out`, which is contiguous."""
+        """Multiply `part` [s/t, b, k], which was cast with `scales`, and write the product to the contiguous `out`."""
         rows, flat = (part.flatten(0, -2), *scales), out.view(-1, out.shape[-1])
         if self.of_grad:
             self.gemms.input_grad_rows_(flat, rows, self.weight)

@@ -116,8 +116,8 @@ gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Allocate the tensors of `by_kernels` and record its kernels, for a plan. The GPU is assumed to have fast atomic
-    additions."""
+    """For a plan, allocate the same tensors as `by_kernels` and record the same kernels. The GPU is
+    assumed to have fast atomic additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None

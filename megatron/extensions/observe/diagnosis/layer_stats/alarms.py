@@ -64,7 +64,7 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Properties of the parameters; they are not logged."""
+    """Maps each parameter's name to its properties, which are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value

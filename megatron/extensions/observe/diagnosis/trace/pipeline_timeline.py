@@ -156,7 +156,7 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
 
 
 def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
-    """Return the times, in microseconds, of messages for which a rank was already waiting when they were computed.
+    """Return the times, in microseconds, of messages whose receiver was already waiting when they were computed.
 
     The time of a message is measured from the end of the action that computed it to the start of the action that uses
     it. Other messages arrive in time, and their duration does not matter.

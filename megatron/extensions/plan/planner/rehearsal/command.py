@@ -202,7 +202,7 @@ class Report:
         return self.planned.get(record.coords.get("pp", 0))
 
     def _traffic_lines(self) -> Iterator[str]:
-        """Yield a line per axis: calls and bytes of the rank that sends most in a step."""
+        """Yield a line for each axis: calls and bytes per step on the rank that sends the most."""
         most: dict[str, tuple[int, int, RankRecord]] = {}
         for record in self.records:
             for axis, (calls, size) in self._sent_by_axis(record).items():

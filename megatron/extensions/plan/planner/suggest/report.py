@@ -258,7 +258,7 @@ def print_suggestions(
     record["searched"] = {"space": vars(run.space), **vars(search.effort)}
     if found:
         count = sum(not each.given for each in found)
-        title = f"Suggested layouts, {count} of the fastest that fit" + (", beside the given one" if standing else "")
+        title = f"Suggested layouts, {count} of the fastest that fit" + (", and the given layout" if standing else "")
         show(title, [*standing, *table_lines(found, run)])
     else:
         show("Suggested layouts", list(nearest_lines(nearest, run, limit)))

@@ -51,7 +51,7 @@ class Attention:
     """Channels per head."""
 
     flops: float
-    """FLOPs of the kernel: masked pairs are excluded, and scores recomputed in the backward are included."""
+    """FLOPs of the kernel: masked pairs are excluded, and scores recomputed in the backward pass are included."""
 
     length: int
     """Number of keys of the launch."""

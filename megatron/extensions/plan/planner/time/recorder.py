@@ -205,7 +205,10 @@ class Recorder(LiveMemory):
             self._element_wise(name, func, args, kwargs, out)
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, object]) -> None:
-        """Record a product of a [m, k] or [batches, m, k] and b [k, n]; grouped products are even over their groups."""
+        """Record a product of a [m, k] or [batches, m, k] and b [k, n].
+
+        All groups of a grouped product are assumed to have the same size.
+        """
         batches = 1
         (m, k) = a.shape[-2:]
         n = b.shape[-1]
@@ -285,7 +288,7 @@ class Recorder(LiveMemory):
         return self.works[self._numbers]
 
     def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
-        """Record a region as one kernel, and one in the backward, which reads the inputs again."""
+        """Record a region as one forward kernel and one backward kernel, which reads the inputs again."""
         leaves, tree = tree_flatten(args)
         given, tracked = tensors_of(leaves), torch.is_grad_enabled()
         read = total_size(given)

@@ -122,7 +122,7 @@ class StageTimes:
     weight: Times
     once: Times
     exchanges: int = 0
-    """Number of expert all-to-alls in the forward, and likewise in the backward."""
+    """Number of expert all-to-alls in the forward pass; the backward pass has the same number."""
 
     exchange: float = 0.0
     """Time of one all-to-all."""
