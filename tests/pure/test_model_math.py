@@ -59,8 +59,8 @@ CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), ran
 @pytest.mark.parametrize(("tp", "sequence_parallel", "stages"), CUTS)
 def test_parameters_match_the_built_model(style: str, tp: int, sequence_parallel: bool, stages: list[range]) -> None:
     config = gpt_cases.STYLES[style]
-    widths = config.ffn_hidden_size_pattern
-    config = replace(config, num_layers=4, ffn_hidden_size_pattern=widths and f"{widths}*2")
+    widths = config.ffn_hidden_size_pattern and str([(2 * config.ffn_sizes)[layer] for layer in range(4)])
+    config = replace(config, num_layers=4, ffn_hidden_size_pattern=widths)
     pp = len(stages)
     parallel = ModelParallelConfig(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sequence_parallel

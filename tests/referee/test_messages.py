@@ -71,7 +71,7 @@ NAMES = "the parameters of this llama model are model.embed_tokens.weight"
         ("--batch", "tokens.npz", "--batch: tokens has the token 77, and the model of --model has 64 tokens; use the"),
         ("--gradients", "none", "none does not exist; give gradients of the model in --model by its names"),
         ("--gradients", "empty", "it is a folder in no known format, and holds nothing; give gradients"),
-        ("--gradients", "text.safetensors", "text.safetensors is not a safetensors file, or is cut short: it has 5 b"),
+        ("--gradients", "text.safetensors", "text.safetensors is not a safetensors file, or is truncated: it has 5 b"),
         ("--gradients", "nothing.safetensors", "it holds no tensors; give gradients"),
         ("--gradients", "prefix.safetensors", f"it holds module.lm_head.weight, .* and {NAMES}"),
         ("--gradients", "shape.safetensors", r"model.norm.weight has the shape \(16,\), not \(32,\); give gradients"),

@@ -212,8 +212,8 @@ def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Ite
 def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
     """Find blocks that are right but in a different order."""
     for dim, size in enumerate(found.shape):
-        rows = [each.movedim(dim, 0).reshape(size, -1) for each in (found, expected)]
-        yield from _exchanged(*rows, allowed, dim)
+        rows, right = (each.movedim(dim, 0).reshape(size, -1) for each in (found, expected))
+        yield from _exchanged(rows, right, allowed, dim)
         for count in (2, 3, 4):
             if size % count:
                 continue

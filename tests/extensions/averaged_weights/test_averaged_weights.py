@@ -194,7 +194,9 @@ def test_a_missing_average_is_not_replaced_silently(tmp_path: Path) -> None:
     words = f"{RUN} --load {run} --skip-train --eval-weights ema --ema-decay 0.55"
     found = run_program("pretrain_gpt.py", *words.split())
     assert found.returncode and "valid loss" not in found.stdout
-    assert f"the checkpoint has no decay_0_55, but {', '.join(NAMES)}; give" in found.stdout + found.stderr
+    assert (
+        f"the checkpoint has no decay_0_55, but {', '.join(NAMES)}; select one of these" in found.stdout + found.stderr
+    )
 
 
 def test_averages_that_a_run_does_not_keep_are_not_counted_in_its_checkpoint() -> None:

@@ -238,7 +238,7 @@ def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
         ({"multi_token_key": 2}, "multi_token_key: must be text, not 2"),
         (
             {"like": "llama", "keys": {"hiden_size": "hidden_size"}},
-            "keys: 'hiden_size' gives hidden_size, as",
+            "keys: 'hiden_size' sets hidden_size, which",
         ),
         ({"like": "llama", "values": {"hiden_act": {"silu": "swiglu"}}}, "values: 'hiden_act' is not a key of the"),
         (
@@ -288,10 +288,12 @@ def test_a_family_file_with_an_unknown_layout_or_the_name_of_another(tmp_path: P
         json.dumps({"like": "llama", "architecture": "O", "weights": ["like", {".mlp.linear_fc2.weight": "No: .x"}]})
     )
     add_families([str(tmp_path / "odd.json")])
-    with pytest.raises(ValueError, match=r"odd.json: weights: decoder.layers.\{i\}.mlp.linear_fc2.weight: there is no"):
+    with pytest.raises(
+        ValueError, match=r"odd.json: weights: decoder.layers.\{i\}.mlp.linear_fc2.weight: unknown layout 'No'"
+    ):
         placements(LLAMA, "odd")
     (tmp_path / "llama.json").write_text(json.dumps({"like": "llama"}))
-    with pytest.raises(ValueError, match=r"llama.json: model_type 'llama' is one of families/llama.json; rename"):
+    with pytest.raises(ValueError, match=r"llama.json: model_type 'llama' is already defined by families/llama.json"):
         add_families([str(tmp_path / "llama.json")])
 
 

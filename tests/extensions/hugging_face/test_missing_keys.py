@@ -154,7 +154,7 @@ def test_every_key_that_classes_write_is_known() -> None:
 
 def test_keys_that_change_some_layers_are_refused() -> None:
     overrides = {"0": {"intermediate_size": 8}}
-    with pytest.raises(ValueError, match=r"per_layer_config = .*'intermediate_size': 8}}, supported: none"):
+    with pytest.raises(ValueError, match=r"per_layer_config = .*: 8}}, which changes settings of individual layers"):
         config_from_hf({"model_type": "llama", **SIZES, "per_layer_config": overrides})
     stated = missing_keys.tiny("gpt_neo")
     config_from_hf(stated)

@@ -50,7 +50,10 @@ def test_weighted_ranges_of_flags_and_files(tmp_path: Path) -> None:
 UNREADABLE = [
     (DataLists(train_weighted_split_paths=("a b c",)), "--train-weighted-split-paths a b c: must be"),
     (DataLists(train_weighted_split_paths=("t: 1 a",)), "'1 a' must be WEIGHT START:END PREFIX"),
-    (DataLists(valid_weighted_split_paths=("a: 1 0:1 x", "b: 1 0:1 y")), "has the sets a, b; several"),
+    (
+        DataLists(valid_weighted_split_paths=("a: 1 0:1 x", "b: 1 0:1 y")),
+        "has the sets a, b, but only one set",
+    ),
     (DataLists(per_split_data_args_path="LISTS"), "must be a JSON object"),
 ]
 

@@ -180,7 +180,7 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
 
 BUBBLES = [
     ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
-    ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
+    ("--pipeline-schedule zb-h2", "7.7%", "the first and the last rank"),
     ("--pipeline-schedule zb-v", "0.0%", ""),
     ("--pipeline-schedule zb-v --log-interval 1", "4.0%", "--log-interval 1"),
 ]
