@@ -8,10 +8,12 @@ the unedited product. `mutants.txt`, here and in the folders of extensions, desc
       - text that occurs once in the source of the function
       + text in its place, further lines with the same indentation
 
-The combination exercises the edited code. Modules are those of the package megatron.
+The combination exercises the edited code. ` with FLAGS` after it adds flags of parts that are no choice of the matrix.
+Modules are those of the package megatron.
 
-    python -m tests.parity.mutants            every mutant with its combination: one line per mutant
-    python -m tests.parity.mutants --matrix   every mutant with the matrix until a combination fails
+    python -m tests.parity.mutants                  every mutant with its combination: one line per mutant
+    python -m tests.parity.mutants 'Sinks' Rotary   those whose names begin so
+    python -m tests.parity.mutants --matrix         every mutant with the matrix until a combination fails
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from megatron.extensions import BUILT_IN
-from tests.parity.matrix import difference, reference, whole_matrix
+from tests.parity.matrix import compared, reference, whole_matrix
 from tests.parity.matrix.combination import Combination
 
 INSTALLED = {extension.name for extension in BUILT_IN}
@@ -40,10 +42,11 @@ STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
 
 
 class Mutant(NamedTuple):
-    """Edits (old, new) by function, and a combination that exercises the edited code."""
+    """Edits (old, new) by function, and a combination and further flags that exercise the edited code."""
 
     edits: dict[str, list[tuple[str, str]]]
     combination: Combination
+    flags: tuple[str, ...] = ()
 
     @property
     def is_there(self) -> bool:
@@ -61,7 +64,8 @@ def read(path: Path) -> Iterator[tuple[str, Mutant]]:
             if name:
                 yield name, mutant
             name, _, choices = line.rpartition(": ")
-            mutant = Mutant({}, Combination.read(choices))
+            choices, _, flags = choices.partition(" with ")
+            mutant = Mutant({}, Combination.read(choices), tuple(flags.split()))
         elif mark == "-":
             edits.append((text, ""))
         elif mark == "+":
@@ -127,10 +131,11 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 def seen(name: str, combination: Combination) -> str | None:
     """Return the difference that the matrix reports for a combination with the mutant planted, or None if it notices
     nothing."""
-    reference(combination.alone, ())
-    with planted(MUTANTS[name]):
+    mutant = MUTANTS[name]
+    reference(combination.alone, mutant.flags)
+    with planted(mutant):
         try:
-            return difference(combination)
+            return compared(combination, mutant.flags)[0]
         except (RuntimeError, TimeoutError) as error:
             said = str(error).strip().splitlines()[-1]
             if said.startswith(STALE):
@@ -140,18 +145,22 @@ def seen(name: str, combination: Combination) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="beginnings of names of mutants (default: all)")
     parser.add_argument("--matrix", action="store_true", help="look for the first red combination of the whole matrix")
     args = parser.parse_args(argv)
+    chosen = {name: each for name, each in MUTANTS.items() if name.startswith((*args.names,) or "")}
+    if not chosen:
+        parser.error(f"no mutant has a name that begins with {' or '.join(args.names)}")
     survivors = []
-    for name, mutant in MUTANTS.items():
-        for combination in whole_matrix() if args.matrix else [mutant.combination]:
+    for name, mutant in chosen.items():
+        for combination in whole_matrix() if args.matrix and not mutant.flags else [mutant.combination]:
             if said := seen(name, combination):
                 print(f"{name} | {combination} | {said}", flush=True)
                 break
         else:
             print(f"{name} | NOT NOTICED", flush=True)
             survivors.append(name)
-    print(f"{len(MUTANTS)} mutants, {len(survivors)} survived: {survivors or 'none'}")
+    print(f"{len(chosen)} mutants, {len(survivors)} survived: {survivors or 'none'}")
     return 1 if survivors else 0
 
 
