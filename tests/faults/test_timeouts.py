@@ -69,6 +69,10 @@ def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None
         def prepare(rank: int) -> None:
             os.environ["MASTER_PORT"] = str(other.getsockname()[1])
             os.environ["OUTCOME_FILE"] = str(tmp_path / "outcome")
+            if rank == 1:
+                (tmp_path / "started").touch()
+            else:  # rank 0 has nothing to import: it could fail before rank 1 exists, as if in an earlier start
+                wait_for((tmp_path / "started").exists)
 
         flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]
         with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
