@@ -1,4 +1,4 @@
-"""Trains a GPT-style language model. `python pretrain_gpt.py --help` lists the flags; see README.md for a first run."""
+"""Train a GPT-style language model. `python pretrain_gpt.py --help` lists the flags; see README.md for a first run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The command of lm-evaluation-harness, in which `--model megatron` is a checkpoint of ours.
+"""The lm-evaluation-harness command, in which `--model megatron` evaluates a checkpoint of this program.
 
     python -m megatron.lm_eval_model --model megatron --model_args checkpoint=runs/a --tasks lambada_openai
     torchrun --nproc-per-node 4 -m megatron.lm_eval_model --model megatron --model_args checkpoint=runs/a,tp=2,pp=2 ...
 
-Of several ranks the first one prints and writes results.
+Only the first rank prints and writes results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.training.reliability.launch import Launch
 
 
 def main() -> None:
-    """Runs the harness on every rank. Its exit code is the program's."""
+    """Run the harness on every rank, and exit with its exit code."""
     try:
         launch = Launch.from_environment()
         from lm_eval.__main__ import cli_evaluate

@@ -1,4 +1,4 @@
-"""A checkpoint as a model of lm-evaluation-harness."""
+"""Model class of lm-evaluation-harness that evaluates a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 class ModelArgumentError(ValueError):
-    """A value of --model_args cannot be used."""
+    """Raised if a value of --model_args cannot be used."""
 
 
 def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
-    """Raises ModelArgumentError if there is no such checkpoint, or if `fields` are not those of a tokenizer."""
+    """Raise ModelArgumentError if there is no such checkpoint, or if `fields` contains names that are not tokenizer
+    fields."""
     unknown = [name for name in fields if name not in TOKENIZER]
     known = f"use checkpoint, tp, pp, ep, extension or {TOKENIZER}"
     problems = [f"--model_args {name}: is unknown; {known}" for name in unknown]
@@ -42,7 +43,7 @@ def check_arguments(checkpoint: str | None, fields: Mapping[str, str]) -> None:
 
 
 def load_named(extension: str) -> None:
-    """Loads the files of parts that the user names. Raises ModelArgumentError if one cannot be used."""
+    """Load the extension files that the user names. Raises ModelArgumentError if one cannot be used."""
     try:
         load_extensions([name for name in extension.split(os.pathsep) if name])
     except ExtensionError as error:
@@ -50,7 +51,7 @@ def load_named(extension: str) -> None:
 
 
 def check_length(longest: int, limit: int) -> None:
-    """Raises ModelArgumentError if a model with `limit` positions cannot read `longest` tokens."""
+    """Raise ModelArgumentError if a model with `limit` positions cannot read `longest` tokens."""
     if not 1 <= longest <= limit:
         raise ModelArgumentError(
             f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}"
@@ -59,14 +60,15 @@ def check_length(longest: int, limit: int) -> None:
 
 @register_model("megatron")
 class CheckpointLM(ParallelLM):
-    """A checkpoint, saved at any layout, over the ranks that torchrun or srun started, or in one process.
+    """A checkpoint saved under any layout, loaded in one process or over the ranks that torchrun or srun started.
 
-    `checkpoint` is a folder of checkpoints, one of them, or the folder of a Hugging Face model. `tp`, `pp` and `ep` cut
-    the model over the ranks. `max_length` is the number of tokens that the model reads, by default --seq-length of its
-    run; `batch_tokens` those of a forward pass. The tokenizer's fields (`tokenizer_type` and so on) replace those of
-    the run. `batch_size` and `max_batch_size`, which the harness passes, have no meaning for batches that are counted
-    in tokens. `extension` names the Python file of a part of your own, or several with a colon between them.
-    Raises ModelArgumentError with what is wrong with them.
+    `checkpoint` is a folder of checkpoints, a single checkpoint, or the folder of a Hugging Face model. `tp`, `pp` and
+    `ep` are the sizes by which the model is divided over the ranks. `max_length` is the number of tokens that the model
+    reads, by default --seq-length of its run. `batch_tokens` is the number of tokens in a forward pass. Tokenizer
+    fields (`tokenizer_type` and so on) replace the tokenizer flags of the run. `batch_size` and `max_batch_size`, which
+    the harness passes, are ignored, because batches are measured in tokens. `extension` names the Python file of your
+    own extension, or several files separated by colons. Raises ModelArgumentError with every problem of these
+    arguments.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Gloo worlds on one machine and comparisons of layouts, for our tests and for users' own parts."""
+"""Gloo worlds on one machine and comparisons of layouts, for this program's tests and for users' own components."""

@@ -1,4 +1,4 @@
-"""Compares gradients with finite differences of the loss, parameter by parameter, in one process.
+"""Comparison of gradients with finite differences of the loss, parameter by parameter, in one process.
 
 Layouts that agree with one process prove nothing if one process is wrong. For each parameter p with gradient g and a
 random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal <g, d>.
@@ -61,7 +61,7 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
 
 
 def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
-    """Return the step's loss sum, multi-token prediction included. Leaves the gradients in `main_grad`."""
+    """Return the step's loss sum, including multi-token prediction. The gradients remain in `main_grad`."""
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
     further = next(meter for meter in run.meters if isinstance(meter, MultiTokenLosses))

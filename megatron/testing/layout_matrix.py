@@ -1,4 +1,4 @@
-"""Trains a model under a matrix of layouts and compares each with one process; see `megatron.testing.parity`."""
+"""Training of a model under a matrix of layouts, each compared with one process; see `megatron.testing.parity`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
 
 TOLERANCE = 1e-9
-"""Largest relative difference after two steps that a different summation order in fp64 explains."""
+"""Largest relative difference after two steps that can result from a different summation order in fp64."""
 
 
 HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  first difference, rule or error"

@@ -1,4 +1,4 @@
-"""Builds one rank's training run on the CPU, in a world started by `run_world`.
+"""Construction of one rank's training run on the CPU, in a world started by `run_world`.
 
 Components are imported on first use. Ranks are forked from the process that imports this module, so it imports the
 model components here, once for all ranks.
@@ -26,7 +26,7 @@ for _kind in (LAYERS, MIXERS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
 
 @contextmanager
 def local_run(config: RunConfig, rank: int, world_size: int) -> Iterator[TrainingRun]:
-    """Build process groups, model, optimizer and data of this rank; closes the data at the end.
+    """Build process groups, model, optimizer and data of this rank; close the data at the end.
 
     `config` is resolved for `world_size`. Collective over the world.
     """

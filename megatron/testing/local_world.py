@@ -1,4 +1,4 @@
-"""Local worlds: runs a function on 1 to 8 forked ranks and returns every rank's result.
+"""Local worlds: run a function on 1 to 8 forked ranks and return every rank's result.
 
     results = run_world(4, train_two_steps, config)     # train_two_steps(rank, world_size, config) on each rank
 
@@ -118,7 +118,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
 def die_with_parent(parent: int) -> None:
     """Make Linux kill this forked process when its parent, the process `parent`, ends for any reason.
 
-    On other systems only the parent's timeouts end it.
+    On other systems, only the parent's timeouts end this process.
     """
     set_death_signal = 1  # PR_SET_PDEATHSIG
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -129,7 +129,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Let several processes of a host use its first GPU over NCCL. Call it before NCCL starts.
+    """Let several processes of a host use its first GPU over NCCL. Call this function before NCCL starts.
 
     NCCL refuses two ranks on one GPU of a host. With different values of NCCL_HOSTID it treats the ranks as separate
     hosts and sends over sockets (`scripts/rank_as_host.sh` does the same for a launcher).

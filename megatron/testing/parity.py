@@ -1,8 +1,8 @@
-"""Trains a model under a matrix of layouts and compares each with one process: weights, loss, gradients, moments.
+"""Train a model under a matrix of layouts and compare each with one process: weights, loss, gradients, moments.
 
     python -m megatron.testing.parity --extension my_activation.py -- --activation-func my_activation --num-layers 8
 
-Flags after `--` describe the model as for pretrain_gpt.py, components of extensions included. Other flags get tiny
+Flags after `--` describe the model as for pretrain_gpt.py, including components of extensions. Other flags get tiny
 defaults: 4 layers of hidden size 32, synthetic data and two steps. All runs are in fp64 on gloo ranks of this machine.
 Rows of the table:
 

@@ -33,13 +33,13 @@ VOCAB_SIZE = 60
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one layout."""
+    """Verdict on one layout."""
 
     name: str
     ranks: int
     flags: str = ""
     verdict: str = "equal"
-    """equal, differs, crashed or refused; the one-process row is trained."""
+    """equal, differs, crashed or refused; for the one-process row, trained."""
 
     difference: float | None = None
     """The largest relative difference; None if the row compares no numbers."""
@@ -78,7 +78,7 @@ class ParityPlan:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Return the flags of every layout by name, schedules of extensions included."""
+        """Return the flags of every layout by name, including layouts for schedules of extensions."""
         layouts = {GIVEN: "as given"} if self.given != self.model else {}
         layouts |= LAYOUTS | (EXPERT_LAYOUTS if self.model.model.num_experts else {})
         schedule = self.given.parallel.pipeline_schedule
@@ -98,7 +98,7 @@ class ParityPlan:
         return self.given if layout == GIVEN else with_flags(self.model, self.layouts[layout].split())
 
     def plan(self, name: str) -> Row:
-        """Return the row before it has run. It is marked refused if validation rejects a layout that it needs."""
+        """Return the row before it has run, marked as refused if validation rejects a layout that it needs."""
         parts = name.split("-to-")
         configs = [self.config(part) for part in parts]
         ranks = max(config.parallel.smallest_world_size for config in configs)
@@ -170,7 +170,7 @@ def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def print_head(flags: Sequence[str], plan: ParityPlan) -> None:
-    """Print the flags, and the flags without effect here."""
+    """Print the flags, and list the flags that have no effect in these comparisons."""
     print(f"flags: {shlex.join(flags)}")
     if plan.unused:
         print(f"not used here: {', '.join(plan.unused)}")

@@ -1,4 +1,4 @@
-"""Saves a checkpoint under one layout, loads it under another, and compares the ranks' memory bit by bit.
+"""Bitwise comparison of the ranks' memory after a checkpoint is saved under one layout and loaded under another.
 
 The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without
 gradients, and all optimizer and callback states. Before a load, all of them are filled with NaN. Neither side of the
@@ -58,7 +58,7 @@ class Visit:
     counters: Counters = (0, 0, 0)
 
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Maps a source to the keys that differ from the saved ones, or to the reason for refusing it."""
+    """Keys that differ from the saved ones, or the reason for refusing the checkpoint, by source."""
 
     refused: set[str] = field(default_factory=set)
     """Sources that the run refused."""

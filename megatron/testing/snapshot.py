@@ -38,7 +38,8 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Fragment:
-    """`values` at `offset` of the global tensor `key` of `shape`, copied to the host. Keys are sorted by `order`."""
+    """A fragment: `values` at `offset` of the global tensor `key` with shape `shape`, copied to the host. Keys are
+    sorted by `order`."""
 
     key: str
     shape: tuple[int, ...]
@@ -51,12 +52,12 @@ class Fragment:
 
 
 PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment", "callback")
-"""The values that a step computes, in order."""
+"""Values that a step computes, in order."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A step number, or 0 for the state before the first step, and its name in keys."""
+    """A step number, 0 for the state before the first step, and the step's name in keys."""
 
     step: int
 
@@ -180,7 +181,7 @@ def whole_step(run: TrainingRun) -> None:
 
 
 class _Activations:
-    """Records the outputs of this rank's embedding and layers in one step's forward passes."""
+    """Record the outputs of this rank's embedding and layers in one step's forward passes."""
 
     def __init__(self, run: TrainingRun, label: Label, hooks: ExitStack) -> None:
         self.label, self.found = label, list[Fragment]()
@@ -253,7 +254,7 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 class _GradientMeter(Meter):
-    """Records a step's gradient before clipping scales it."""
+    """Record a step's gradient before clipping scales it."""
 
     def __init__(self, run: TrainingRun, label: Label) -> None:
         self.run, self.label = run, label
@@ -271,7 +272,7 @@ def _gradients(run: TrainingRun, label: Label, factor: torch.Tensor) -> Iterator
     params: list[Any] = run.ddp.params
     places = _places(run)
     for param in params:
-        stage, i = places[param.meta.name]  # the backward runs from the last parameter to the first
+        stage, i = places[param.meta.name]  # the backward pass goes from the last parameter to the first
         yield _shard(run, label, "gradient", param.meta, param.main_grad * factor, -stage, -i)
 
 
@@ -391,8 +392,8 @@ def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
 def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> Tensor | None:
     """Return a mask of the parameter elements whose gradients are pure rounding noise.
 
-    Their relative difference is at no step above `tolerance`, and at some step not exactly zero. Returns None if the
-    snapshots have no gradient of that name.
+    The relative difference of these gradients exceeds `tolerance` at no step, and is nonzero at some step. Returns None
+    if the snapshots have no gradient of that name.
     """
     floors, largest = floors_of(a, b), None
     for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):

@@ -31,7 +31,7 @@ from megatron.training.progress import Step
 
 
 class Splits(NamedTuple):
-    """The data sets of a phase."""
+    """Data sets of a phase."""
 
     train: Dataset
     valid: dict[str, Dataset]
@@ -125,7 +125,7 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
 
 @runtime_checkable
 class DealsSamples(Protocol):
-    """Flags of an extension that may assign the samples of training steps to replicas in another way."""
+    """Base class of extension flags that may assign the samples of training steps to replicas in another way."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
         """Return the dealer for samples of this length, or None if no flag selects one."""
@@ -143,7 +143,7 @@ def dealer_of(config: RunConfig) -> Dealer:
 
 @runtime_checkable
 class DividesSamples(Protocol):
-    """Flags of an extension that may divide training samples over context-parallel ranks in another way."""
+    """Base class of extension flags that may divide training samples over context-parallel ranks in another way."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
         """Return the divider of sequences, or None if no flag selects one."""
@@ -157,7 +157,7 @@ def divider_of(config: RunConfig) -> DividesSequences | None:
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """Build the data, and the plan with the run's length, which for one epoch is known only at this point.
+    """Build the data, and the plan with the run's length. The length of a run of one epoch is known only at this point.
 
     Raises ValueError for any problem of the data that the flags name.
     """
@@ -197,7 +197,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     config = phase.config
     training = phase.config.training
     order = demands.order
-    # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
+    # Evaluation requests as many samples as Megatron-LM does, because the sample order depends on this number.
     once = training.eval_iters * training.eval_batch_size
     for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
     order.planned = phase.planned
@@ -264,7 +264,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
-    """Replace text files in the data flags by indexed datasets, which are made now if no earlier run has made them.
+    """Replace text files in the data flags with indexed datasets, and build those that no earlier run has built.
 
     Raises ValueError with the problems of all files.
     """
@@ -312,7 +312,7 @@ def _build(
 
 @runtime_checkable
 class WrapsDatasets(Protocol):
-    """Flags of an extension, registered with `part_of="data"`, that change the samples of data sets."""
+    """Base class of extension flags, registered with `part_of="data"`, that change the samples of data sets."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
         """Return a data set that changes the samples of `dataset`, or `dataset` itself."""
@@ -340,8 +340,8 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
 def put_on_device(
     batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
 ) -> list[Batch]:
-    """Prepare a step's micro-batches for the model: apply the loss' changes of labels and masks to whole samples, take
-    this context-parallel rank's part, and copy it to the device."""
+    """Prepare a step's micro-batches for the model: apply the changes that the loss makes to labels and masks of whole
+    samples, take this context-parallel rank's part, and copy it to the device."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]

@@ -22,8 +22,8 @@ from megatron.training.run import TrainingRun
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     """Evaluate the "valid" or "test" datasets of the current phase, and log loss and perplexity of each. Collective.
 
-    It stops if the run is asked to stop. If all datasets have names, the loss without a name covers all tokens. Each
-    validation reads the next samples.
+    The evaluation stops early if the run is asked to stop. If all datasets are named, the unnamed loss covers the
+    tokens of all of them. Each validation reads the next samples.
     """
     training = run.config.training
     runtime = run.runtime

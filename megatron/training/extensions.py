@@ -1,4 +1,4 @@
-"""Loads extensions, which are Python files of users that register parts and flags (--extension), and contains the
+"""Loading of extensions (--extension), which are users' Python files that register components and flags, and the
 registry of callbacks. This module itself does not import torch.
 
 An extension is imported before flags are parsed, so that its registrations appear in `--help` and are validated like
@@ -52,10 +52,11 @@ def _as_main_parameters(config: RunConfig) -> Stored:
 
 @dataclass(frozen=True)
 class CallbackFacts:
-    """Properties of a callback, known before it is imported."""
+    """Properties of a callback that are known before it is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """Returns True if a run with this configuration uses the callback; otherwise it is not imported."""
+    """Function that returns True if a run with this configuration uses the callback; otherwise the callback is not
+    imported."""
 
     evaluates: str = ""
     """Flag with which one of the callback's tasks evaluates the model, so that --skip-train has something to do."""
@@ -68,7 +69,7 @@ class CallbackFacts:
     """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """Returns the storage of the states: by default the main dtype, on the device."""
+    """Function that returns the storage of the states: by default the main dtype, on the device."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the states that the callback keeps in a run."""
@@ -243,8 +244,8 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """Return the problem of an error that arose in an extension after its import, directly or as a cause:
-    `file:line: Kind: message`. None if no code of an extension was involved."""
+    """Return a problem for an error that arose in an extension after its import, directly or as a cause: `file:line:
+    Kind: message`. None if no code of an extension was involved."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found

@@ -1,7 +1,7 @@
-"""Replaces functions of other libraries that offer no other way to observe or silence them.
+"""Replacement of functions in other libraries that offer no other way to observe or silence them.
 
-Examples are the collectives of torch.distributed, which our code, torch and custom layers all call, and the progress
-output of lm-evaluation-harness.
+Examples are the collectives of torch.distributed, which this program, torch and custom layers all call, and the
+progress output of lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _MISSING = object()
 def replaced(*stand_ins: tuple[object, str, object]) -> Iterator[None]:
     """Replace attributes within the block, given as (owner, name, replacement).
 
-    An owner is a module, class or object of another library. Our own code receives variations as arguments instead.
+    An owner is a module, class or object of another library. Code of this program receives variations as arguments
+    instead.
     """
     with ExitStack() as stack:
         for owner, name, stand_in in stand_ins:

@@ -1,4 +1,5 @@
-"""Runs a rank's pipeline and computes the gradients of a step, for training, the search for a NaN, and replays."""
+"""Forward and backward passes of a step on a rank's pipeline stages, for training, the search for a NaN, and
+replays."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Sums:
     """Results of the forward and backward passes of a step, besides gradients."""
 
     seed: float
-    """Factor by which every loss sum was multiplied before the backward."""
+    """Factor by which every loss sum was multiplied before the backward pass."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -53,12 +54,12 @@ class StepInput:
     """Valid tokens of the global batch; scalar float64 on every rank."""
 
     seed: float
-    """Factor of every loss sum before the backward."""
+    """Factor by which every loss sum is multiplied before the backward pass."""
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Runs the forward and backward passes of a step on this rank's stages. All methods are collective."""
+    """Run the forward and backward passes of a step on this rank's stages. All methods are collective."""
 
     config: RunConfig
     runtime: Runtime
@@ -110,7 +111,7 @@ class ForwardBackward:
         return [tensor for meter in self.meters for tensor in meter.step_state()]
 
     def discard_step(self) -> None:
-        """Drop the gradients and counts of a step that will not update the weights."""
+        """Discard the gradients and counts of a step that will not update the weights."""
         self.ddp.zero_grad_buffer()
         for meter in self.meters:
             meter.discard_step()
@@ -130,7 +131,7 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 
 
 class Pipeline:
-    """Runs any number of micro-batches through the stages, in the order of the pipeline schedule.
+    """Run any number of micro-batches through the stages, in the order of the pipeline schedule.
 
     An extension's subclass may run them in another way (`megatron.training.step_parts`)."""
 
@@ -158,17 +159,19 @@ class Pipeline:
         return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Run the forward, and the backward of `seed` * loss sum. Returns the loss sum of each micro-batch on the last
-        stage, else []."""
+        """Run the forward pass, and the backward pass of `seed` * loss sum. Returns the loss sum of each micro-batch on
+        the last stage, and [] on other stages."""
         lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Train like `train`, one action after another with the stages' modules, so that their hooks run."""
+        """Do the same as `train`, but call the stages' modules for one action after another, so that their hooks
+        run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Run only forward passes. Returns the loss sum of each micro-batch on the last stage, else []."""
+        """Run only forward passes. Returns the loss sum of each micro-batch on the last stage, and [] on other
+        stages."""
         lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
         return self.executor.run(lists[self.pp.rank], batches)
 
@@ -180,7 +183,7 @@ class Pipeline:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Disable dropout and everything else that modules do only in training."""
+        """Disable dropout and all other operations that modules perform only in training."""
         for stage in self.stages.values():
             stage.eval()
         try:

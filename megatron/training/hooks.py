@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunView:
-    """The view of a run for callbacks and metrics on each rank. It is a `megatron.training.run.TrainingRun`, which
-    holds all parts of the run."""
+    """View of a run for callbacks and metrics on each rank. It is a `megatron.training.run.TrainingRun`, which holds
+    all parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -49,7 +49,7 @@ class RunView:
     progress: Progress
     """`iteration` and `consumed_samples` so far."""
     say: Callable[[str], None]
-    """Prints a line on one rank."""
+    """Function that prints a line on one rank."""
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
@@ -92,7 +92,7 @@ class StepFinding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one step."""
+    """Outcome of one step."""
 
     step: Step
     result: StepResult
@@ -113,7 +113,7 @@ class Verdict:
 
 
 class Judge(Protocol):
-    """Detects steps with an unusual loss or gradient, on the device."""
+    """Detector of steps with an unusual loss or gradient, on the device."""
 
     state: Tensor
     """State of the judge as a flat float64 tensor, which checkpoints keep."""
@@ -124,7 +124,7 @@ class Judge(Protocol):
 
 
 class Log(Protocol):
-    """The log of a run, on one rank."""
+    """Log of a run, on one rank."""
 
     def write(self, record: Record) -> None:
         """Write a record to every sink."""
@@ -137,11 +137,11 @@ class Log(Protocol):
 
 
 class Exporter(Protocol):
-    """Work on complete checkpoints while training continues. All methods except `poll` and `abandon` run on one
-    rank."""
+    """Processor of complete checkpoints that works while training continues. All methods except `poll` and `abandon`
+    run on one rank."""
 
     doing: str
-    """Current work, for reports about hangs."""
+    """Description of the current work, for reports about hangs."""
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
         """Register a complete checkpoint. It is not deleted while it is in `held` (`Callback.exporter`)."""
@@ -167,7 +167,7 @@ class Meter:
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Called after the last backward; the reduced gradients have not been multiplied by `factor` yet."""
+        """Called after the last backward pass; the reduced gradients have not been multiplied by `factor` yet."""
 
     def end_step(self, skip: Tensor) -> None:
         """Called with the weight update; a step with `skip` 1 must not be counted. It must not wait for the device."""
@@ -203,8 +203,8 @@ class Meter:
         return []
 
     def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
-        """Context of an evaluation. It yields this rank's counts, complete at the end of the block, to be summed over
-        the world."""
+        """Return a context for an evaluation. The context yields this rank's counts, complete at the end of the block,
+        to be summed over the world."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
@@ -223,7 +223,7 @@ class Task:
     at_end: bool = False
     """True if the task is also due after the last iteration."""
     also: Callable[[], bool] | None = None
-    """Returns True if the task is due now, independently of the interval."""
+    """Function that returns True if the task is due now, independently of the interval."""
     counts: bool = False
     """True if the task's time counts as step time."""
     reads_result: bool = True
@@ -250,9 +250,9 @@ class Task:
 
 
 Measure = Callable[[StepView], tuple["Tensor | float", "Tensor | float"]]
-"""A metric: returns (sum, count) of this rank in a step that has updated the weights. The metric is the total sum
-divided by the total count, over the steps of a log interval and all ranks. Tensors stay on the device, so that the host
-does not wait."""
+"""A metric: a function that returns (sum, count) of this rank in a step that has updated the weights. The metric is the
+total sum divided by the total count, over the steps of a log interval and all ranks. Tensors stay on the device, so
+that the host does not wait."""
 
 
 class Callback:
@@ -265,14 +265,14 @@ class Callback:
     states: Sequence[OptimizerPiece] = ()
     """States declared by `register(..., states=("name",))`, available from `on_start` on. `piece.data` [n] is a flat
     view of elements [start, stop) of this rank's part of the parameter `piece.meta`, and `piece.key` is the state's
-    name. Write the views in place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the
-    weights that the optimizer updates."""
+    name. States are changed by writing to these views in place.
+    `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer updates."""
 
     start_order = 0
     """`start` is called in the order of these numbers; the first callback that returns a position decides."""
 
     to_continue = ""
-    """Advice for continuing a complete run, if the user cannot raise the flag of its length."""
+    """Advice for continuing a complete run, for runs whose length the user cannot raise with a flag."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -334,8 +334,8 @@ class Callback:
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
-        """Return the object that detects spikes, built with the `Judge.state` of the checkpoint, which is empty at the
-        start; None to leave this to other callbacks. The first callback that returns a judge wins."""
+        """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run);
+        None to leave this to other callbacks. The first callback that returns a judge wins."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
@@ -382,9 +382,9 @@ class Callback:
         """Called after each log line, with its record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own. They are a state of the optimizer,
-        from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns weights wins. Every
-        rank returns the elements that it updates. Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own. The weights are a state of the
+        optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns weights
+        wins. Every rank returns the elements that it updates. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -432,7 +432,7 @@ def storage_of(callback: Callback) -> Stored:
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
-    """Add the callbacks' watches and their hang analysis to a connected watchdog."""
+    """Add the watches and the hang analysis of callbacks to a connected watchdog."""
     for callback in callbacks:
         watchdog.watches += callback.watches(watchdog)
         watchdog.status.analysis = callback.hang_analysis(watchdog.status) or watchdog.status.analysis

@@ -1,4 +1,4 @@
-"""Initializes a rank: device, process groups, random seeds, watchdog."""
+"""Initialization of a rank: device, process groups, random seeds, watchdog."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 class StartupPhases:
-    """Measures the wall time of each phase of start-up."""
+    """Measure the wall time of each start-up phase."""
 
     def __init__(
         self, begin: Callable[[str], None] = lambda name: None, end: Callable[[str], None] = lambda name: None
@@ -108,7 +108,7 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
 
 
 def set_determinism(config: RunConfig) -> None:
-    """Select deterministic kernels. Call it before building the model, which chooses kernels."""
+    """Select deterministic kernels. Call this function before building the model, which chooses kernels."""
     if not config.training.deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -159,7 +159,7 @@ def keep_memory(device: torch.device) -> None:
     """Let glibc keep freed tensor memory when training on the CPU, unless the environment configures malloc.
 
     By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. Every step then
-    faults in and clears pages for the same sizes again, which takes most of the step's system time, and even more with
+    faults in and clears pages for the same sizes again. This takes most of the step's system time, and even more with
     huge pages.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ

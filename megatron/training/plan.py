@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run with one configuration."""
+    """Part of a run with a single configuration."""
 
     config: RunConfig
     """The run's configuration in this phase."""
@@ -62,12 +62,12 @@ class Phase:
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
         """Prepare a training source, a `SourceOrder` after all earlier phases, before this phase takes samples of a
-        `SampleFormat` from it. May change the source's order."""
+        `SampleFormat` from it. This method may change the source's order."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The phases that a run has started."""
+    """Phases that a run has started."""
 
     consumed_samples: int
     phases: list[dict[str, Any]]
@@ -84,7 +84,7 @@ class History:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run with one phase, and the base class of other plans."""
+    """Plan of a run with one phase, and the base class of other plans."""
 
     base: RunConfig
     """Configuration given by the flags."""
@@ -143,7 +143,7 @@ class RunPlan:
 
     @property
     def longest(self) -> Phase:
-        """The phase with the most tokens in a micro-batch, whose activations take the most memory."""
+        """Phase with the most tokens in a micro-batch, whose activations take the most memory."""
         return max(
             self.phases, key=lambda p: (p.config.training.micro_batch_size * p.config.model.seq_length, p.first_sample)
         )
@@ -181,7 +181,8 @@ class RunPlan:
 
     @property
     def schedule_sizes(self) -> BatchSizes:
-        """Batch sizes that convert iterations to positions in the schedule of learning rate and weight decay.
+        """Return the batch sizes that convert iterations to positions in the schedule of learning rate and weight
+        decay.
 
         If the run's length is given in iterations, its schedule depends on the iteration, and a new batch size at a
         resume does not change the rest of the schedule. The schedule therefore counts samples as if the run had used
@@ -237,7 +238,7 @@ class RunPlan:
 
 
 class PlanClass(Protocol):
-    """Plans runs: a class derived from `megatron.training.plan.RunPlan`."""
+    """Plan of a run: a class derived from `megatron.training.plan.RunPlan`."""
 
     def planned(self, config: RunConfig) -> tuple[object, list[Problem]]: ...
 
@@ -252,7 +253,7 @@ class PlanClass(Protocol):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Properties of a plan, known before it is imported."""
+    """Properties of a plan that are known before it is imported."""
 
     field: str
     """Field of the flag that enables the plan."""

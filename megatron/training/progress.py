@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: its number and its samples."""
+    """A step of a run: its number and its samples."""
 
     iteration: int
     """Number of the step, from 1, as in logs, files and messages."""
@@ -36,11 +36,11 @@ class Step:
 
 @dataclass
 class Progress:
-    """Position of a run. Saved in every checkpoint."""
+    """Position of a run, saved in every checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    """Data position, from which batches and their sizes follow."""
+    """Data position in samples, which determines the following batches and their sizes."""
 
     scheduled_samples: int = 0
     """Samples of the steps that updated the weights. Learning rate and weight decay follow from this number, so they do
@@ -63,7 +63,8 @@ class Progress:
     """Positions of batch-size changes, and the position of the last save; empty at the start."""
 
     data_fingerprint: str | None = None
-    """Fingerprint of the training data. If it is equal, the same sample number means the same sample."""
+    """Fingerprint of the training data. If two fingerprints are equal, equal sample numbers refer to the same
+    sample."""
 
     loaded_from: str | None = field(default=None, compare=False)
     """Checkpoint from which this process resumed."""
@@ -145,7 +146,7 @@ class StepTimers:
 
 @dataclass
 class Interval:
-    """Collects the steps since the last log line. Never waits for the device."""
+    """Collection of the steps since the last log line. Its methods never wait for the device."""
 
     start: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The parts of a training run."""
+"""Components of a training run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from megatron.training.step_guard import StepGuard
 
 
 class RunStep(Protocol):
-    """Makes the steps of a run."""
+    """Interface of the object that performs the steps of a run."""
 
     def __call__(self, step: Step) -> None:
-        """Make a step: the gradients of its batch, and the update."""
+        """Perform a step: compute the gradients of its batch, and update the weights."""
 
     def finish(self) -> None:
-        """End the work in progress when no further step follows."""
+        """Finish the work in progress when no further step follows."""
 
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Owns the components of a run on one rank. The loop holds it; other functions take the components that they use.
+    """Owner of a run's components on one rank. The training loop holds this object; other functions take only the
+    components that they use.
 
     `config` is the configuration of the current phase, and `plan.base` the configuration of the flags. `progress` and
     `interval` change with every step; everything else is built once.
@@ -67,7 +68,7 @@ class TrainingRun(RunView):
     """Timing contexts around the parts of a step."""
 
     tasks: Sequence[Task] = ()
-    """The periodic tasks, in the order in which they are performed."""
+    """Periodic tasks, in the order in which they are performed."""
 
     interval: Interval = field(default_factory=Interval)
     """Data collected since the last log line."""

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration."""
+"""Construction of a run's components from its configuration."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def build_stages(
 
 
 def host_threads(device: torch.device) -> int:
-    """Return the number of threads that draw initial weights and update states in host memory: the cores per GPU of
-    this node, or torch's threads on CPU."""
+    """Return the number of threads that draw initial weights and update states in host memory: the number of CPU cores
+    per GPU of this node, or torch's number of threads on CPU."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if a run resumes at another position than the planned one.
+    """Return True if a run resumes at a position other than the planned one.
 
-    This happens if the newest checkpoint is damaged, or had not been examined.
+    This happens if the newest checkpoint is damaged, or was not examined during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
@@ -160,7 +160,7 @@ def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
 
 
 def meters_of_trunk(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], parts: Parts) -> list[Meter]:
-    """Return the meters that every run has; meters of callbacks follow."""
+    """Return the meters of every run; the meters of callbacks come after them."""
     return [
         ExpertLoad(config.model, runtime.state, stages, runtime.device),
         MultiTokenLosses(config.model, runtime.state, stages, runtime.device),
@@ -185,7 +185,7 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` are all additional objects (`Parts.with_registered`); by default, the parts that extensions registered."""
+    `parts` contains all additional objects (`Parts.with_registered`), by default those that extensions registered."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):

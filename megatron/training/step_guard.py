@@ -1,8 +1,8 @@
 """Policy for NaN/Inf and spiking steps: skip, report or end the run.
 
 The device alone decides whether a step updates the weights, so the host does not wait for it. The verdict is read while
-the gradients of the next step are computed, before these gradients are used. The weights are then still the ones from
-before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same decisions.
+the gradients of the next step are computed, before these gradients are used. At that time, the weights are still those
+from before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BadStepError(Exception):
 
 
 class StepGuard:
-    """Judges every step, counts skipped steps and the samples of the other steps in the run's progress, and ends the
-    run after too many bad steps. `say` prints a line on one rank."""
+    """Policy that judges every step, counts skipped steps and the samples of all other steps in the run's progress, and
+    ends the run after too many bad steps. `say` prints a line on one rank."""
 
     def __init__(
         self,
@@ -58,10 +58,8 @@ class StepGuard:
 
     def settle(self) -> bool:
         """Read the verdict on the last step, once, and act on it. Waits for the device. Collective if the step was not
-        finite.
-
-        Returns whether a search may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the
-        step ends the run.
+        finite. Returns True if a search may have overwritten the gradient buffers. Raises BadStepError, on every rank,
+        if the step ends the run.
         """
         self._optimizer.end_update()
         if self._pending is None:
@@ -120,5 +118,5 @@ class StepGuard:
 
 
 def is_nan(result: StepResult) -> bool:
-    """Return whether loss or gradient were not finite, and a lower loss scale would not help."""
+    """Return True if the loss or gradient was not finite and a lower loss scale would not help."""
     return not result.finite and not result.scale_overflow

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Classes of the objects that perform a step. None means the class of another extension, or else the trunk's
-    class."""
+    """Classes of the objects that perform a step. None selects the class of another extension if there is one, and
+    otherwise the trunk's class."""
 
     step: type[TrainStep] | None = None
     pipeline: type[Pipeline] | None = None
@@ -46,22 +46,22 @@ class UpdateBytes(NamedTuple):
     """Bytes of all parameters that the rank keeps, in their own dtype."""
 
     gradients: int
-    """Bytes of gradients of the rank's shards. Likewise, `main` counts the bytes of their main parameters, in any
-    memory, and of their states."""
+    """Bytes of gradients of the rank's shards."""
 
     main: int
+    """Bytes of the main parameters of these shards, in any memory, and of their states."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts for plans and rules. Each section of a run's configuration has the flags of extensions."""
+    """Facts for plans and rules. Every section of a run's configuration gives access to the flags of extensions."""
 
     when: Callable[[Section], bool]
     """(configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Returns the bytes that these parts keep on the device; None if updates wait for the gradient norm at the end of
-    their step."""
+    """Function that returns the bytes that these parts keep on the device; None if updates wait for the gradient norm
+    at the end of their step."""
 
     kept_name: str = ""
     """Name of these bytes in plans."""
@@ -95,10 +95,10 @@ def late_update(config: Section) -> str | None:
 
 
 def runs_passes_in_turns(config: Section) -> bool:
-    """Return whether a forward and a backward pass run in turns."""
+    """Return True if a forward and a backward pass run in turns."""
     return any(STEP_PARTS.facts(name).in_turns for name in STEP_PARTS.wanted(config))
 
 
 def launches_once(config: Section) -> bool:
-    """Return whether the host launches all kernels of a micro-batch at once."""
+    """Return True if the host launches all kernels of a micro-batch at once."""
     return any(STEP_PARTS.facts(name).launches_once for name in STEP_PARTS.wanted(config))

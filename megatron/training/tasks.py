@@ -1,4 +1,5 @@
-"""Work of a run outside its steps: the table of periodic tasks, saves, evaluations, and the callbacks' `on_end`."""
+"""Work of a run between and after steps: the table of periodic tasks, saves, evaluations, and the callbacks'
+`on_end`."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def save(run: TrainingRun) -> None:
 
 
 def say_what_starts(run: TrainingRun) -> None:
-    """Print a summary of the run, and how long start-up took."""
+    """Print a summary of the run, and the duration of start-up."""
     runtime = run.runtime
     if runtime.is_main:
         run.say("\n".join(banner(run)))
@@ -110,7 +111,7 @@ def say_what_starts(run: TrainingRun) -> None:
 
 
 def why_untrained(run: TrainingRun) -> str:
-    """Return why a run performed no step."""
+    """Return the reason why a run performed no step."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
     longer = "raise --train-iters, --train-samples or --train-tokens"

@@ -91,7 +91,7 @@ class TrainStep:
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Return whether parameters or the result of a step are read before the next step begins; otherwise the update may
+    """Return True if parameters or the result of a step are read before the next step begins; otherwise the update may
     happen later."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)

@@ -28,7 +28,7 @@ from megatron.training.train_step import train_step
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    `parts` of the caller are used in addition to parts registered by extensions. Returns the exit code. Any exception
+    The caller's `parts` are used in addition to those that extensions registered. Returns the exit code. Any exception
     ends all ranks with one report.
     """
     watchdog = Watchdog(launch)
@@ -83,8 +83,8 @@ def goes_on(run: TrainingRun) -> bool:
 
 
 def next_step(run: TrainingRun) -> bool:
-    """Return True if there is a next step: False at the end of the run, or after a request to stop. Saves when asked
-    to."""
+    """Return True if there is a next step: False at the end of the run, or after a request to stop. Also saves a
+    checkpoint if a request asks for one."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")
@@ -113,7 +113,7 @@ def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
 
 def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
     """Return True if the run exits after these tasks: at --exit-interval, or because a callback on any rank has
-    requested it. Equal on all ranks."""
+    requested it. The result is equal on all ranks."""
     iteration, interval = run.progress.iteration, run.config.training.exit_interval
     why = f"--exit-interval {interval}" if interval and iteration % interval == 0 else None
     if why is None and run.callbacks and any(task.may_stop for task in after):

@@ -75,7 +75,7 @@ CASES = {
             f"--save {{0}}/folders: has a {kind} {name}, where the run writes a file; remove or rename that {kind}"
             for name, kind in NO_FILES.items()
         )
-        + "\n  --save {0}/folders: has a tokenizer that is no folder, where the run writes one; remove or rename it",
+        + "\n  --save {0}/folders: has a tokenizer that is not a folder, where the run writes one; remove or rename it",
     ),
 }
 

@@ -241,7 +241,7 @@ def test_damaged_metrics_do_not_stop_a_run_and_are_kept(tmp_path: Path, capsys: 
     JsonLinesSink(path, 3).close()
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
-    assert f"{path}: lines that are no records of metrics are left out: 4; {tmp_path}" in capsys.readouterr().err
+    assert f"{path}: lines that are not metric records are left out: 4; {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_record_cut_off_by_a_kill_is_not_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,8 @@ MALFORMED = [
     ("[" * 5000, "nested too deeply"),
     ('{"a":' * 9000, "nested too deeply"),
     ("9" * 5000, "Exceeds"),
-    ("null", "no JSON object"),
-    (json.dumps([PEER]), "no JSON object, but a list"),
+    ("null", "must be a JSON object"),
+    (json.dumps([PEER]), "must be a JSON object, but is a list"),
     (json.dumps({**PEER, "pid": "7"}), "pid is '7', not of type int"),
     (json.dumps({**PEER, "pid": True}), "pid is True, not of type int"),
     (json.dumps({**PEER, "pid": 7.0}), "not of type int"),
@@ -55,7 +55,7 @@ def test_times_are_finite(at: str) -> None:
 @pytest.mark.parametrize("text", ["", "-1", "1.0", "x", "²", "9" * 5000, " 1"])
 def test_whole_numbers(text: str) -> None:
     assert parse_integer("12") == 12
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="must be a whole number"):
         parse_integer(text)
 
 

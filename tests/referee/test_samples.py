@@ -100,7 +100,7 @@ def test_samples_of_a_checkpoint_are_those_of_its_run(
         (["--samples", "3,12"], "--samples 12: the run has samples 0 to 11"),
         (["--samples", "3-1"], "'3-1' must be a number or a range, as in 0-7,12"),
         (["--samples", "1,0-2"], "a sample is named twice"),
-        (["--samples", "0-99999999999"], "names more than 100,000 samples; name those of one step"),
+        (["--samples", "0-99999999999"], "names more than 100,000 samples; name the samples of one step"),
         (["--samples", "1", "--iteration", "1"], "--samples and --iteration each say which samples to take"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,7 +1,8 @@
-"""Explains how a wrong gradient differs from the right one: by a factor, a missing part, swapped blocks and so on.
+"""Explanation of how a wrong gradient differs from the correct one: by a factor, a missing part, swapped blocks and so
+on.
 
-Every hypothesis derives a tensor from the right gradient. It holds if that tensor is as close to the wrong gradient as
-equal tensors would have to be. The first hypothesis that holds is reported; the simplest are tried first.
+Every hypothesis derives a tensor from the correct gradient. A hypothesis holds if its tensor equals the wrong gradient
+within the tolerance. The first hypothesis that holds is reported; the simplest are tried first.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def fraction(factor: float, allowed: float) -> str:
 
 
 def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find wrong parts among right ones. Yields (share of the elements, position, cause)."""
+    """Find wrong parts of an otherwise correct gradient. Yields (share of the elements, position, cause)."""
     yield from _of_blocks(found, expected, allowed)
     yield from _of_rows(found, expected, allowed)
 
@@ -170,10 +171,10 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find wrong blocks among right ones for each division of each dim. Yields (share of the elements, position,
-    cause).
+    """Find wrong blocks of an otherwise correct gradient, for each division of each dim. Yields (share of the elements,
+    position, cause).
 
-    The cause is "" if the wrong blocks share no simple one. Blocks of zeros, such as padding, are ignored.
+    The cause is "" if the wrong blocks share no simple cause. Blocks of zeros, such as padding, are ignored.
     """
     for dim, size in enumerate(found.shape):
         counts = {count for count in BLOCKS if size % count == 0 and size > count}
@@ -195,7 +196,7 @@ def _named(numbers: Sequence[int], count: int, dim: int) -> str:
 
 
 def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Iterator[tuple[float, str]]:
-    """Find two ranges of rows that have changed places. Rows are [rows, elements], along `dim` of the gradient."""
+    """Find two ranges of rows that are swapped. Rows are [rows, elements], along `dim` of the gradient."""
     apart = torch.linalg.vector_norm(found - expected, dim=1)
     rows = torch.nonzero(apart > allowed * torch.linalg.vector_norm(expected, dim=1)).flatten()
     first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
@@ -210,7 +211,7 @@ def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Ite
 
 
 def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
-    """Find blocks that are right but in a different order."""
+    """Find blocks that are correct but in a different order."""
     for dim, size in enumerate(found.shape):
         rows, right = (each.movedim(dim, 0).reshape(size, -1) for each in (found, expected))
         yield from _exchanged(rows, right, allowed, dim)

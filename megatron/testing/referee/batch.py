@@ -1,4 +1,4 @@
-"""Samples of one step: tokens, labels, the labels that count, and the borders of documents within samples.
+"""Samples of one step: tokens, labels, loss mask, and document boundaries within samples.
 
 An `.npz` file holds them as Megatron-LM feeds a model, or as transformers takes them. All arrays are [samples, s]:
 
@@ -68,7 +68,7 @@ class Batch:
         """Read a batch from an `.npz` file or from the folder of a saved step.
 
         Raises ValueError if the file holds neither of the two sets of arrays of this module, if their shapes differ, or
-        for values that cannot be.
+        if values are impossible.
         """
         arrays = _arrays(path)
         try:
@@ -78,7 +78,7 @@ class Batch:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> Batch:
-        """Make a batch of named arrays. Raises ValueError as `read`."""
+        """Make a batch from named arrays. Raises ValueError as `read`."""
         of_transformers = "input_ids" in arrays
         _check_names(arrays, OF_TRANSFORMERS if of_transformers else OF_MEGATRON)
         if of_transformers:
@@ -103,7 +103,7 @@ class Batch:
         )
 
     def part(self, samples: slice, tokens: slice) -> Batch:
-        """Return the same samples with only some labels counted."""
+        """Return the same samples with a loss mask that counts only some labels."""
         mask = np.zeros_like(self.loss_mask)
         mask[samples, tokens] = self.loss_mask[samples, tokens]
         return replace(self, loss_mask=mask)
@@ -130,7 +130,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_names(arrays: Arrays, known: tuple[str, ...]) -> None:
-    """Raise ValueError if a required array is missing, or one would be ignored."""
+    """Raise ValueError if a required array is missing, or if an array would be ignored."""
     if known is OF_MEGATRON and (missing := {"tokens", "labels"} - arrays.keys()):
         has = f"has no {' and no '.join(sorted(missing))}; it has {', '.join(arrays)}"
         raise ValueError(f"{has}; give tokens and labels, or input_ids")
@@ -140,10 +140,10 @@ def _check_names(arrays: Arrays, known: tuple[str, ...]) -> None:
 
 
 def _check_shapes(arrays: Arrays) -> None:
-    """Raise ValueError unless all arrays are [samples, s], and those of ids hold integers that can be ids."""
+    """Raise ValueError unless all arrays are [samples, s] and the arrays of ids hold non-negative integers."""
     if arrays["tokens"].ndim != 2 or len({each.shape for each in arrays.values()}) != 1:
         shapes = ", ".join(f"{name} {each.shape}" for name, each in arrays.items())
-        raise ValueError(f"all must be [samples, s]; they are {shapes}")
+        raise ValueError(f"all arrays must be [samples, s], but are {shapes}")
     for name, ids in arrays.items():
         if name in ("loss_mask", "attention_mask"):
             continue

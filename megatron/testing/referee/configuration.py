@@ -1,4 +1,4 @@
-"""Configuration of the reference: the model's own, with flags for values that it does not give."""
+"""Configuration of the reference: the model's own configuration, and flags for the values that it does not define."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.training.config.flags import field_table, with_named
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 
 OF_RUNS = ("parallel", "ddp", "checkpoint", "logging", "checks")
-"""Sections that change nothing in the reference."""
+"""Configuration sections that have no effect on the reference."""
 
 OF_DATA = ("data", "training")
-"""Sections that only the choice of samples from a data set depends on."""
+"""Configuration sections that only affect which samples are chosen from a data set."""
 
 
 def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> RunConfig:
@@ -24,7 +24,7 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
 
     Args:
         source: The model.
-        flags: Flags that its configuration leaves open, such as coefficients of losses, or the data.
+        flags: Flags for values that the model's configuration does not define, such as loss coefficients, or the data.
         takes_samples: True if the samples are taken from a data set, False if they are given.
 
     Raises:
@@ -57,7 +57,7 @@ def check_same_model(source: Source, config: RunConfig) -> None:
 
 
 def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:
-    """Return a configuration for one process on CPU, without what a run writes and checks."""
+    """Return a configuration for one process on the CPU, without a run's output files and checks."""
     return replace(
         config,
         parallel=ModelParallelConfig(cpu=True, **parallel),  # type: ignore[arg-type]

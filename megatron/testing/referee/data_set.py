@@ -1,4 +1,4 @@
-"""Samples of a run's training data, by their numbers or by the step that trains on them."""
+"""Samples of a run's training data, chosen by number or by the step that trains on them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sample_numbers(text: str) -> tuple[int, ...]:
             raise ValueError(f"--samples {text}: {part!r} must be a number or a range, as in 0-7,12")
         named = range(int(match[1]), int(match[2] or match[1]) + 1)
         if len(found) + named.stop - named.start > MOST:
-            raise ValueError(f"--samples {text}: names more than {MOST:,} samples; name those of one step")
+            raise ValueError(f"--samples {text}: names more than {MOST:,} samples; name the samples of one step")
         found += named
     if len(set(found)) != len(found):
         raise ValueError(f"--samples {text}: a sample is named twice; name each once")
@@ -63,10 +63,10 @@ def sample_numbers(text: str) -> tuple[int, ...]:
 
 
 def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
-    """Read samples of the training data that a configuration names: the model's own with flags.
+    """Read samples of the training data that the model's configuration and the flags name.
 
     A checkpoint of a run also says which samples the run has consumed at which batch sizes, unless flags name other
-    data. Raises ValueError if no data are named, the data cannot be read, or have no such samples.
+    data. Raises ValueError if no data are named, or if the data cannot be read or have no such samples.
     """
     other = config.data != source.config.data
     config = in_one_process(without_callbacks(config))

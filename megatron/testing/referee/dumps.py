@@ -1,8 +1,8 @@
-"""Reads gradients written by another program as gradients of this program's parameters.
+"""Conversion of another program's gradients to gradients of this program's parameters.
 
-A conversion reads one of our weights from theirs, w = A t + b, by moving elements, possibly with a factor or an offset
-(a norm that stores w - 1). The gradient with respect to w is read in the same way, but without b and with the inverse
-factor. Converting zeros and ones reveals both.
+A conversion reads a weight w of this program from tensors t of the other program, w = A t + b, by moving elements,
+possibly with a factor or an offset (a norm that stores w - 1). The gradient with respect to w is read in the same way,
+but without b and with the inverse factor. Converting zeros and ones reveals both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.extensions.interop.megatron_checkpoints.gradient_folder import RAN
 from megatron.extensions.observe.diagnosis.gradient_dump import GRADIENTS, assembled, read_box
 
 INDEX = ".metadata"
-"""File of a folder of torch's DCP."""
+"""Name of the metadata file in a folder of torch.distributed.checkpoint (DCP)."""
 
 REMEDY = (
     "give gradients of the model in --model by its names: a .safetensors file, or a folder of torch's DCP, of "
@@ -132,7 +132,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _by_name(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
-    """Read gradients with names of this program, or else of transformers."""
+    """Read gradients under the parameter names of this program or of transformers."""
     known = tensors.keys() & model.metas.keys()
     if not known:
         return _of_transformers(tensors, model)
@@ -174,13 +174,13 @@ def _of_transformers(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
 
 
 def _refuse_names(unknown: Sequence[str], known: Sequence[str], whose: str) -> NoReturn:
-    """Raise ValueError for tensors without a parameter."""
+    """Raise ValueError for tensors that do not belong to any parameter."""
     found = ", ".join(unknown[:3]) + ", ..." * (len(unknown) > 3)
     raise ValueError(f"it holds {found}, and the parameters of {whose} are {', '.join(known[:3])}, ...")
 
 
 def _check_shapes(tensors: Mapping[str, Sliceable], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError for gradients of other shapes than the parameters."""
+    """Raise ValueError for gradients whose shapes differ from the parameters' shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
         f"{name} has the shape {shape}, not {expected[name]}"

@@ -1,4 +1,4 @@
-"""Compares every gradient of a dump with this program's fp64 gradient, in the order of the backward pass."""
+"""Comparison of every gradient of a dump with this program's fp64 gradient, in the order of the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.testing.referee.reference import Model, Watched, WatchedInputs
 MARGIN = 4.0
 """Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
 
-The other program may add in another order.
+The other program may sum in another order.
 """
 
 LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -27,7 +27,7 @@ LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 PARTS = (2, 4, 8)
 """Numbers of ranks tried for gradients that contain only one rank's part of a sum. A sequence is divided into as many
-blocks as the largest of them."""
+blocks as the largest of these numbers."""
 
 MOST_SAMPLES = 16
 """Largest number of samples that are also computed one by one."""
@@ -131,11 +131,12 @@ def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -
 
 
 Part = tuple[str, Tensor, float]
-"""Words for a part of a sum, that sum over the tokens of the whole batch, and the part's share of these tokens."""
+"""Description of a part of a sum, the same sum over the tokens of the whole batch, and the part's share of these
+tokens."""
 
 
 def _times(factor: float, share: float, allowed: float) -> str:
-    """Describe the factor of a sum over a part."""
+    """Describe the factor between a gradient and the sum over a part."""
     if share and abs(factor * share - 1) <= allowed and share < 1:
         return ", and divided by the number of its own tokens"
     times = fraction(factor, allowed)
@@ -143,7 +144,7 @@ def _times(factor: float, share: float, allowed: float) -> str:
 
 
 def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over blocks of the positions of a module's output: one rank may have summed only its own."""
+    """Yield sums over blocks of the positions of a module's output. A rank may have summed only its own block."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     terms = [model.gradients(batch, Watched(name, (block, count)))[name] for block in range(count)]
@@ -152,8 +153,8 @@ def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over shards of the features before the next row-parallel layer, such as the heads of an attention:
-    a rank of tensor parallelism may have summed only its own."""
+    """Yield sums over shards of the features before the next row-parallel layer, such as attention heads. A
+    tensor-parallel rank may have summed only its own shard."""
     metas = model.source.metas
     last = next((each for each in next_row_parallel(name) if each in metas), None)
     if last is None or last == name:
@@ -190,7 +191,7 @@ def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_samples(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over groups of samples such as replicas and micro-batches have."""
+    """Yield sums over groups of samples that may be those of a replica or a micro-batch."""
     count = len(batch.tokens)
     if not 1 < count <= MOST_SAMPLES:
         return
@@ -216,7 +217,7 @@ def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
 
 
 def _share(batch: Batch, chosen: Sequence[slice], by_sample: bool) -> float:
-    """Return the share of the counted tokens that some samples have, or some positions of all samples."""
+    """Return the share of the counted tokens that are in some samples, or at some positions of all samples."""
     masks = [batch.loss_mask[each] if by_sample else batch.loss_mask[:, each] for each in chosen]
     return sum(float(mask.sum()) for mask in masks) / float(batch.loss_mask.sum())
 

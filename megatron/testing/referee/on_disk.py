@@ -1,7 +1,7 @@
-"""Puts large tensors into files: memory holds only the pages in use, because the system writes others to disk.
+"""Large tensors in files: memory holds only the pages in use, because the system writes the others to disk.
 
-Each tensor is a shared mapping of a file without a name in the folder for temporary files (TMPDIR), which has to be on
-a disk, and have room for all of them. The file ends with the tensor.
+Each tensor is a shared mapping of an unnamed file in the temporary folder (TMPDIR), which must be on a disk with enough
+space for all tensors. The file is deleted when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 LARGE = 1 << 16
-"""Bytes from which on a tensor is in a file."""
+"""Smallest size in bytes of a tensor that is stored in a file."""
 
 M_MMAP_THRESHOLD = -3
 """Parameter of glibc's mallopt: size in bytes from which a block is mapped separately."""
@@ -26,7 +26,7 @@ FACTORIES: tuple[Callable[..., Tensor], ...] = (torch.empty, torch.zeros, torch.
 
 
 def empty_on_disk(like: Tensor) -> Tensor:
-    """A contiguous tensor of zeros in a file, of the shape and dtype of another one.
+    """Return a contiguous tensor of zeros, stored in a file, with the shape and dtype of another tensor.
 
     Raises OSError if the disk has no room.
     """
@@ -40,8 +40,8 @@ def empty_on_disk(like: Tensor) -> Tensor:
 
 
 def return_freed_memory() -> None:
-    """Make malloc return large temporary tensors to the system as soon as they are freed, where it is glibc's. It would
-    keep them, and small objects between them would prevent their reuse."""
+    """Make glibc's malloc return large temporary tensors to the system as soon as they are freed. Otherwise malloc
+    would keep them, and small objects between them would prevent their reuse. Other allocators are left as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE)
@@ -52,7 +52,8 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 class LargeTensorsOnDisk(TorchFunctionMode):
-    """While entered, puts large new tensors of known values, such as buffers of weights and gradients, into files."""
+    """Context manager that stores large new tensors with known values, such as weight and gradient buffers, in
+    files."""
 
     def __torch_function__(
         self,
@@ -76,7 +77,8 @@ class LargeTensorsOnDisk(TorchFunctionMode):
 
 
 def saved_on_disk() -> AbstractContextManager[object]:
-    """A context in which autograd keeps large tensors for the backward pass in files, except leaves such as weights."""
+    """Return a context in which autograd saves large tensors for the backward pass in files, except leaves such as
+    weights."""
 
     def pack(tensor: Tensor) -> Tensor:
         if (tensor.requires_grad and tensor.is_leaf) or not _is_large(tensor) or tensor.device.type != "cpu":

@@ -1,7 +1,7 @@
-"""Computes loss and gradients of a model in one process: in fp64, or in another number format to measure its rounding.
+"""Loss and gradients of a model, computed in one process: in fp64, or in another number format to measure its rounding.
 
-Weights, gradients and the tensors that layers keep for the backward pass are in files (`on_disk.py`), so memory holds
-only the temporary tensors of one layer at a time. The optimizer makes no update.
+Weights, gradients and the tensors saved for the backward pass are in files (`on_disk.py`), so memory holds only the
+temporary tensors of one layer at a time. The optimizer does not update the weights.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GivenSamples:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, its weights and its number format."""
+    """Model of the reference, with its weights and its number format."""
 
     source: Source
     """An open checkpoint or Hugging Face folder; its weights are read one at a time."""
@@ -108,12 +108,13 @@ class Model:
     """fp64, fp32, bf16 or fp16."""
 
     config: RunConfig | None = None
-    """The source's configuration with flags that it leaves open, such as coefficients of losses; None for its own."""
+    """The source's configuration, completed by flags for values that it does not define, such as loss coefficients;
+    None to use the source's configuration unchanged."""
 
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Compute loss and gradients in one process.
 
-        With `watched`, only the gradient of the parameter in question is meaningful: it is a part of a sum. Raises
+        With `watched`, only the gradient of the watched parameter is meaningful; it is a part of a sum. Raises
         ValueError with every problem if the flags do not fit the model, or the model does not fit the batch.
         """
         config = self._config(batch)
@@ -148,7 +149,7 @@ class Model:
 
 
 def _check_fits(batch: Batch, model: TransformerConfig) -> None:
-    """Raise ValueError if a batch has tokens or positions that a model lacks."""
+    """Raise ValueError if a batch has token ids or positions that are out of range for the model."""
     tokens, longest = model.vocab_size, model.max_position_embeddings
     for name, ids in (("tokens", batch.tokens), ("labels", batch.labels)):
         if tokens is not None and ids.max() >= tokens:
@@ -193,7 +194,7 @@ class Watched:
 
 
 class WatchedInputs(Watched):
-    """A linear layer whose input's gradient is kept for only some features, such as those of a few heads.
+    """A linear layer whose input gradient is kept for only some features, such as those of a few heads.
 
     A rank of tensor parallelism computes gradients of earlier parameters from such a part, before they are added to the
     other ranks' sums. `name` is the parameter of the linear layer.
@@ -208,7 +209,7 @@ class WatchedInputs(Watched):
 
 
 def _block_of(grad: Tensor, dim: int, block: int, count: int) -> Tensor:
-    """Return a gradient with zeros outside of one of `count` blocks of a dim."""
+    """Return a gradient with zeros outside one of `count` blocks of a dim."""
     size = grad.shape[dim]
     kept = torch.zeros_like(grad)
     start, end = size * block // count, size * (block + 1) // count

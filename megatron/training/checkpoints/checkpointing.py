@@ -1,4 +1,4 @@
-"""Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
+"""Saving and loading of a run's state, and checks that a checkpoint fits the run that loads it.
 
 The state consists of the parameters, the optimizer's tensors, its update count and loss scale, the `Progress`, and the
 states of extensions' callbacks. Nothing else is needed: the learning rate follows from the progress. Initial values,
@@ -150,8 +150,8 @@ class RunCheckpoint:
             why: Reason for loading from this folder, for the log.
 
         Raises:
-            ValueError: On every rank, if the checkpoint does not fit the run, or if the run's data differ from the data
-                at the checkpoint's position.
+            ValueError: Raised on every rank if the checkpoint does not fit the run, or if the run's data differ from
+                the data at the checkpoint's position.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -231,7 +231,7 @@ class RunCheckpoint:
 
 @runtime_checkable
 class LoadsModels(Protocol):
-    """A path kind, registered in `PATH_KINDS`, of models in formats of other programs. Both methods are collective."""
+    """Path kind, registered in `PATH_KINDS`, for models in formats of other programs. Both methods are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
         """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
@@ -256,7 +256,7 @@ def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load parameters and optimizer at the start of a run, and return the position of the run. Collective.
+    """Load parameters and optimizer at the start of a run, and return the run's position. Collective.
 
     The source is a callback's checkpoint, or the checkpoint or other model that --load names.
     """

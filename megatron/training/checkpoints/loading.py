@@ -1,4 +1,4 @@
-"""Selects the newest complete and undamaged checkpoint, checks that it fits the run, and selects its tensors to
+"""Selection of the newest complete and undamaged checkpoint, checks that it fits the run, and the choice of tensors to
 load."""
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return a remedy for changed data or sequence length: the flags that divide a run into phases, unless the run has
-    phases already."""
+    """Return a remedy for changed data or sequence length: the flags that divide a run into phases. Empty if the run
+    already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -227,7 +227,7 @@ def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str],
 
 
 def converted(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was converted from another format, so that no run of this program has trained it."""
+    """Return True if a checkpoint was converted from another format, and no run of this program has trained it."""
     return checkpoint.payload.get("converted") is True
 
 
@@ -244,7 +244,7 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
 
 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """Drop histories from the targets that the checkpoint lacks or that have another length there.
+    """Drop from the targets the histories that the checkpoint lacks or stores with another length.
 
     These histories start empty, because a run may turn on fp8, or change its recipe, at any time. Missing optional
     states are dropped too.
@@ -257,7 +257,7 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Return whether a checkpoint may lack a state, and a run may ignore it."""
+    """Return True if a checkpoint may lack a state and a run may ignore it."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
@@ -293,8 +293,8 @@ def mismatch_remedy(keys: Sequence[str]) -> str:
 
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Report parameters whose learning rate factor or weight decay differs from the checkpoint's run. The flags of this
-    run apply."""
+    """Report parameters whose learning rate factor or weight decay differs from that in the checkpoint's run. The flags
+    of this run apply."""
     if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
         return
     pairs = {

@@ -22,7 +22,7 @@ from megatron.training.reliability.visible_text import visible
 
 
 class RunSaver:
-    """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
+    """Save checkpoints of a run and report on them. Without --save it does nothing. Collective."""
 
     def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpoint.config.checkpoint
@@ -36,7 +36,7 @@ class RunSaver:
         """Iteration that was last saved or loaded; None if there is none."""
 
         self._told: tuple[int, str] | None = None
-        """Iteration and reason, without numbers, of the last printed failure."""
+        """Iteration of the last printed failure, and its reason without numbers."""
 
         self._given_up = ""
         """Reason why the newest checkpoint is not on disk; empty if it is, or if it is being written."""
@@ -137,7 +137,7 @@ class RunSaver:
 
     def finish(self, hurry: bool = False) -> None:
         """Wait for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
-        failed: the end of the run is not on disk."""
+        failed, because the end of the run is then not on disk."""
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()

@@ -52,7 +52,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Contents of a command line: the configuration, notes, and the command to run."""
+    """Parsed command line: the configuration, notes, and the command to run."""
 
     config: RunConfig
     world_size: int | None = None
@@ -60,7 +60,7 @@ class CommandLine:
     """Lines to print about flags without effect and flags that are read as others."""
 
     command: Command | None = None
-    """The command that runs instead of training."""
+    """Command that runs instead of training; None to train."""
 
     json_file: str | None = None
     """File for the command's JSON; "" for standard output, None for no JSON."""
@@ -100,7 +100,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     command = asked_command(reader, world_size)
     if command is not None and not command.reads_data and not names_data(config):
         config = replace(config, data=replace(config.data, mock_data=True))
-        reader.notes.append("no data are named: planned with synthetic data, as by --mock-data")
+        reader.notes.append("no data are named: planned with synthetic data, as with --mock-data")
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
     trained = max(1, launch.world_size - (spare_ranks(config) if command is None else 0))
     if world_size is None and trained < launch.world_size:
@@ -154,7 +154,8 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """A path kind, registered in `PATH_KINDS`, of models that determine flags of the runs that load them."""
+    """Path kind, registered in `PATH_KINDS`, for models that determine some flags of a run that loads them with
+    --load."""
 
     def __call__(self, path: str, /) -> bool: ...
 
@@ -167,7 +168,7 @@ class StatesFlags(Protocol):
 
 @runtime_checkable
 class ChangesModel(Protocol):
-    """A class of flags that change the model in --load at the start of a run."""
+    """Base class of flags that modify the model in --load at the start of a run."""
 
     def changes_model(self) -> Collection[str]:
         """Return the names of the model fields that the flags change."""

@@ -19,7 +19,7 @@ START: tuple[Point, ...] = ((0, 0),)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The global batch size at every point of a run.
+    """Global batch size at every point of a run.
 
     Sizes depend on the samples consumed before the step, so a resumed run continues with the same sizes."""
 
@@ -69,7 +69,7 @@ class BatchSizes:
         return next((size for end, size in self.earlier if consumed_samples < end), self.final)
 
     def iterations(self, samples: int) -> int:
-        """Return the number of full steps that `samples` samples suffice for."""
+        """Return the number of full steps for which `samples` samples suffice."""
         for (i, s), (j, t) in pairwise(self.past):
             if samples < t:
                 return i + (samples - s) * (j - i) // (t - s)
@@ -95,7 +95,7 @@ class BatchSizes:
 
 @runtime_checkable
 class SchedulesBatches(Protocol):
-    """A class of flags that change the batch size during a run (`megatron.training.extensions.extension_flags`)."""
+    """Base class of flags that change the batch size during a run (`megatron.training.extensions.extension_flags`)."""
 
     @property
     def changes_batches(self) -> bool:

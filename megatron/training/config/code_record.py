@@ -1,5 +1,5 @@
-"""Records the code that the user's runs have used, so that files of these runs may name it again.
-This module does not import torch.
+"""Record of the code that the user's runs have used, so that files of these runs may name it again. This module does
+not import torch.
 
 Code runs only because the command line names it. A checkpoint or configuration that names code is not trusted, because
 it may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
@@ -74,7 +74,7 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 
 
 def standing(source: str | PurePath, name: str) -> Standing:
-    """Return whether code that the file or folder `source` names may run.
+    """Return a verdict on whether code that the file or folder `source` names may run.
 
     "recorded": the source is in the folder of one of the user's runs, which used this code with the same content.
     "changed": the content was different.

@@ -35,13 +35,13 @@ class Option:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Return the numbers of values that the option accepts."""
+        """Return the possible numbers of values for the option."""
         return (0,) if not self.usage else (0, 1) if self.usage.startswith("[") else (1,)
 
 
 @dataclass
 class GivenOptions:
-    """The options on a command line, and the problems found in it."""
+    """Options on a command line, and the problems found in them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
     """Option -> its values, one for each time that it is given; "" if it has no value."""
@@ -73,7 +73,7 @@ class GivenOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The configuration on which a command runs: a resolved configuration, and its problems."""
+    """Configuration that a command receives: resolved, with the problems found in it."""
 
     config: RunConfig
     world_size: int

@@ -1,4 +1,4 @@
-"""The command line's flags, generated from the fields of `RunConfig`. This module does not import torch."""
+"""Command-line flags, generated from the fields of `RunConfig`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ Resolve = Callable[[RunConfig], RunConfig]
 
 @dataclass(frozen=True)
 class ExtensionSection:
-    """The flags that an extension defines."""
+    """Flags that an extension defines."""
 
     cls: type
     """A frozen dataclass: each field is a flag."""
@@ -164,13 +164,13 @@ class ExtensionSection:
 
     reads: Resolve | str | None = None
     """Function that reads values of other flags from files that these flags name, given directly or as
-    "module:function". It raises ValueError with the flag's name if a file cannot be read."""
+    "module:function". The function raises ValueError with the flag's name if a file cannot be read."""
 
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    With "model" they describe a model: they are compared with a checkpoint's values, taken from it, and converted like
-    that section's fields. With "data" they name data.
+    Flags of section "model" describe a model: they are compared with a checkpoint's values, taken from the checkpoint,
+    and converted like that section's fields. Flags of section "data" name data.
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
@@ -270,7 +270,7 @@ def shown_value(value: object) -> object:
 
 
 def holds(config: RunConfig, condition: Condition) -> bool:
-    """Return whether a condition holds for a configuration. Flags of missing extensions count as not given."""
+    """Return True if a condition holds for a configuration. Flags of missing extensions count as not given."""
     if condition.holds is not None:
         return condition.holds(config)
     return any(_is_given(config, *words.split()) for words in condition.parts[0].split(" or "))
@@ -384,8 +384,8 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
 def _as_field(flag: Flag, value: object) -> object:
     """Convert a value to its field's type.
 
-    Several values become a tuple, and so does a single one, because older files store it without a list. The
-    credentials of URLs are hidden.
+    For a field that holds a tuple, a single value also becomes a tuple, because older files store it without a list.
+    The credentials of URLs are hidden.
     """
     if flag.spec.path == "url" and isinstance(value, list | tuple):
         value = [take_credentials(each) if isinstance(each, str) else each for each in value]
@@ -439,7 +439,7 @@ def spelling_table() -> dict[str, tuple[Flag, bool]]:
 
 
 def is_registered(spelling: str, value: str = "") -> bool:
-    """Return whether a flag is known and accepts the value."""
+    """Return True if a flag is known and accepts the value."""
     flag, _ = spelling_table().get(spelling, (None, True))
     return flag is not None and (flag.spec.choices is None or value in flag.spec.choices)
 

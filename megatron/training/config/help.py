@@ -1,4 +1,4 @@
-"""Builds the text of `--help` from the string below each field. This module does not import torch."""
+"""Construction of the `--help` text from the string below each field. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def help_text(
         lines += [
             "",
             f"These are the flags of a first run. --help all prints all {len(all_flags())}, --help WORD ... those",
-            "about these words, and --help GROUP those of a group:",
+            "about these words, and --help GROUP the flags of a group:",
             *textwrap.wrap(
                 "; ".join(titles.values()), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
             ),

@@ -46,7 +46,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 
 
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
-    """Return the problem of --load if it does not exist or is a file, unless the run may start from scratch.
+    """Return a problem if --load does not exist or is a file, unless the run may start from scratch.
 
     Unless the flags or the checkpoint describe the model (`has_model`), a folder must contain one too.
     """
@@ -65,7 +65,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 
 
 def absent_checkpoint(config: RunConfig) -> Problem | None:
-    """Return the problem of a --load that does not exist and that is not needed to determine the model; None otherwise.
+    """Return a problem if --load does not exist and is not needed to determine the model; None otherwise.
 
     A plan reports this problem without failing.
     """

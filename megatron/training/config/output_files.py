@@ -1,5 +1,5 @@
-"""Checks that output paths in flags are writable, and reports full disks and closed standard output.
-This module does not import torch.
+"""Checks that output paths in flags are writable, and reports of full disks and closed standard output. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Return whether standard output fails; unwritten output remains buffered."""
+    """Return True if standard output fails; unwritten output remains buffered."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
@@ -84,8 +84,8 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discard everything that is printed from now on, and unwritten output that would make the end of the process
-    fail."""
+    """Discard everything that is printed from now on, and buffered output that would otherwise make the process fail at
+    exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -152,7 +152,7 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
             rule = f"has a {kind} {path.name}, where the run writes a file"
             yield Problem("--save", save, rule, f"remove or rename that {kind}")
     if root is not None and os.path.lexists(kept := root / TOKENIZER_FOLDER) and not kept.is_dir():
-        rule = f"has a {TOKENIZER_FOLDER} that is no folder, where the run writes one"
+        rule = f"has a {TOKENIZER_FOLDER} that is not a folder, where the run writes one"
         yield Problem("--save", save, rule, "remove or rename it")
     if load and os.path.isfile(load):
         yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")

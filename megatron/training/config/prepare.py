@@ -1,4 +1,4 @@
-"""Turns a command line into a configuration that can run, or reports every problem with it at once.
+"""Conversion of a command line to a configuration that can run, or a report of every problem with it at once.
 
 This module does not import torch.
 """
@@ -75,7 +75,7 @@ class _LoadError(ValueError):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A resolved configuration, and its problems."""
+    """Resolved configuration and its problems."""
 
     config: RunConfig
     problems: list[Problem]
@@ -116,7 +116,7 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
 
 
 def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """Do the work of `prepare`, except that errors in an extension's code are raised."""
+    """Resolve and validate a command line, and let errors in an extension's code propagate."""
 
     def tell(said: str) -> None:
         if launch.rank == 0:

@@ -1,4 +1,4 @@
-"""A problem of a configuration: flag, value, rule and remedy."""
+"""Problems of a configuration: flag, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MEMORY, NULL = 1, 3
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule: the flag, its value (None if it has none), the rule, and the remedy."""
+    """A violated rule: the flag, its value (None if it has none), the rule, and the remedy."""
 
     flag: str
     value: object
@@ -89,7 +89,7 @@ class Problem:
 
     @property
     def record(self) -> dict[str, str]:
-        """The problem as an object for the output of --json."""
+        """Problem as an object for the output of --json."""
         about = {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
         return {key: redacted(text) for key, text in about.items()}
 
@@ -114,7 +114,7 @@ def _shown(value: object) -> str:
 
 
 def text_rule(text: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a text that no flag accepts as its value, else None.
+    """Return (rule, remedy) for a text that no flag accepts as its value; None for any other text.
 
     Such texts are empty, as from an unset shell variable, or white space, or contain a control character.
     """
@@ -181,7 +181,7 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of the `divisor` that the flags `name` give.
+    """Yield a problem if a value is not a multiple of `divisor`, which the flags `name` determine.
 
     The remedy names the nearest multiples of `step`, by default of the divisor.
     """
@@ -190,7 +190,7 @@ def unless_multiple(
 
 
 def unless_at_most(flag: str, value: float, name: str, limit: float) -> Iterator[Problem]:
-    """Yield a problem if a value is above the `limit` that the flag `name` gives."""
+    """Yield a problem if a value is above `limit`, the value of the flag `name`."""
     if value > limit:
         shown = f"{limit:g}" if isinstance(limit, float) else str(limit)
         yield Problem(flag, value, f"must be at most {name} {shown}", f"nearest: {shown}")
@@ -201,13 +201,13 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Return whether `divisor` divides `value`; True if either is missing or not positive, because another rule reports
+    """Return True if `divisor` divides `value`, or if either is missing or not positive, because another rule reports
     that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a path that no file can have, or for a device that never ends, else None.
+    """Return (rule, remedy) for a path that no file can have, or for a device that never ends; None for any other path.
 
     `kind` is as in `FlagSpec.path`.
     """
@@ -232,7 +232,7 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
 
 
 def _is_endless(path: str) -> bool:
-    """Return whether a path is a disk, or a memory device other than /dev/null, such as /dev/zero."""
+    """Return True if a path is a disk, or a memory device other than /dev/null, such as /dev/zero."""
     try:
         found = os.stat(path)
     except OSError:

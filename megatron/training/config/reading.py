@@ -1,4 +1,4 @@
-"""Reads flags from a command line or a YAML file into the values of fields. This module does not import torch.
+"""Conversion of flags from a command line or a YAML file to field values. This module does not import torch.
 
 Every flag has one of four outcomes: it sets a field, it is replaced with other flags, it has no effect, or it is a
 problem. Each outcome is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
@@ -31,7 +31,7 @@ class Reading:
     """The flag and its values."""
 
     ours: tuple[str, ...]
-    """Flags and values as which the given flag is read; empty if it has no effect or is a problem."""
+    """Flags and values that replace the given flag; empty if it has no effect or is a problem."""
 
     why: str = ""
     """Reason why `ours` differs from `given`; empty if it does not."""
@@ -44,14 +44,15 @@ class Reading:
 
 
 class ForeignProgram(Protocol):
-    """Another program: its flags without a field here, values that no field takes, and results that differ.
+    """Another program: its flags that no field here corresponds to, values that no field accepts, and results that
+    differ.
 
     @FOREIGN_PROGRAMS.register("Theirs")
     class Theirs(ForeignProgram): ...
     """
 
     def spellings(self) -> Collection[str]:
-        """Return the flags of the program that no field has."""
+        """Return the program's flags that no field corresponds to."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
         """Report the flag or value to the reader; return False if it is unknown."""
@@ -60,7 +61,7 @@ class ForeignProgram(Protocol):
         """Return the unsupported feature that these values of a field's flag select; None if there is none."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Map each file in examples/ that registers some of these unknown flags to one of the flags."""
+        """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Yield lines about differences between the results of a resolved configuration and the other program's
@@ -71,7 +72,7 @@ class ForeignProgram(Protocol):
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are known. They are imported only for a flag or value that no field accepts."""
+"""Other programs whose flags are known. Their modules are imported only for a flag or value that no field accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -85,13 +86,13 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Map each file in examples/ that registers some of the unknown flags to one of the flags."""
+    """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
 @dataclass
 class FlagReader(GivenOptions):
-    """Collects the values that flags give, and every problem with them."""
+    """Collect the values of flags, and every problem with them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class FlagReader(GivenOptions):
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
-    """Flags that were probably meant, or given with a bad value, and that are therefore not reported as missing."""
+    """Flags that are not reported as missing, because they were given with an invalid value or probably misspelled."""
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
@@ -120,7 +121,7 @@ class FlagReader(GivenOptions):
             raise ValueError("\n".join(map(str, self.problems)))
 
     def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
-        """Read a whole command line, as (flag, its values)."""
+        """Read a whole command line, given as pairs (flag, its values)."""
         for name, texts in tokens:
             self.read(name, texts)
         self.finish()
@@ -249,7 +250,7 @@ class FlagReader(GivenOptions):
         if node is None:
             return
         if not node.tag.endswith(":map"):
-            self.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
+            self.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` per line"))
             return
         earlier = self.values
         self.values = {}
@@ -261,8 +262,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value from a file that names code which none of the user's runs has recorded. Skips
-        fields that are `replaced`."""
+        """Add a problem for each value in a file that names code that none of the user's runs has recorded. Fields in
+        `replaced` are skipped."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -306,7 +307,7 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Map each field to the fields for the same setting in other units, itself included."""
+    """Map each field to the fields for the same setting in other units, including itself."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:
@@ -315,7 +316,7 @@ def settings_in_other_units() -> dict[str, list[str]]:
 
 
 def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    """Merge the values of two sources of flags. `later` wins, also over the same setting in another unit."""
+    """Merge the values of two sources of flags. `later` wins, even over the same setting in another unit."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later
@@ -345,7 +346,7 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """Return `name` if it is known, else the known spelling with dashes for underscores and `--no-` for
+    """Return `name` if it is known; otherwise return the known spelling, with dashes for underscores and `--no-` for
     `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
@@ -356,12 +357,12 @@ def known_spelling(name: str) -> str:
 
 
 def _is_switch(flag: Flag | None, name: str) -> bool:
-    """Return whether this program knows that a flag takes no value."""
+    """Return True if this program knows that a flag takes no value."""
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 
 class IllegalValueError(ValueError):
-    """Raised for texts that are not a legal value of a field."""
+    """Raised for strings that are not a legal value of a field."""
 
     def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
         super().__init__(rule)

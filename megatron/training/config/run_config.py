@@ -77,7 +77,7 @@ class TrainingConfig:
     """Evaluate each whole validation set, regardless of --eval-iters."""
 
     eval_global_batch_size: int | None = None
-    """Samples in one step of an evaluation; default: global-batch-size."""
+    """Samples in one evaluation step; default: global-batch-size."""
 
     manual_gc: bool = False
     """Run Python's garbage collection only between steps, at the same steps on all ranks, instead of at allocation
@@ -87,14 +87,14 @@ class TrainingConfig:
     """--manual-gc: steps between collections; 0 turns collections between steps off."""
 
     manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval", no_effect_without="--manual-gc")
-    """--manual-gc: do not collect before and after each evaluation."""
+    """--manual-gc: do not collect garbage before and after each evaluation."""
 
     deterministic: bool = flag(False, "--deterministic-mode")
     """Use deterministic kernels only; an operation without one is an error."""
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples in one step of an evaluation."""
+        """Samples in one evaluation step."""
         size = self.eval_global_batch_size or self.global_batch_size
         assert size is not None, "resolve() fills the global batch size"
         return size
@@ -118,14 +118,14 @@ class ChecksConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Settings of logs: format, interval and files."""
+    """Log settings: format, interval and files."""
 
     log_interval: int = flag(100, first_run=True)
     """Iterations between progress lines."""
 
     log_format: str = flag("default", choices=LOG_FORMATS)
-    """Format of the console's lines of progress, validation and saving: this program's, or Megatron-LM's for its
-    parsers."""
+    """Format of console lines about progress, validation and saving: this program's own, or Megatron-LM's for scripts
+    that parse its logs."""
 
     metrics_file: str | None = flag(None, path="stored", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
@@ -143,7 +143,7 @@ class CheckpointConfig:
 
     load: str | None = flag(None, path="stored", first_run=True)
     """Folder from which the latest checkpoint is loaded. Training starts from scratch if the folder contains no
-    checkpoint, or if it is --save and does not exist yet. A Hugging Face folder is accepted, too: its configuration and
+    checkpoint, or if it is --save and does not exist yet. A Hugging Face folder is also accepted: its configuration and
     weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0, first_run=True)
@@ -225,12 +225,12 @@ class ExtensionConfig:
     """Extensions written by users."""
 
     extension: tuple[str, ...] | None = flag(None, repeats=True, path="local")
-    """Python file, or package.module, that registers custom parts and flags; may be given more than once."""
+    """Python file, or package.module, that registers custom components and flags; may be given more than once."""
 
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """Complete configuration of one command line. All sections share its `extension_options`."""
+    """Complete configuration of a command line. All sections share its `extension_options`."""
 
     parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     model: TransformerConfig = field(default_factory=TransformerConfig)

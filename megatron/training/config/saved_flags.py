@@ -37,9 +37,8 @@ SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_de
 
 
 def training_only() -> frozenset[str]:
-    """Return the fields that affect how a model is trained or stored, but not its outputs.
-
-    `extension_options` are among them, because they belong to parts that other fields name.
+    """Return the fields that affect how a model is trained or stored, but not its outputs. These include
+    `extension_options`, because they belong to components that other fields name.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -51,7 +50,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         given: Flags as the user gave them.
 
     Raises:
-        ValueError: if the checkpoint cannot be read.
+        ValueError: The checkpoint cannot be read.
     """
     config, notes = _with_saved_modules(config)
     config, of_defaults = _with_former_defaults(config, given)
@@ -123,7 +122,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the layer kinds that multi-token prediction modules have in the checkpoint from
-    which a run resumes, and notes. They matter if layers differ: a module trained like the last layer must stay so."""
+    which a run resumes, and notes. These kinds matter if layers differ: a module that was trained with the kind of the
+    last layer must keep that kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -161,7 +161,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
-    """Return the contents, besides tensors, of the checkpoint from which a run continues; None if it starts at
+    """Return the contents other than tensors of the checkpoint from which a run continues; None if it starts at
     iteration 0.
 
     Raises ValueError like `saved_metadata`.
@@ -173,7 +173,8 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """Return the history in the checkpoint from which a run resumes; None if it starts at sample 0, or with other data.
+    """Return the batch-size history in the checkpoint from which a run resumes; None if the run starts at sample 0, or
+    with other data.
 
     Raises ValueError if no checkpoint can be read.
     """
@@ -227,10 +228,10 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 
 
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
-    """Return the contents of the latest checkpoint in a folder besides tensors; None if there is none.
+    """Return the contents other than tensors of the latest checkpoint in a folder; None if there is no checkpoint.
 
-    An unreadable checkpoint is skipped for the previous one, as in loading. Raises ValueError if none is readable, or
-    if another program wrote the checkpoints.
+    As in loading, an unreadable checkpoint is skipped in favor of the previous one. Raises ValueError if none is
+    readable, or if another program wrote the checkpoints.
     """
     damaged = []
     try:
@@ -270,7 +271,8 @@ LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
 
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
-    """Describe the length and learning-rate schedule flags that differ from the checkpoint's run; None if none does."""
+    """Describe the flags for length and learning-rate schedule that differ from the checkpoint's run; None if they are
+    all equal."""
     changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():
@@ -293,8 +295,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the model fields that a run may choose when it starts from converted weights, because they do not change
-    outputs."""
+    """Return the model fields that a run may set freely when it starts from converted weights, because they do not
+    change outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}

@@ -1,6 +1,6 @@
 """Validation of a configuration before anything starts. This module needs neither torch nor a process group.
 
-`resolve` fills in derived values. `validate` reports all broken rules at once, each with the nearest legal value. The
+`resolve` fills in derived values. `validate` reports all violated rules at once, each with the nearest legal value. The
 rules are in `megatron.training.config.rules`.
 """
 
@@ -72,7 +72,7 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         resolved = resolve(config, world_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
-        # A value that is wrong on its own is reported once: rules that relate it to others are skipped.
+        # A value that is wrong on its own is reported only once: rules that relate it to other values are skipped.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in _of_extension(section, config, resolved, world_size) if p.flag not in flagged]
@@ -110,7 +110,7 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 
 def _is_dense(c: RunConfig) -> bool:
-    """Return whether the only expert of each layer is equivalent to a dense MLP: its weight is 1, the softmax of a
+    """Return True if the only expert of each layer is equivalent to a dense MLP: its weight is 1, the softmax of a
     single logit. Megatron-DeepSpeed describes dense models in this way."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
@@ -159,8 +159,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would. A larger
-    --vocab-size takes precedence."""
+    """Return a resolved configuration with its tokenizer's vocabulary size, if known, as `resolve` would set it. A
+    larger --vocab-size takes precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
         return config
@@ -169,12 +169,12 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
 
 
 def _filled(section: S, **values: object) -> S:
-    """Return `section` with `values` in the fields that are None."""
+    """Return `section` with its None fields filled in from `values`."""
     return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
 
 
 def _with(section: S, values: Mapping[str, object]) -> S:
-    """Return `section` with `values`, by field."""
+    """Return `section` with the fields in `values` replaced."""
     return replace(section, **values)
 
 
@@ -190,7 +190,7 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 
 def names_data(config: RunConfig) -> bool:
-    """Return whether the flags name data for training or evaluation."""
+    """Return True if the flags name data for training or evaluation."""
     data = config.data
     files = data.data_path or data.per_split or listed(config) or data.valid
     return bool(files) or data.dataset != "gpt" or plan_class(config) is not RunPlan

@@ -1,7 +1,7 @@
-"""Reads untrusted YAML: only plain values of bounded size. This module does not import torch.
+"""Reader for untrusted YAML: only plain values of bounded size. This module does not import torch.
 
 A few lines of YAML can represent billions of values (aliases of aliases), a list that contains itself, or Python
-objects. Anything that settings files do not need is refused with its line number.
+objects. Everything that settings files do not need is refused with its line number.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measures size and height of nodes. Each node is measured once, no matter how often aliases repeat it."""
+    """Measure the size and height of nodes. Each node is measured once, no matter how often aliases repeat it."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag

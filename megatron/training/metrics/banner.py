@@ -1,4 +1,4 @@
-"""The lines that a run prints once at its start: model, layout, precision, batch, length, memory."""
+"""Lines that a run prints once at its start: model, layout, precision, batch, length, memory."""
 
 from __future__ import annotations
 

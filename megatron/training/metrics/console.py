@@ -11,14 +11,14 @@ from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
-"""Largest duration that is distinguished, about thirty years."""
+"""Largest duration in seconds that is printed, about thirty years; a longer duration is capped to it."""
 
 
 class LogLines:
     """Console lines of a run. Other formats derive from this class and are registered in `LOG_FORMATS`."""
 
     metrics: Sequence[str] = ()
-    """Names of the metrics that callbacks and the program define."""
+    """Names of the metrics that callbacks and the program itself define."""
 
     place: str | None = None
     """Folder of checkpoints, if it differs from --save."""

@@ -25,8 +25,8 @@ class SourceNames:
         return [self._number(path) for path in paths]
 
     def sized(self) -> tuple[list[str], list[int]]:
-        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. Sources that are not used
-        for training count as one token."""
+        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. A source that is not used
+        for training counts as one token."""
         if not self.tokens:
             return [], []
         return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]

@@ -1,7 +1,7 @@
 """Expert load and auxiliary losses, per step and for the log.
 
 Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, as
-balancing needs them. The log adds them up over an interval.
+balancing needs them. The log accumulates them over an interval.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.training.progress import Interval
 
 
 class ExpertLoad(Meter):
-    """Tallies of a rank's MoE layers since the last record."""
+    """Tallies of a rank's MoE layers since the last log record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device

@@ -8,7 +8,7 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class LogFormat(Protocol):
-    """A class of console lines, created with (config, train_iters); see `megatron.training.metrics.console`."""
+    """Class that formats console lines, created with (config, train_iters); see `megatron.training.metrics.console`."""
 
     def progress(self, record: dict[str, object]) -> str: ...
 

@@ -18,7 +18,7 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Sums the tallies of a rank's modules over the steps of a log interval.
+    """Sum of the tallies of a rank's modules over the steps of a log interval.
 
     `tallies` are tensors of equal shape to which the modules add. `counts` is True if this rank's tallies count,
     because tensor-parallel ranks have equal tallies.
@@ -74,7 +74,7 @@ class MultiTokenLosses(Tallies):
 
 
 class UserMetrics(Tallies):
-    """Sums the values of custom metrics. Costs nothing if there are none."""
+    """Sums of the values of custom metrics. The meter costs nothing if there are no metrics."""
 
     def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)
@@ -107,7 +107,7 @@ class UserMetrics(Tallies):
 
 
 class PeakMemory(Meter):
-    """The largest peak memory of a rank so far."""
+    """Largest peak memory of a rank so far."""
 
     def __init__(self, world: Axis, device: torch.device) -> None:
         self.world, self.device = world, device

@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Bar(Protocol):
-    """The part of the tqdm interface that is used."""
+    """The part of the tqdm interface that this module uses."""
 
     n: int
 
@@ -26,8 +26,8 @@ class Bar(Protocol):
 
 
 class ProgressBar:
-    """Shows how much of `total` is done: as a tqdm bar on a terminal, and otherwise as a line to `say` every 30
-    seconds, so that short work prints nothing."""
+    """Show how much of `total` is done: as a tqdm bar on a terminal, and otherwise as a line passed to `say` every 30
+    seconds, so that short operations print nothing."""
 
     def __init__(
         self,

@@ -26,10 +26,10 @@ meaning or is removed; new keys may be added within a version."""
 
 
 class RunLog:
-    """Writes records and progress on the first rank, and nothing on the others.
+    """Write records and progress on the first rank, and nothing on the others.
 
-    Creates --save and writes the resolved configuration into it, unless the run only evaluates an existing checkpoint
-    in it. Everything is closed with `resources`, or when the process ends after a failure.
+    Also create --save and write the resolved configuration into it, unless the run only evaluates an existing
+    checkpoint in it. Everything is closed with `resources`, or when the process ends after a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
@@ -67,7 +67,7 @@ class RunLog:
             sink.close()
 
     def go_back(self, iteration: int) -> None:
-        """Drop the records after an iteration, as the log of a run that resumes there does."""
+        """Drop the records after an iteration, as if the run had resumed there."""
         if self._sinks:
             self._close_sinks()
             self._sinks = self._open(iteration)

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """A destination of metric records."""
+    """Destination of metric records."""
 
     def write(self, record: Record) -> None: ...
 
@@ -35,17 +35,17 @@ class Sink(Protocol):
 
 
 class SinkClass(Protocol):
-    """Opens a sink on the first rank of a run that starts after `iteration`."""
+    """Function that opens a sink on the first rank of a run that starts after `iteration`."""
 
     def __call__(self, config: RunConfig, iteration: int) -> Sink: ...
 
 
 @dataclass(frozen=True)
 class SinkFacts:
-    """Properties of a sink, known before it is imported."""
+    """Properties of a sink that are known before it is imported."""
 
     when: Callable[[RunConfig], bool]
-    """Returns True if a run with this configuration uses the sink."""
+    """Function that returns True if a run with this configuration uses the sink."""
 
 
 SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
@@ -58,8 +58,8 @@ SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
 
 
 class JsonLinesSink:
-    """Appends each record as one line of JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity",
-    which `float` parses; null means that a value was not measured.
+    """Sink that appends each record as one line of JSON. NaN and infinities are the strings "NaN", "Infinity" and
+    "-Infinity", which `float` parses; null means that a value was not measured.
 
     A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run had
     never stopped. An existing record of the checkpoint's iteration is not repeated, for example the test record when a
@@ -67,7 +67,7 @@ class JsonLinesSink:
     renames an existing file instead of overwriting it. If a write fails, for example on a full disk, one warning is
     printed and the record is written together with a later one.
 
-    If the file is deleted, renamed or replaced during the run, further records go to the file that then has its name.
+    If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
     `check` raises OSError if the run must not create files there now.
     """
 
@@ -101,7 +101,7 @@ class JsonLinesSink:
         if kept.damaged:
             copy = self._free_name(path)
             shutil.copyfile(path, copy)
-            told = f"{path}: lines that are no records of metrics are left out: {kept.damaged}; "
+            told = f"{path}: lines that are not metric records are left out: {kept.damaged}; "
             print(visible(f"{told}{copy} has the file as it was"), file=sys.stderr, flush=True)
         os.replace(temporary, path)
 
@@ -123,7 +123,7 @@ class JsonLinesSink:
         self._unwritten, self._failing = b"", False
 
     def _follow_path(self) -> None:
-        """Open the file again if another file, or none, has its name now. Raises OSError."""
+        """Open the file again if its path now refers to another file, or to none. Raises OSError."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self._opened, self._path.stat()):
                 return
@@ -151,7 +151,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """The counterpart of `JsonLinesSink` for a storage other than the local disk, to which each line is appended."""
+    """Counterpart of `JsonLinesSink` for a storage other than the local disk, to which each line is appended."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path
@@ -185,7 +185,7 @@ class StoredLinesSink:
 
 
 class RecordsUntil:
-    """The lines of records up to an iteration."""
+    """Filter that selects the lines of records up to an iteration."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
@@ -240,8 +240,8 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
-    """Open every sink that the configuration enables, in a run that starts after `iteration`. Call it on one rank only.
-    `check`: as for `JsonLinesSink`."""
+    """Open every sink that the configuration enables, in a run that starts after `iteration`. Call this function on one
+    rank only. `check` is the same function as for `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

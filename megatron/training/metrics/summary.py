@@ -30,10 +30,10 @@ PEAK_TFLOPS_16BIT = {
     "GeForce RTX 5090": 209.5,
     "MI300X": 1307.4,
 }
-"""Dense peaks of matrix products in TFLOP/s, with sums in fp32, by model of device, from the vendors' data sheets."""
+"""Dense matrix-multiply peaks in TFLOP/s, with fp32 accumulation, by device model, from the vendors' data sheets."""
 
 OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
-"""Words that turn a device name into another model's name."""
+"""Words that make a device name refer to another model than the one in the table."""
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -97,9 +97,8 @@ def flops_per_token(run: TrainingRun) -> float:
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
-    """Return the peak TFLOP/s of one device; None if it is unknown.
-
-    It is --peak-tflops, the data sheet's value for 16-bit training, or the value of a format in `LINEAR_FORMATS`.
+    """Return the peak TFLOP/s of one device; None if it is unknown. The peak is --peak-tflops, the data sheet's value
+    for 16-bit training, or the value of a format in `LINEAR_FORMATS`.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops
@@ -110,8 +109,8 @@ def peak_tflops(
 
 
 def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
-    """Return the peak in TFLOP/s of the device that torch calls `name`, out of `peaks` by model; None if it is not
-    there."""
+    """Return the peak in TFLOP/s of the device that torch calls `name`, from `peaks`, which maps models to peaks; None
+    if the device is not in `peaks`."""
     return next((peak for model, peak in peaks.items() if re.search(rf"\b{model}\b{OTHER_MODELS}", name)), None)
 
 

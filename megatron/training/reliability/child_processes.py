@@ -1,4 +1,4 @@
-"""Ends child processes of extensions when a rank ends. This module does not import torch.
+"""Termination of extensions' child processes when a rank ends. This module does not import torch.
 
 An extension ends its processes in `on_end`, which is not called if the run fails.
 """
@@ -60,7 +60,7 @@ def _children() -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a child is running and is not a zombie."""
+    """Return True if a child is running and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Ends all ranks when one fails: the first failed rank reports for all; the others report their position and exit.
+"""End of all ranks after one fails: the first failed rank reports for all; the others report their positions and exit.
 
 A rank whose error may be the consequence of another rank's end first waits for the original error. Every public method
 of `FailureHandler` except `connect` ends the process.
@@ -48,14 +48,14 @@ STORE_ANSWER = 1.5
 """Seconds within which a reachable store answers."""
 
 PARTING = 5.0
-"""Maximum seconds that a rank waits until the others have seen why it leaves."""
+"""Maximum number of seconds that a rank waits until the others have seen why it leaves."""
 
 LAST_RESORT = 30.0
 """Seconds after which an ending process is killed if a store, a screen or a disk blocks it."""
 
 
 class FailureHandler:
-    """Reports the end of this process to the other ranks, the screen, the launcher and OUTCOME_FILE, and exits."""
+    """Report the end of this process to the other ranks, the screen, the launcher and OUTCOME_FILE, and exit."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
@@ -70,7 +70,7 @@ class FailureHandler:
         """The last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Returns how the same command resumes from memory that is newer than any checkpoint; empty if it does not."""
+        """Function that describes the in-memory state from which the same command resumes; empty if there is none."""
 
         self.reported: Failure | None = None
         """The failure that ends this rank, for `at_exit` functions; None if it ends for another reason."""
@@ -139,7 +139,7 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End because `ranks` on other hosts cannot be reached, perhaps including the store and the reporting rank."""
+        """End because `ranks` on other hosts cannot be reached; the store and the reporting rank may be among them."""
         if self.ending:
             time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store blocks it
             self._end_alone(failure)
@@ -171,7 +171,7 @@ class FailureHandler:
             with suppress(RuntimeError):
                 board.post_cause(failure)
                 board.post_report(failure)
-                # Wait until the others have seen it before this process, and perhaps the store in it, ends.
+                # The store may be in this process, so wait until the others have seen the failure.
                 board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
             self._exit(code)
 
@@ -186,15 +186,15 @@ class FailureHandler:
                 self._outcome.end(code, message)
             write_error_file(message)
             with suppress(RuntimeError):
-                # All ranks have seen it before the first of them ends, and the rank that may hold the store ends last.
+                # No rank ends before all ranks reach this point, and the rank that may hold the store ends last.
                 board.come("leave")
                 board.wait(lambda: board.all_came("leave"), PARTING)
                 time.sleep(PERIOD if first else 0.0)
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report for this host and end, without messages to or from other hosts, which may share files with this
-        one."""
+        """Report for this host and end without messages to or from other hosts, which may share files with this
+        host."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -438,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Return whether a call, which may hang, returned in time and without an error of the store."""
+    """Return True if a call that may hang returned in time and without an error of the store."""
     done = threading.Event()
 
     def run() -> None:

@@ -37,7 +37,7 @@ CONSEQUENCE = re.compile(
 """Pattern of error messages that the failure of another rank may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
-"""Maps a kind of failure to advice. `{again}` is replaced by `start_again`."""
+"""Advice by kind of failure. `{again}` is replaced by `start_again`."""
 
 OPEN_FILES = {errno.EMFILE, errno.ENFILE}
 TOO_MANY = os.strerror(errno.EMFILE).lower()
@@ -148,7 +148,7 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Map each place to the ranks that were there; places with the fewest ranks come last."""
+    """Map each place to the ranks at that place; places with the fewest ranks come last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -159,8 +159,8 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
     """Explain how the run continues after a failure.
 
-    It continues from memory (`memory`), from the checkpoint that the same command loads, from a checkpoint that it does
-    not load, or from the start. `saved` is its last saved iteration.
+    The run continues from memory (`memory`), from the checkpoint that the same command loads, from a checkpoint that
+    the command does not load, or from the start. `saved` is the run's last saved iteration.
     """
     foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
@@ -190,8 +190,8 @@ MANY_OPEN = 0.75
 def perhaps_open_files() -> str:
     """Return advice for a failure that the open-file limit may have caused; empty if far fewer files are open.
 
-    Libraries hide this cause behind other errors, and gloo aborts the process, whose peers have about as many open
-    files.
+    Libraries hide this cause behind other errors. Gloo aborts the process, but the process's peers have about as many
+    open files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -211,7 +211,7 @@ def _more_open_files() -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an error is about a user's value: a ValueError raised by this package itself."""
+    """Return True if an error is about a user's value: a ValueError raised by this package itself."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -219,14 +219,14 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether the failure of another rank may have caused this error."""
+    """Return True if the failure of another rank may have caused this error."""
     if is_of_open_files(error):
-        return False  # gloo reports it about this process
+        return False  # gloo reports this about the current process
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
 def is_of_open_files(error: BaseException | None) -> bool:
-    """Return whether this process or the system reached its open-file limit. Libraries report it only in the text of
+    """Return True if this process or the system reached its open-file limit. Libraries report this only in the text of
     their errors."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in OPEN_FILES) or TOO_MANY in str(error).lower():
@@ -236,7 +236,7 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return whether a file could not be written: a save was given up, or the disk had no space for a file that the
+    """Return True if a file could not be written: a save was given up, or the disk had no space for a file that the
     error names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
@@ -244,12 +244,12 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host ran out of memory. For the host, torch raises a plain RuntimeError."""
+    """Return True if a device or the host ran out of memory. For the host, torch raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def hung(error: BaseException) -> bool:
-    """Return whether the error is a timeout of ranks that waited for one another, rather than the end of a rank."""
+    """Return True if the error is a timeout of ranks that waited for one another, rather than the end of a rank."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 

@@ -21,12 +21,12 @@ from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Each of these requests the run to save and exit. A SIGHUP that the process ignores when it starts, as under nohup,
-stays ignored."""
+"""Signals that request the run to save and exit. If SIGHUP is ignored when the process starts, as under nohup, it
+remains ignored."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
-"""Patterns of the ranges in a SLURM node list, and of one comma-separated part of the list."""
+"""Patterns of the ranges in a SLURM node list, and of a comma-separated part of the list."""
 
 START = "START_IN_JOB"
 """Environment variable with the number of this start, from 0, if a launcher process restarts its rank itself."""
@@ -35,12 +35,12 @@ BEGAN = "JOB_BEGAN"
 """Environment variable with the `time.monotonic()` of the first start."""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Environment variables in which mpirun gives the number of started processes."""
+"""Environment variables in which mpirun states the number of started processes."""
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
-    """Enable huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
-    allocates a tensor.
+    """Enable huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call this function
+    before torch allocates a tensor.
 
     With huge pages, a new block causes one page fault per 2 MiB instead of per 4 KiB, which saves up to a third of a
     training step. Expandable segments avoid fragmentation.
@@ -51,8 +51,8 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
 
 
 def quiet_torch(environ: MutableMapping[str, str]) -> None:
-    """Keep warnings of torch's C++ code off the screen, unless the user has set their level. Call it before torch is
-    imported.
+    """Keep warnings of torch's C++ code off the screen, unless the user has set the log level. Call this function
+    before torch is imported.
 
     When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames before the report. Errors
     are still printed.
@@ -63,8 +63,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
 def skip_final_collection() -> None:
     """Make this process exit without Python's final garbage collections.
 
-    They traverse everything that torch has imported, which takes seconds after all work is done. Files are still
-    closed, and `atexit` functions still run."""
+    These collections traverse everything that torch has imported, which takes seconds after all work is done. Files are
+    still closed, and `atexit` functions still run."""
     atexit.register(gc.freeze)
 
 
@@ -85,8 +85,8 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else the variables of a SLURM step with one task
-        per rank; without either, return a single process.
+        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), or otherwise the variables of a SLURM step with one
+        task per rank. If neither are set, return a single process.
 
         Raises ValueError if a variable has an invalid value, or if only some of a launcher's variables are set, because
         each process would then be a separate run."""
@@ -177,8 +177,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
     torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or with
     `now`, because torchrun itself is ending, the text is printed directly.
 
-    The reported time is one to two seconds earlier than the failure. A process that died without an error file gets the
-    second in which torchrun noticed its end, and the root cause must be earlier."""
+    The reported time is one to two seconds earlier than the failure. For a process that died without an error file,
+    torchrun uses the second in which it noticed the end, and the root cause must be earlier."""
     text = visible(text)
     written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:
@@ -186,7 +186,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Return whether ranks will be restarted, by torchrun, which then prints no error files, or by their parents."""
+    """Return True if ranks will be restarted, either by torchrun, which then prints no error files, or by their
+    parents."""
     by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     return by_torchrun or START in os.environ
 

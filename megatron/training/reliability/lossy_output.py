@@ -1,4 +1,5 @@
-"""Standard output and standard error that never end a run: lines that cannot be written are dropped and counted.
+"""Standard output and standard error whose failures never end a run: lines that cannot be written are dropped and
+counted.
 
 A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the encoding of the
 output lacks are written as escapes. This module does not import torch.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LossyFile(io.RawIOBase):
-    """Writes to a file descriptor. Data that cannot be written is dropped, and its lines are counted; once writing
+    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted; once writing
     succeeds again, a line says how many were lost."""
 
     def __init__(self, descriptor: int) -> None:
@@ -78,9 +79,9 @@ class LossyFile(io.RawIOBase):
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Replace both standard streams by lossy ones.
+    """Replace both standard streams with lossy ones.
 
-    At the end, and when this process exits by `before_exit`, each stream reports its losses on the other one.
+    At the end, and when this process exits through `before_exit`, each stream reports its losses on the other one.
     """
     before = sys.stdout, sys.stderr
     streams = [_lossy(stream) for stream in before]
@@ -108,7 +109,7 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Print a line if the block cannot write the file `what`, without which the run continues."""
+    """Print a line if the block cannot write the file `what`; the run continues without the file."""
     try:
         yield
     except OSError as error:

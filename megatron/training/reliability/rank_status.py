@@ -1,4 +1,4 @@
-"""Status of this rank: phase of the run, line of code, awaited ranks. Read when a rank fails."""
+"""Status of this rank, which is read when a rank fails: phase of the run, line of code, awaited ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Standing:
 
     stack: str = ""
     evidence: object = None
-    """Data of a hang analysis about the rank, in JSON types."""
+    """The rank's data for a hang analysis, in JSON types."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Standing:
-        """Parse a position. Raises ValueError if the text does not describe one."""
+        """Parse a position. Raises ValueError if the text does not describe a position."""
         return parse_record(cls, text)
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks at fault, and one line that describes what they did."""
+    """Ranks at fault, and a line that describes what they did."""
 
     ranks: tuple[int, ...]
     title: str
@@ -47,18 +47,18 @@ class Blame:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting of all ranks at start-up, by its number."""
+    """Meeting of all ranks at start-up, identified by its number."""
 
     ranks: tuple[int, ...]
     number: int
     what: str
-    """The phase at the end of which the ranks meet."""
+    """Phase at whose end the ranks meet."""
 
     pending: bool = True
 
 
 class HangAnalysis:
-    """Base class of the hang analyses that callbacks provide. The methods of this class find nothing."""
+    """Base class of the hang analyses that callbacks provide. By default, its methods find nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -68,7 +68,7 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """Return the ranks at fault; None if the positions do not show it."""
+        """Return the ranks at fault; None if the positions do not show which ranks these are."""
         return None
 
     def write(self, folder: Path, rank: int) -> None:
@@ -76,24 +76,25 @@ class HangAnalysis:
 
 
 class RankStatus:
-    """Status that the training thread writes and the watchdog's thread reads. Create it on the training thread."""
+    """Status that the training thread writes and the watchdog's thread reads. Create the object on the training
+    thread."""
 
     def __init__(self) -> None:
         self.phase = "start-up"
         self.limit = ""
-        """Flag, with its value, that limits how long ranks wait for one another in this phase."""
+        """Flag that limits how long ranks wait for one another in this phase, with its value."""
 
         self.executor: object = None
         """Executor, whose `.current` is the running action, and `.message_from` the rank whose message it waits for."""
 
         self.state: ParallelState | None = None
-        """The process groups, once they exist."""
+        """Process groups; None until they exist."""
 
         self.meeting: Meeting | None = None
-        """The last meeting of all ranks at start-up."""
+        """Last meeting of all ranks at start-up."""
 
         self.error: BaseException | None = None
-        """The exception that ends this rank."""
+        """Exception that ends this rank."""
 
         self.analysis = HangAnalysis(self)
         self._thread = threading.get_ident()
@@ -108,7 +109,7 @@ class RankStatus:
         return (place_in(self.error) if self.error is not None else "") or place_of(self._thread)
 
     def place(self) -> str:
-        """Return phase and line of code."""
+        """Return the phase and the line of code."""
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:

@@ -11,7 +11,7 @@ lines of `key=value`:
     load    absolute path of --load; empty without it
 
 If the file OUTCOME_FILE.asked exists when the ranks start, a signal arrived before they could receive it. Launchers
-receive exit code 0 for TO_BE_RESUMED, because they know no other successful end.
+receive exit code 0 for TO_BE_RESUMED, because they treat every other code as a failure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """Writes the status file, atomically unless it is a device, pipe or link. Without a file it does nothing."""
+    """Writer of the status file, atomic unless the file is a device, pipe or link. Without a file, its methods do
+    nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """Return whether the run was asked to stop before its start."""
+        """Return True if the run was asked to stop before its start."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
@@ -93,8 +94,9 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the exit code for the launcher. For a run to be resumed it is 0 if OUTCOME_FILE informs the script, or if
-    torchrun has restarts left, because torchrun would restart a run that was asked to stop after any other code."""
+    """Return the exit code for the launcher. For a run to be resumed, the code is 0 if OUTCOME_FILE informs the script,
+    or if torchrun has restarts left, because torchrun would restart a run that was asked to stop after any other
+    code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):
@@ -115,7 +117,7 @@ class ExitCode(IntEnum):
     """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
-    """As DONE, and saved, but a callback raised in `on_end`."""
+    """Trained and saved as for DONE, but a callback raised an exception in `on_end`."""
 
     TO_BE_RESUMED = 75
     """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
@@ -130,8 +132,8 @@ def _open_at_once(path: str, mode: int) -> int:
 
 
 def record_event(save: str | Path | None, event: str, **facts: object) -> None:
-    """Append an event to the log of the run. Does nothing without --save, before its folder exists, and on a full
-    disk."""
+    """Append an event to the log of the run. Does nothing without --save, before the --save folder exists, or if the
+    disk is full."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):
         return

@@ -39,7 +39,8 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def write(self, title: str, beside: Callable[[Path, int], None]) -> None:
-        """Write the stacks of all threads, then the output of `beside(folder, rank)`, unless the disk is full."""
+        """Write the stacks of all threads, followed by the output of `beside(folder, rank)`, unless the disk is
+        full."""
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):

@@ -27,15 +27,16 @@ UNANSWERED = 5.0
 
 
 class StopRequests:
-    """Holds one request at a time. The training thread calls `tick` and `done`, the watchdog calls `ask` and `look`."""
+    """Holder of one request at a time. The training thread calls `tick` and `done`, the watchdog calls `ask` and
+    `look`."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
         """Request to carry out now: all ranks have agreed on its tick, and have performed all ticks before it."""
 
         self.undecided = False
-        """True, on all ranks, until a run that may start with a state that is not on disk knows whether it does. Ranks
-        answer no request before that. Set it before the watchdog starts."""
+        """True on all ranks until it is known whether the run starts with a state that is not on disk. Ranks answer no
+        request before that. Set this attribute before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -63,8 +64,8 @@ class StopRequests:
         return self.request.why if self.request is not None else ""
 
     def tick(self, save_later: bool = False) -> bool:
-        """Begin a tick. If a request is due first, store it in `request`, begin no tick, and return False. With
-        `save_later`, only requests to stop are due."""
+        """Begin a tick. If a request is due before that tick, store the request in `request`, begin no tick, and return
+        False. With `save_later`, only requests to stop are due."""
         with self._change:
             while self._asked is not None:
                 if self._after is not None:
@@ -78,7 +79,7 @@ class StopRequests:
 
     def decide(self, unsaved: bool) -> None:
         """End `undecided` with the same result on all ranks. Loading a state that is not on disk counts as a tick, so
-        that a request to stop before the first step is carried out after it, with a save."""
+        that a request to stop before the first step is carried out after loading, with a save."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False
@@ -124,7 +125,7 @@ class StopRequests:
 
     def _waits(self, board: Board) -> bool:
         """Return True if this rank may have to save a state together with the other ranks, which have started or will
-        soon."""
+        start soon."""
         return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
@@ -133,7 +134,7 @@ REPEATED = 1.0
 
 
 class SignalListener:
-    """Receives signals, which `wait` returns as values."""
+    """Receiver of signals, which `wait` returns as values."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -143,7 +144,8 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Start to receive signals if `listen`, on the main thread. Signals held back since the start arrive now."""
+        """Start to receive signals if `listen`, on the main thread. Signals that were held back since the start of the
+        process arrive now."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)

@@ -1,6 +1,8 @@
-"""Explains why the ranks' store cannot be reached, as far as another rank can tell. This module does not import torch.
+"""Explanation of why the ranks' store cannot be reached, as far as another rank can tell. This module does not import
+torch.
 
-It checks for a failure of the rank that opens the store, if that rank is on the same host, and the state of the port.
+The explanation is based on a failure of the rank that opens the store, if that rank is on the same host, and on the
+state of the port.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ CLOCK = time.CLOCK_BOOTTIME
 IMPORTED = time.clock_gettime(CLOCK)
 
 BANNER = 1.0
-"""Seconds within which a program that sends data first, like mail and SSH servers, has sent some."""
+"""Seconds within which a program that sends data first, such as a mail or SSH server, has sent some data."""
 
 SHOWN = 60
 """Maximum number of these bytes that a message shows."""

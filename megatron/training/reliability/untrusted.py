@@ -1,4 +1,4 @@
-"""Parses messages from a socket or the rendezvous store, to which any process that reaches the port can write.
+"""Parser of messages from a socket or the rendezvous store, to which any process that reaches the port can write.
 
 Malformed messages are ignored and counted, and the first one is reported. This module does not import torch.
 """
@@ -38,7 +38,7 @@ def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
     accepts every value."""
     values, types = parse_json(text), _types(kind)
     if not isinstance(values, dict):
-        raise ValueError(f"it is no JSON object, but {_short(values)}")
+        raise ValueError(f"it must be a JSON object, but is {_short(values)}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     absent = [name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in absent if name not in values]:
@@ -54,7 +54,7 @@ def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
 def parse_integer(text: str) -> int:
     """Parse a text of decimal digits. Raises ValueError for any other text."""
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
-        raise ValueError(f"it is no whole number, but {_short(text)}")
+        raise ValueError(f"it must be a whole number, but is {_short(text)}")
     return int(text)
 
 
@@ -78,7 +78,7 @@ def _short(value: object) -> str:
 
 
 class Ignored:
-    """Counts malformed messages and reports the first one on standard error."""
+    """Count malformed messages and report the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
         """`here` returns the name of this process in reports; without `reports`, nothing is printed."""
@@ -86,7 +86,7 @@ class Ignored:
         self._here, self._reports = here, reports
 
     def add(self, what: str, why: object) -> None:
-        """Count a message: `what` gives its location, `why` the error."""
+        """Count a message: `what` is the location of the message, and `why` is the error."""
         self.count += 1
         if self.count == 1:
             self._say(f"ignored {what}: {why}. Further ones are ignored and counted")

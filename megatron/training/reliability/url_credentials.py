@@ -1,4 +1,4 @@
-"""Keeps the credentials of URLs out of files, logs and messages. This module does not import torch.
+"""Removal of URL credentials from files, logs and messages. This module does not import torch.
 
 Flags take URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link. `take_credentials`
 returns such a URL with *** in place of secrets. Configurations, and everything derived from them, hold only this form.
@@ -29,10 +29,10 @@ _URLS: dict[str, str] = {}
 """URL without credentials -> the URL as it was given."""
 
 _SECRETS: set[str] = set()
-"""Credentials, which libraries may print outside of the original URL."""
+"""Credentials that libraries may print outside the original URL."""
 
 SHORTEST = 6
-"""Minimum length of secrets that are also replaced outside of URLs; shorter ones could be words."""
+"""Minimum length of secrets that are also replaced outside URLs; shorter secrets could be ordinary words."""
 
 
 def take_credentials(url: str) -> str:
@@ -58,7 +58,7 @@ def with_credentials(url: str) -> str:
 
 
 def like(url: str, found: str) -> str:
-    """Add the user of `url` to `found`, a URL from a listing of `url`, if the listing omitted it; credentials are
+    """Add the user part of `url` to `found`, a URL from a listing of `url`, if the listing omitted it; credentials are
     hidden."""
     user, other = _USER.search(with_credentials(url)), _USER.search(found)
     if user is not None and other is None and found.startswith(user["before"]):
@@ -67,8 +67,7 @@ def like(url: str, found: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace the credentials of URLs in a text: in every URL, and wherever credentials given to this process appear
-    alone."""
+    """Replace URL credentials in a text: in every URL, and wherever credentials given to this process appear alone."""
     if "://" in text:
         text = _hidden(text)
     for secret in _SECRETS:

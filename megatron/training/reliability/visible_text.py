@@ -1,7 +1,7 @@
-"""Makes control characters in printed text visible. This module does not import torch.
+"""Escaping of control characters in printed text. This module does not import torch.
 
-Values of flags, names in files and messages of exceptions may be untrusted. If printed unchanged, their escape
-sequences could rename a terminal window, hide earlier lines, or type into the shell.
+Flag values, names in files and exception messages may be untrusted. If printed unchanged, their escape sequences could
+rename a terminal window, hide earlier lines, or type into the shell.
 """
 
 from __future__ import annotations

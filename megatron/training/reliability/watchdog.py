@@ -1,8 +1,8 @@
-"""The watchdog of a rank: a thread that handles signals, requests and the failures of other ranks during training.
+"""Watchdog of a rank: a thread that handles signals, requests and the failures of other ranks during training.
 
-It composes parts with one job each: `RankStatus` knows what this rank is doing, `SignalListener` receives signals,
-`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and `FailureHandler` ends
-the ranks with one report. Extensions add further watches.
+The watchdog combines parts with one task each: `RankStatus` knows what this rank is doing, `SignalListener` receives
+signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
+`FailureHandler` ends the ranks with one report. Extensions add further watches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """A condition that the watchdog checks for a callback, such as the state of other hosts. It ends the ranks through
-    `Watchdog.failures`."""
+    """A condition that the watchdog checks for a callback, such as the state of other hosts. A watch ends the ranks
+    through `Watchdog.failures`."""
 
     def start(self) -> None:
         """Called before the watchdog's thread starts, when the run's folders are known to be writable. An error ends
@@ -39,7 +39,8 @@ class Watch:
 
 
 class Watchdog:
-    """Watches this rank and the others. Without `connect` and `start` it does nothing and costs nothing."""
+    """Watchdog over this rank and the others. Without `connect` and `start`, its methods do nothing and cost
+    nothing."""
 
     def __init__(self, launch: Launch | None = None) -> None:
         self.launch = launch or Launch()
@@ -71,7 +72,7 @@ class Watchdog:
         self.failures.connect(board)
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
-        """Start the thread after `connect`. Call it on the main thread.
+        """Start the thread after `connect`. Call this method on the main thread.
 
         `signals` is True if signals end the run. `deadlines` maps other reasons to (`time.monotonic()` of the deadline,
         kind of the request).

@@ -86,7 +86,9 @@ def test_parts_move_to_ranks_with_the_same_experts() -> None:
 
 
 def test_a_run_without_another_replica_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--audit-by peer: needs two data-parallel replicas with all experts each"):
+    with pytest.raises(
+        ValueError, match=r"--audit-by peer: needs two data-parallel replicas that each hold all experts"
+    ):
         resolve_legal(parse_args(f"{AUDITED} {TP}".split()), 2)
 
 

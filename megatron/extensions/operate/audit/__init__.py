@@ -5,5 +5,5 @@ Flags: --audit-interval, --audit-by.
 
 Read `verdict` first: it decides which rank the differences point to. `sketch` summarizes a tensor in a few numbers,
 which show whether two tensors are equal and how far apart they are. `tape` records the sketches of a pass: module
-outputs, messages and gradients, in order of computation. `peer` has the callbacks.
+outputs, messages and gradients, in order of computation. `peer` contains the callbacks.
 """

@@ -1,9 +1,9 @@
 """--audit-by layout and precision: a process on the host of the first rank recomputes audited steps while training
 continues.
 
-Before an audited step, the ranks write its weights and samples to the --save folder. After its passes, each rank
-sketches the reduced gradients that it owns. The process compares these with its own gradients. An audit is skipped if
-the process is still busy with the previous one.
+Before an audited step, the ranks write its weights and samples to the --save folder. After the passes of the step, each
+rank sketches the reduced gradients that it owns. The process compares these sketches with the gradients that it
+computes. An audit is skipped if the process is still busy with the previous one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of checks for a result between two audits."""
+"""Number of times that a run polls for the result between two audits."""
 
 LONGEST_WAIT = 600.0
 """Maximum time in seconds that a finished run waits for the last audit."""
@@ -157,7 +157,7 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """Return the parts of the weights for which this rank is the first of all ranks that hold them."""
+        """Return the weight parts that this rank holds and that no lower rank holds."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():

@@ -32,17 +32,17 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "compares passes in order, and --overlap-moe-expert-parallel-comm interleaves two of them"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if own.audit_by == "peer" and shift(config, world_size) is None:
-        rule = "needs two data-parallel replicas with all experts each, so that another rank has the same weights"
+        rule = "needs two data-parallel replicas that each hold all experts, so that another rank has the same weights"
         yield Problem("--audit-by", own.audit_by, f"{rule}; {world_size} ranks have one", "use --audit-by layout")
     if own.audit_by != "peer":
         yield from _of_process(config)
 
 
 def _of_process(config: RunConfig) -> Iterator[Problem]:
-    """Check the requirements of the process beside a run."""
+    """Check the requirements of the background audit process."""
     means = config.options(AuditFlags).audit_by
     if config.checkpoint.save_folder is None:
-        rule = "passes steps to a process beside the run through the --save folder"
+        rule = "passes steps to a background process through the --save folder"
         yield Problem("--audit-by", means, rule, "give --save FOLDER, or use --audit-by peer")
     if config.model.num_experts:
         rule = "tolerates rounding differences, which may route tokens to other experts"
@@ -58,8 +58,8 @@ class AuditFlags:
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
     """Method of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
-    bit-equal with --deterministic-mode. layout: a process beside the first rank computes the whole step on its CPU
-    while training continues. precision: like layout, in a wider number format."""
+    bit-equal with --deterministic-mode. layout: a background process on the first rank's host computes the whole step
+    on the CPU while training continues. precision: like layout, in a wider number format."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the section of a plan about the cost of audits."""
@@ -87,7 +87,7 @@ def by_peers(config: RunConfig) -> bool:
 
 
 def by_process(config: RunConfig) -> bool:
-    """Return True if a process beside the run recomputes the steps."""
+    """Return True if a background process recomputes the steps."""
     return audits(config) and not by_peers(config)
 
 

@@ -55,7 +55,7 @@ class Recording:
         self.reduced: dict[str, Tensor] = {}
 
     def close(self, run: TrainingRun) -> None:
-        """Sketch the reduced gradients. Call it after their reduction."""
+        """Sketch the reduced gradients. Call this function after the gradients have been reduced."""
         for bucket in run.ddp.buckets:
             for piece in bucket.owned_pieces:
                 self.reduced[piece.meta.name] = sketch_of(bucket.owned_grad(piece))
@@ -207,8 +207,8 @@ class PeerAudit(Callback, Meter):
         return tuple(name for name, same in zip(names, (both[0] == both[1]).tolist(), strict=True) if not same)
 
     def _exchanged(self, recording: Recording) -> Tensor:
-        """Exchange recordings for [n, 1 + COLUMNS]: send the recording of a peer's part, and receive the peer's
-        recording of this rank's part. Collective over the data-parallel ranks."""
+        """Exchange recordings [n, 1 + COLUMNS]: send the recording of a peer's part, and receive the peer's recording
+        of this rank's part. Collective over the data-parallel ranks."""
         dp, device = self.run.runtime.state.dp, self.run.runtime.device
         rows = recording.rows.to(device)
         outgoing, incoming = [0] * dp.size, [0] * dp.size

@@ -3,8 +3,8 @@
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
 reads the names of snapshots from standard input, one per line, and writes `result.json` to each. Snapshots are folders
-in FOLDER. The step is computed in the number format of the run and in a wider one. The difference between these two
-shows how much rounding changes each gradient, and sets the tolerance.
+in FOLDER. The step is computed in the run's number format and in a wider one. The difference between these two shows
+how much rounding changes each gradient, and sets the tolerance.
 
     FOLDER/run_config.yaml                       the configuration of the run
     FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
         return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Take this part of a whole tensor."""
+        """Return this part of a whole tensor."""
         box = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         return box.reshape(-1)[self.start : self.stop]
 
@@ -188,7 +188,7 @@ class Recomputation:
 
 
 class Auditor:
-    """Compare the steps of a run with a computation in one process."""
+    """Compare steps of a run with their recomputation in one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,8 +1,8 @@
 """Recording of a rank's passes of one step, as sketches in order of computation.
 
 The tape holds module outputs, operands and results of messages between the ranks of a replica, gradients of the last
-micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. Steps
-without an audit have no hooks, and no call before `rows` synchronizes with the device.
+micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. No hooks
+are installed during steps without an audit. Only `rows` synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 class Taps:
-    """Wrap the functions of torch.distributed that training calls, and the waits for their work."""
+    """Wrap the torch.distributed functions that training calls, and the `wait` methods of the work that they return."""
 
     def __init__(self, tape: Tape, state: ParallelState) -> None:
         self.tape = tape
@@ -220,7 +220,8 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a collective. Its first argument is the result and its second the operand, or one argument is both."""
+        """Wrap a collective. The collective's first argument is the result and the second is the operand, or one
+        argument is both."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:

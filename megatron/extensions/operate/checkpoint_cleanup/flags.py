@@ -33,7 +33,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class RetentionFlags:
     keep_last: int | None = flag(None, above=0, no_effect_without="--save")
-    """Keep this many newest checkpoints and delete the others; 1 if only other retention flags are given."""
+    """Number of newest checkpoints to keep; older ones are deleted. Default: 1 if another retention flag is given."""
 
     keep_every: int | None = flag(None, "--save-retain-interval", above=0, no_effect_without="--save")
     """Keep checkpoints whose iteration is a multiple of this number, in addition to the newest ones."""

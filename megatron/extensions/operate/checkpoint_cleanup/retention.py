@@ -25,8 +25,8 @@ NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, err
 def to_delete(
     rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Return the iterations to delete after `newest` was saved, which are those that no rule keeps. Of several equally
-    good ones, the earliest is kept.
+    """Return the iterations to delete after `newest` was saved, which are those that no rule keeps. If several
+    checkpoints are equally good, the earliest is kept.
 
     `scores` maps every saved iteration to its metric, or to None if it was not measured. Iterations in `held` are kept,
     and so are iterations above `newest`, which another branch of the run may need.
@@ -91,8 +91,8 @@ def _link(link: PurePath, target: str) -> None:
 
 
 def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
-    """Return the metric of each checkpoint; None if it was not measured, or was measured on other validation data than
-    the data of `newest`'s phase."""
+    """Return the metric of each checkpoint; None if it was not measured, or was measured on validation data other than
+    that of `newest`'s phase."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
     data = _validation_data(payloads.get(newest, {}))
     return {

@@ -3,9 +3,9 @@
 A store may execute a request long after the process that sent it has died, or after that process has sent it again.
 Therefore each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the valid
-checkpoint in its first line, and the attempt that has begun in its second. It is written when an attempt begins and
-when it is complete, each time on condition that nobody else has changed it. A late write of an earlier attempt is then
-refused, or reaches a folder that nothing refers to, which the next saving process removes.
+checkpoint in its first line, and the attempt that has begun in its second. This object is written when an attempt
+begins and when it completes, each time on condition that no other process has changed it. A late write of an earlier
+attempt is then refused, or reaches a folder that nothing refers to, which the next saving process removes.
 
 Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
 attempt. Folders that other programs read, such as Hugging Face exports, have no attempts. They contain `.unfinished`
@@ -37,7 +37,7 @@ class Begun(NamedTuple):
 
     folder: PurePath
     mark: bytes
-    """Content of `PUBLISHED` that the attempt has written at its begin."""
+    """Content of `PUBLISHED` that the attempt wrote when it began."""
 
 
 class AttemptStorage(FsspecStorage):
@@ -136,7 +136,7 @@ class AttemptStorage(FsspecStorage):
         super().withdraw(final)
 
     def _clean(self, checkpoint: PurePath) -> None:
-        """Remove remains of killed writers. For a published checkpoint, do so once per process."""
+        """Remove the remains of killed writers. For a published checkpoint, do so once per process."""
         if not self.finished(checkpoint):
             self.withdraw(checkpoint)
         elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):

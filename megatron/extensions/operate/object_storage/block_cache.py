@@ -1,4 +1,5 @@
-"""Cache of blocks of stored files on the local disk, for all processes of a host. This module does not import torch.
+"""Cache on the local disk for blocks of stored files, shared by all processes of a host. This module does not import
+torch.
 
 A cache file contains one block of a stored file and its checksum, so that a block damaged by a power cut or the disk is
 fetched again. Its folder is named after an identifier of the stored file's content. The processes of a host share the
@@ -33,8 +34,8 @@ VARIABLE = "MEGATRON_STORAGE_CACHE"
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
-"""Number of blocks from which a read bypasses the cache. Such a read is probably one of many sequential reads, which
-are not repeated soon."""
+"""Smallest number of blocks at which a read bypasses the cache. Such a read is probably one of many sequential reads,
+which are not repeated soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4

@@ -96,15 +96,15 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read through the cache of the host. On S3, raises FileExistsError if the file has been replaced since the
-        process began to read it. On other stores, the file must not be replaced."""
+        """Read through the host's cache. On S3, raises FileExistsError if the file has been replaced since the process
+        began to read it. On other stores, the file must not be replaced."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Read checkpoint tensors, through the cache of the host if --storage-cache is given."""
+        """Read checkpoint tensors, through the host's cache if --storage-cache is given."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
         self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced this one

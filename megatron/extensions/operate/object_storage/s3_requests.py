@@ -43,7 +43,7 @@ class S3(NamedTuple):
     place: Callable[[PurePath], str]
 
     def call(self, name: str, path: PurePath, **given: Any) -> Any:
-        """Make one attempt of a request about one object."""
+        """Make one attempt at a request for one object."""
         bucket, _, key = self.place(path).partition("/")
         limit = LIMITS.within(self.fs, len(given.get("Body", b"")))
         return self.fs.call_s3(name, Bucket=bucket, Key=key, **given, **limit)

@@ -1,8 +1,8 @@
 """--save-local: checkpoints on a fast local file system, uploaded to --save in the background.
 
 All checkpoints of the run are saved to the local folder, which keeps the newest ones. A thread of the first rank
-uploads those of --save-interval, and the last one of the run. A resumed run loads the newest complete checkpoint from
-either place.
+uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest complete
+checkpoint from either place.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def local_root(folder: str, save: str) -> Path:
 
 
 class Uploads:
-    """Upload complete checkpoints one after another, on one rank. Of several waiting checkpoints, only the newest is
-    uploaded."""
+    """Upload complete checkpoints one after another, on one rank. If several checkpoints are waiting, only the newest
+    is uploaded."""
 
     doing = "uploading the last checkpoint"
 

@@ -6,5 +6,5 @@ Flags: --peer-copies, --peer-copy-interval, --peer-copy-bandwidth, --peer-copy-p
 Read `placement` first, which decides which hosts hold a copy of which part. `shards` divides the state into parts, and
 `copies` stores and sends them. `holder` is a process on each host that outlives the ranks and serves the copies. `sets`
 finds the newest complete step, `idle_hosts` finds copies on hosts without ranks, and `memory_checkpoint` loads them.
-`hooks` has the callbacks.
+`hooks` contains the callbacks.
 """

@@ -84,7 +84,8 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Lock out other processes of this host that open the holder, so that there is only one. Raises OSError."""
+    """Lock out other processes of this host that are opening the holder, so that only one holder is started. Raises
+    OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:
@@ -125,7 +126,7 @@ def _started(folder: Path, keep: float) -> Address:
         stdout=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # else each connection's thread has an arena
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # otherwise each connection's thread gets an arena
         text=True,
     )
     assert process.stdout is not None
@@ -228,7 +229,7 @@ class Link:
         return bytes(content)
 
     def hello(self) -> None:
-        """Wait for an answer of the holder, for at most `RESPONDS` seconds."""
+        """Wait for an answer from the holder, for at most `RESPONDS` seconds."""
         self._socket.settimeout(RESPONDS)
         self._ask(op="hello")
         self._answer()
@@ -297,6 +298,6 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Parse the number of a generation from the name of its folder; 0 for any other folder."""
+    """Parse a generation's number from its folder name; 0 for any other folder."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

@@ -158,8 +158,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Start the copies of a step, after the previous ones have ended. After the return, later work of the current
-        stream may change `tensors`."""
+        """Start the copies of a step, after the previous ones have ended. After this method returns, later work on the
+        current stream may change `tensors`."""
         self.wait()
         if not self._backoff.is_due():
             return
@@ -198,7 +198,7 @@ class Copies:
         payload: Mapping[str, object] | None,
         problem: str,
     ) -> None:
-        """Complete the copies of a step. `problem` is the reason if they could not be staged."""
+        """Complete the copies of a step. If the copies could not be staged, `problem` is the reason."""
         try:
             if problem:
                 raise OSError(problem)

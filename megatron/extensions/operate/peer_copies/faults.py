@@ -46,8 +46,8 @@ def write_fault(folder: Path, fault: Fault) -> None:
 
 
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
-    """Record that a rank has ended without a report, on behalf of its parent process, unless a rank of this host has
-    recorded a failure since the rank's start.
+    """Record, in the parent process of a rank, that the rank has ended without a report. Do nothing if a rank of this
+    host has recorded a failure since that rank was started.
 
     Surviving ranks record the failure themselves. If the kernel kills all ranks at once because the host is out of
     memory, only their parents can do so.

@@ -167,10 +167,10 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Answer, which shows that this process runs."""
+        """Answer, to show that this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
-        """Store a part. Its header and its bytes follow the request."""
+        """Store a part. The part's header and bytes follow the request."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)

@@ -280,8 +280,8 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load a set for `_resume`, with the same result. Raises CopyError if copies are lost during the load, and
-        there is nothing else to load."""
+        """Load a set for `_resume`, and return the same values as `_resume`. Raises CopyError if copies are lost during
+        the load, and there is nothing else to load."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)

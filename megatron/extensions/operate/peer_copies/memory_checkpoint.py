@@ -103,8 +103,8 @@ class Readers:
             link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """Return the readable headers of the parts on this host. With `of_idle`, also those of parts that only hosts
-        without ranks hold."""
+        """Return the readable headers of the parts on this host. If `of_idle` is true, also return the headers of parts
+        that only hosts without ranks hold."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]

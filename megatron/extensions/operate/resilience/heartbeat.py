@@ -1,4 +1,4 @@
-"""Heartbeats between hosts over UDP: a small process on each host, beside its ranks.
+"""Heartbeats between hosts over UDP, from a small process on each host that is separate from the ranks.
 
 The process imports neither torch nor this package, and uses neither collectives nor the store. An interpreter lock, a
 compilation or a debugger in a rank therefore cannot delay it. The host's first rank starts the process. If that rank

@@ -1,6 +1,6 @@
-"""Watch of a rank over the other hosts: it starts the host's heartbeat, and ends the rank with a report when other
-hosts are lost. Before the heartbeats of two hosts know each other, a lost connection shows differently: the store does
-not answer, and its host accepts no connection.
+"""A rank's watch over the other hosts: it starts the host's heartbeat, and ends the rank with a report when other hosts
+are lost. Until the heartbeat processes of two hosts know each other, a lost connection is detected in another way: the
+store does not answer, and the store's host accepts no connection.
 
 Keys of the store: link/R, the `Link` of rank R; heartbeats, the token of this start for heartbeats.
 """
@@ -49,7 +49,7 @@ PEACE = 60.0
 failure."""
 
 LOOK = 0.5
-"""Seconds between two checks whether the store answers."""
+"""Seconds between two checks of whether the store answers."""
 
 ANSWER = 2.0
 """Seconds within which the kernel of a living host accepts a connection."""
@@ -130,7 +130,7 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """For each living host without a single heartbeat so far, the age at which it last answered over TCP."""
+        """Age of each living host when it last answered over TCP, for hosts from which no heartbeat has arrived yet."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
@@ -154,8 +154,8 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Pass hosts that have arrived to the heartbeat. The watchdog's thread calls this method, which queries the
-        store."""
+        """Tell the heartbeat process which hosts have joined. This method queries the store, and is called from the
+        watchdog's thread."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
             self._told = 0  # the heartbeat was killed: without it, other hosts would report this one as lost
@@ -246,7 +246,8 @@ class HostWatch(Watch):
                 self._failures.fail(error)  # otherwise the watch would end unnoticed
 
     def _ask_after_store(self) -> None:
-        """End this rank if neither the store nor its host, which is rank 0's, has answered for the timeout."""
+        """End this rank if neither the store nor rank 0's host, on which the store runs, has answered within the
+        timeout."""
         address = _store_address()
         while not self._closed.wait(LOOK):
             if self._store.waits() > self._timeout / 2 and not _answers(address, self._timeout):

@@ -130,7 +130,7 @@ class Lease(ABC):
         """Delete the lease. Raises OSError."""
 
     def acquire(self) -> None:
-        """Take the lease, which may take up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        """Acquire the lease; this may take up to `STALE` seconds. Raises LeaseError if another run renews it."""
         limit, found = time.monotonic() + STALE, self._read()
         while found is not None and (state := self._state(found)) != "":
             if time.monotonic() > limit:

@@ -1,14 +1,14 @@
 """torchrun with the rendezvous backend `c10d-open`, a variant of `c10d` that tolerates the loss of hosts.
 
-- torchrun's agent closes the rendezvous permanently when it ends with a failure. So does the agent of a host whose
-cable was pulled: its request waits in the kernel and is delivered when the cable is plugged in again. After that,
+- torchrun's agent closes the rendezvous permanently when it ends with a failure. The agent of a host whose cable was
+pulled also closes it: its request waits in the kernel and is delivered when the cable is plugged in again. After that,
 no host can join. Here, only the end of the run closes the rendezvous.
 - An agent that writes to the store of a lost host waits for TCP's timeout of a quarter of an hour. Here, the agent ends
 if the store has not answered for some seconds.
 - torchrun restarts ranks even if their flags do not fit the remaining hosts. Here, it ends with code 2 if OUTCOME_FILE
   says that the configuration cannot run.
 - While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can
-thereby detect that the other hosts have met elsewhere, which the agent does not notice.
+thereby detect that the other hosts have met elsewhere; the agent itself does not notice this.
 
     python -m megatron.extensions.operate.resilience.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """

@@ -157,8 +157,8 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """Return the learning rate for the branch with a constant rate: the checkpoint's rate, or less if the rate has not
-    risen since then."""
+    """Return the constant learning rate of the corresponding branch: the checkpoint's rate, or less if the rate has not
+    risen since the checkpoint."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
@@ -223,7 +223,7 @@ def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterat
         "document": f"document {document[2]} of {document[0]}",
         "batch": f"the batch of iteration {found.suspect}, but no single document of it",
         "rate": f"the learning rate: held at {found.rate:.3g} there is no spike",
-        "none": "none of these alone; begin at an earlier checkpoint with --from",
+        "none": "none of these alone; start from an earlier checkpoint with --from",
         "gone": "nothing reproducible: the same steps have no spike here; suspect a device of the run",
     }
     yield f"verdict: {about[found.cause]}"

@@ -52,7 +52,7 @@ class Change:
     """Upper bound on the learning rate of all steps."""
 
     looks_at: int | None = None
-    """Iteration whose samples' losses are measured before its step."""
+    """Iteration for which the losses of the samples are measured before the step."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for branches of a run: the run's configuration without its parallel layout,
-    but with its precision, and with `flags` added. Raises ValueError if the flags are invalid."""
+    """Return the unresolved configuration for branches of a run. It is the run's configuration without the parallel
+    layout but with the precision, plus `flags`. Raises ValueError if the flags are invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(

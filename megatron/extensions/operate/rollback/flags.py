@@ -23,8 +23,8 @@ class RollbackFlags:
     memory; a missing state is recomputed from an older checkpoint."""
 
     rollback_steps: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: smallest number of steps to go back. The run may go back up to twice as many if states are
-    kept at intervals. 1: only the step of the spike."""
+    """--rollback-on-spike: smallest number of steps to go back. The run may go back up to twice as many steps if states
+    are kept at intervals. 1: only the step of the spike."""
 
     rollback_batches: int | None = flag(None, at_least=1, no_effect_without=SWITCH)
     """--rollback-on-spike: number of batches to skip, ending with the batch of the spike. If this exceeds the number of
@@ -46,7 +46,7 @@ def rolls_back(config: RunConfig) -> bool:
 
 
 def uses_peer_copies(config: RunConfig) -> bool:
-    """Return True if the last two copies of --peer-copies always include the state for a rollback."""
+    """Return True if the last two copies of --peer-copies always include the state that a rollback needs."""
     copies = config.options(PeerCopyConfig)
     return copies.peer_copies > 0 and config.options(RollbackFlags).rollback_steps <= copies.peer_copy_interval + 1
 

@@ -56,7 +56,8 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls back at spikes. It reads the verdict on each step before other callbacks use it."""
+    """Callback that rolls back at spikes. This callback reads the verdict on each step before other callbacks use
+    it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -150,7 +151,8 @@ class Rollback(Callback):
         return None if held is None else HeldCheckpoint(held, self._tensors)
 
     def _on_disk(self, run: TrainingRun, iteration: int) -> list[PurePath]:
-        """Return the checkpoints up to this iteration, newest first, without those of steps that were rolled back."""
+        """Return the checkpoints up to this iteration, newest first, except checkpoints of steps that were rolled
+        back."""
         root = self.config.checkpoint.save_root
 
         def folders() -> list[PurePath]:

@@ -117,7 +117,7 @@ def _is_ours(flag: Flag) -> bool:
 
 
 def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a number that is out of bounds, else None."""
+    """Return (rule, remedy) for a number that is out of bounds; None for any other number."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
         default = "for example --lr 3e-4"

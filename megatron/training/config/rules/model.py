@@ -253,7 +253,7 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be at least --seq-length {m.seq_length}"
         yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
     if m.position_embedding_type.startswith("sinusoidal") and (m.hidden_size < 4 or m.hidden_size % 2):
-        rule = "must be an even number from 4 on: half of the channels are sines, half cosines"
+        rule = "must be an even number of at least 4: half of the channels are sines, half cosines"
         yield Problem("--hidden-size", m.hidden_size, rule, f"nearest: {max(4, round_up(m.hidden_size, 2))}")
     if m.rotary:
         yield from _rotated_channels("--rotary-percent", m.rotary_percent, m.kv_channels)

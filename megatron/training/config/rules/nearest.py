@@ -1,4 +1,5 @@
-"""Makes the nearest values in problems legal under all rules. This module does not import torch.
+"""Replacement of the nearest values in problems with values that are legal under all rules. This module does not import
+torch.
 
 A rule names the nearest value that it accepts. Another rule of the same flag may refuse that value, so values are tried
 before a message names them.
@@ -19,7 +20,7 @@ NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))
 """A remedy with nearest values: the text before them, one or two values, and further remedies."""
 
 TRIED = 8
-"""Maximum number of values to try that rules name as the nearest."""
+"""Maximum number of nearest values named by rules that are tried."""
 
 SCANNED = 32
 """Number of small integers to try if no named value is legal, as for numbers of groups and layers."""
@@ -68,8 +69,8 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
     """Yield values in the order in which to try them.
 
-    They are the values in the problem, the values that other rules name when they refuse these, common multiples of the
-    rules' steps, and small numbers. `tried` collects the refusals.
+    The values are those in the problem, then values that other rules name when they refuse the former, common multiples
+    of the rules' steps, and small numbers. `tried` collects the refusals.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:

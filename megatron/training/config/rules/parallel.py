@@ -72,7 +72,8 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """Check the alignment of a rank's tokens that a replicated layer projects to latents of attention or experts."""
+    """Check the alignment of the number of tokens per rank that a replicated layer projects to attention or expert
+    latents."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
     name = linear_format(p)

@@ -66,7 +66,7 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
 
 
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
-    """Build the run's schedule, to check one that does not support every number of ranks and micro-batches."""
+    """Build the run's schedule, because some schedules do not support every number of ranks and micro-batches."""
     schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
     if not microbatches or PIPELINE_SCHEDULES.facts(schedule).always_legal:
         return

@@ -1,4 +1,4 @@
-"""Types of the values in a checkpoint's metadata, which anyone may have written, checked on reading.
+"""Types of the values in a checkpoint's metadata, which are checked on reading because anyone may have written them.
 
 This module does not import torch.
 """
@@ -112,7 +112,7 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return the type rule that a value breaks, without checking its elements; None if it has the type."""
+    """Return the type rule that a value violates, without checking its elements; None if the value has the type."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -170,7 +170,7 @@ def _fits(flag: Flag, value: object) -> bool:
 
 
 def _is_one(flag: Flag, value: object) -> bool:
-    """Return whether a single value has the flag's type. An integer may be written as a float."""
+    """Return True if a single value has the flag's type. An integer may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
@@ -180,7 +180,7 @@ def _is_one(flag: Flag, value: object) -> bool:
 
 
 def _is_endless(value: object) -> bool:
-    """Return whether a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
+    """Return True if a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
     except OverflowError:

@@ -50,7 +50,7 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def callbacks_evaluate(c: RunConfig) -> bool:
-    """Return whether a callback of the run evaluates the model."""
+    """Return True if a callback of the run evaluates the model."""
     return any(facts.evaluates and facts.when(c) for facts in map(CALLBACKS.facts, CALLBACKS))
 
 
