@@ -36,6 +36,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import START, Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
+from megatron.training.reliability.threads import wait_until_gone
 from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
 
 if TYPE_CHECKING:
@@ -45,10 +46,8 @@ if TYPE_CHECKING:
 PERIOD = 0.4
 """Seconds between a rank's checks of the store."""
 
-
 MARGIN = 3.0
 """Seconds after a connection's time limit within which torch reports its failure."""
-
 
 PATIENCE = 10.0
 """Seconds after which a rank prints what it is waiting for at start-up."""
@@ -181,6 +180,8 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
             state, told = describe_port(address, port), True
             tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
         thread.join(PERIOD)
+    if not thread.is_alive():
+        wait_until_gone(thread, MARGIN)  # the caller may fork
     if errors:
         raise errors[0]
     if not stores:

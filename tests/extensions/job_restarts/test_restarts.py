@@ -145,6 +145,23 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codes_of(1, attempt) == [75]
 
 
+def test_a_rank_that_does_not_reach_the_store_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts, "UNMET", 1.0)
+    monkeypatch.setattr(restarts, "GRACE", 0.2)
+
+    def attempt(rank: int, number: int) -> int:
+        if rank == 1 or number == 1:
+            restarts.report_met()
+        if number == 0:
+            time.sleep(HANG)
+        return 75
+
+    assert codes_of(2, attempt) == [75, 75]
+    assert capfd.readouterr().err.count("has not reached the store in 1 s") == 1
+
+
 def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STOPPED", 0.2)
     stopped = tmp_path / "stopped"
@@ -274,7 +291,6 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> 
         pytest.param(
             (Planned("kill", 1, 2), Planned("start term", 0, 0, start=1)),
             id="during",
-            marks=pytest.mark.skip(reason="rank 0 sometimes never leaves the constructor of its store; not explained"),
         ),
     ],
 )

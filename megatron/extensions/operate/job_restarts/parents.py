@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from megatron.extensions.operate.peer_copies.client import host_name
 from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Peer, identity, launcher_has_store, meet, start_of
+from megatron.training.reliability.threads import wait_until_gone
 
 STORE = "parents"
 """Prefix of the parents' keys in the store."""
@@ -107,9 +107,8 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
     clock = Clock()
     while thread.is_alive() and clock.seconds() < seconds:
         thread.join(LOOK)
-    task = Path(f"/proc/self/task/{thread.native_id}")  # for a moment longer than `is_alive` says
-    while results and task.exists() and clock.seconds() < seconds:
-        time.sleep(0)
+    if not thread.is_alive():
+        wait_until_gone(thread, seconds)
     if not results:
         raise LostStoreError("the store of the ranks does not answer")
     return results[0]

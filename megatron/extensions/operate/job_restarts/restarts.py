@@ -62,6 +62,10 @@ STUCK = 30.0
 STOPPED = 6.0
 """Seconds for which a child, or the next parent on the same machine, may be stopped (SIGSTOP)."""
 
+UNMET = 120.0
+"""Seconds within which a child connects to the store, which its parent can reach. A child that has not is ended and
+started again."""
+
 SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 """Names of signals by number. Most real-time signals have none."""
 
@@ -71,8 +75,11 @@ IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
 IN_ORDER = 8
 """Index of the byte of `_progress` that is 1 if the child ends on purpose, so that its exit code gives the reason."""
 
+MET = 9
+"""Index of the byte of `_progress` that is 1 once the child has connected to the other ranks."""
+
 _progress: mmap.mmap | None = None
-"""Memory shared by parent and child: the child's last completed iteration, and the byte `IN_ORDER`."""
+"""Memory shared by parent and child: the child's last completed iteration, and the bytes `IN_ORDER` and `MET`."""
 
 
 def end_in_order() -> None:
@@ -81,10 +88,22 @@ def end_in_order() -> None:
         _progress[IN_ORDER] = 1
 
 
+def report_met() -> None:
+    """Tell the parent that the rank has connected to the other ranks."""
+    if _progress is not None:
+        _progress[MET] = 1
+
+
+def has_met() -> bool:
+    """Return whether the child has called `report_met`."""
+    return _progress is not None and bool(_progress[MET])
+
+
 class ReportsProgress(Callback):
     """Callback that reports the progress of the rank, and its end, to its parent."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
+        report_met()
         watchdog.failures.at_exit.append(end_in_order)
         return ()
 
@@ -146,7 +165,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
     """Make the starts of this process of the launcher, as long as all agree on another start. Returns the exit code of
     the last start."""
     global _progress
-    _progress = mmap.mmap(-1, IN_ORDER + 1)
+    _progress = mmap.mmap(-1, MET + 1)
     spares = config.options(RestartConfig).spare_ranks
     if spares >= launch.world_size:
         if launch.rank == 0:
@@ -240,7 +259,7 @@ class Parent:
             leave_note(self.config, self._parents.offers(number, spares))
         began = time.time()
         assert _progress is not None
-        _progress[IN_ORDER] = 0
+        _progress[IN_ORDER] = _progress[MET] = 0
         with self._signals.held():
             child = Kept(partial(self._begin, config, launch), environ)
             self._signals.hand_to(child.pid)
@@ -319,6 +338,9 @@ class Parent:
                     if now > lost_at + GRACE:  # no rank has noticed, as before they have met
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
+                    if end_at == float("inf") and now > UNMET and not has_met():
+                        print(f"process {child.pid} has not reached the store in {UNMET:g} s", file=sys.stderr)
+                        end_at = now
                 except LostStoreError:  # the child notices by itself if the store is gone
                     self._parents.resume_store()
                     ask_at = clock.seconds() + ANSWER

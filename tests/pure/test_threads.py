@@ -1,0 +1,28 @@
+"""Threads that have ended for Python and for the kernel."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from megatron.training.reliability.threads import wait_until_gone
+
+
+def test_the_kernel_has_ended_a_thread_that_was_waited_for() -> None:
+    for _ in range(50):
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+        assert wait_until_gone(thread, 60.0)
+        assert not Path(f"/proc/self/task/{thread.native_id}").exists()
+
+
+def test_a_thread_that_runs_is_reported() -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    try:
+        assert not wait_until_gone(thread, 0.01)
+    finally:
+        ends.set()
+        thread.join()
