@@ -1,4 +1,4 @@
-"""Termination of extensions' child processes when a rank ends. This module does not import torch.
+"""End of child processes when a rank ends, and of threads before a fork. This module does not import torch.
 
 An extension ends its processes in `on_end`, which is not called if the run fails.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -65,3 +66,18 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
+    """Wait until the kernel has ended a thread that has run, and return whether it did within `seconds`.
+
+    Python reports a thread as ended a moment earlier, while glibc still frees the thread's data under locks, such as
+    the lock of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so
+    the child would wait for the lock forever.
+    """
+    task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + seconds
+    while task.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0)
+    return True

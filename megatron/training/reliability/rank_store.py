@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.child_processes import wait_until_gone
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import START, Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
-from megatron.training.reliability.threads import wait_until_gone
 from megatron.training.reliability.untrusted import Ignored, parse_integer, parse_record
 
 if TYPE_CHECKING:

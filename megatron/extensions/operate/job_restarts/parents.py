@@ -28,9 +28,9 @@ from megatron.extensions.operate.job_restarts.roster import Roster
 from megatron.extensions.operate.job_restarts.store_process import StoreProcess
 from megatron.extensions.operate.peer_copies.client import host_name
 from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.child_processes import wait_until_gone
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Peer, identity, launcher_has_store, meet, start_of
-from megatron.training.reliability.threads import wait_until_gone
 
 STORE = "parents"
 """Prefix of the parents' keys in the store."""

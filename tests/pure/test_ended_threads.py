@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from megatron.training.reliability.threads import wait_until_gone
+from megatron.training.reliability.child_processes import wait_until_gone
 
 
 def test_the_kernel_has_ended_a_thread_that_was_waited_for() -> None:
