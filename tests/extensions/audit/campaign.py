@@ -1,7 +1,7 @@
-"""Audits of many steps: correct ones, in which no audit may raise an alarm, and steps in which a random bit flips on a
+"""Audits of many steps: correct steps, in which no audit may raise an alarm, and steps in which a random bit flips on a
 random rank.
 
-    python -m tests.extensions.audit.campaign --steps 1000              sound steps of each layout
+    python -m tests.extensions.audit.campaign --steps 1000              correct steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
     python -m tests.extensions.audit.campaign --cost 10                 CPU time of steps with and without audits
 
@@ -31,8 +31,8 @@ KINDS = ("bucket", "reduced", "message", "product")
 
 
 def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: bool) -> list[Flip]:
-    """Return random faults, one in each audited step. They flip bits of the upper half: other bits may be within
-    rounding."""
+    """Return random faults, one in each audited step. The faults flip only bits of the upper half, because the effect
+    of other bits may be smaller than rounding."""
     kinds = KINDS if messages else tuple(kind for kind in KINDS if kind != "message")
     found = []
     for number in range(count):

@@ -111,7 +111,7 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
-    """Flip a bit in the audited computation of some steps, after the computation that it is compared with."""
+    """Flip a bit in the audited computation of some steps, after the reference computation has run."""
     (task,) = [task for task in run.tasks if task.name == "audit"]
     begin = task.run
     state = {"left": 0}
@@ -157,7 +157,7 @@ def _reduced(fault: Flip, hit: Callable[[], bool]) -> None:
 
 
 def _message(fault: Flip, hit: Callable[[], bool]) -> None:
-    """Flip a bit in a message: tensor-parallel ones have four dims, pipeline ones three."""
+    """Flip a bit in a message. Tensor-parallel messages have four dims, and pipeline messages have three."""
     wait, coming = dist.Work.wait, dict[int, tuple[object, Tensor]]()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:

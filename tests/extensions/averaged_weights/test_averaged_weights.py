@@ -127,7 +127,7 @@ def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
 
 def test_small_changes_of_an_average_in_bf16_count() -> None:
     """With a decay of 0.999, 1,000 updates move an average of 1 by 1 - 1/e of the way to 1.1. Rounding to nearest would
-    not move it at all."""
+    leave the average at 1."""
     averages, weights = [torch.ones(4096, dtype=torch.bfloat16)], [torch.full((4096,), 1.1) + 1e-3 * torch.randn(4096)]
     for step in range(1000):
         _move_(averages, weights, 1 - 0.999, step)

@@ -1,4 +1,4 @@
-"""Choice of the checkpoints to delete, first with integers alone and then in a folder."""
+"""Choice of the checkpoints to delete, first with only integers and then in a folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
-    """The second phase validates on harder data. The metric is that of a named set."""
+    """The second phase validates on harder data. The metric is the loss of a named validation set."""
     for iteration, data, loss in ((1, "easy", 1.0), (2, "hard", 4.0), (3, "hard", 3.0), (4, "hard", 5.0)):
         tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
         payload = {"metrics": {"valid_web_loss": loss}, "stages": [{"values": {"data_path": [data]}}]}

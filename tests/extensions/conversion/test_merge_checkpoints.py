@@ -44,7 +44,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return checkpoints 1 to 8 of a run in fp32, with a warm-up of one step and a decay in the last one."""
+    """Return checkpoints 1 to 8 of a run in fp32, with a warm-up of one step and a decay in the last step."""
     folder = tmp_path_factory.mktemp("runs")
     run_forked(1, [*MODEL, *RUN, "--save", str(folder / "fp32")], folder / "screen")
     return folder / "fp32"
@@ -78,7 +78,7 @@ def merge(*words: object) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run a command that must fail and leave nothing. Returns its message without the notes before it."""
+    """Run a command that must fail and leave no output. Returns its error message without the preceding notices."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: merge_checkpoints.main([str(word) for word in words]))
     assert error.value.code == 2
@@ -100,7 +100,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]) -> None:
-    """Compare with a mean computed in fp64: the allowed error is that of a sum and of one rounding in fp32."""
+    """Compare with a mean computed in fp64. The tolerance is the error of a sum and of one rounding in fp32."""
     assert found.keys() == models[0].keys()
     for name, tensor in found.items():
         terms = torch.stack([weight * model[name].double() for weight, model in zip(weights, models, strict=True)])

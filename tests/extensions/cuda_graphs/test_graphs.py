@@ -89,7 +89,7 @@ def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> 
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
-        recordings = 2 if "fp8" in flags else 1  # one of them casts weights
+        recordings = 2 if "fp8" in flags else 1  # one of the recordings casts weights
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps are behind the warm-up"
 
 

@@ -39,7 +39,7 @@ def statistics_of(run: TrainingRun) -> LayerStatistics:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of layers and parameters by name, without those of tensor-parallel ranks, which one process
+    """Return the numbers of layers and parameters by name, without the norms by tensor-parallel rank, which one process
     does not have."""
     layers = record["layers"]
     found = {}

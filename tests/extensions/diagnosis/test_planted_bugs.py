@@ -1,5 +1,5 @@
 """Bugs that hardly change the loss, planted in small training runs: --log-layer-stats names them, and raises no alarm
-in runs without one."""
+in runs without bugs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # The hook precedes that of the statistics, as if the table itself multiplied.
+    # This hook runs before the hook of the statistics, as if the table itself multiplied.
     table.register_forward_hook(scaled, prepend=True)
 
 

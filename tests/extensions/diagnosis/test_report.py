@@ -1,4 +1,4 @@
-"""Report of a run: its contents for any run, and that a browser can show it."""
+"""Report of a run: its contents for any kind of run, and its display in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow rank is named, although all ranks take the same time because they wait for it."""
+"""A slow rank is named, although all ranks take the same time because they wait for the slow one."""
 
 from __future__ import annotations
 

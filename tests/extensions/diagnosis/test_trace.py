@@ -1,4 +1,4 @@
-"""Traces of all ranks: their contents and clock, and that untraced steps are unaffected."""
+"""Traces of all ranks: their contents and clock, and unaffected steps outside the trace."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Casts to fp8 compared with the exact error bounds of the formats, and every GEMM with that of the dequantized
-operands."""
+"""Casts to fp8 compared with the exact error bounds of the formats, and every GEMM compared with the GEMM of the
+dequantized operands."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def fp64(scaled: Scaled) -> Tensor:
 
 
 class Exact:
-    """The product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of its sum in fp32, in
-    any order."""
+    """Return the product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of its sum in
+    fp32, in any order."""
 
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()

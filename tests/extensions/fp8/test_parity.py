@@ -2,7 +2,7 @@
 
 Every layout casts the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Where
 tensor parallelism adds up rounded partial sums, one value in a few hundred is then rounded to the other neighbour in
-fp8, 2^-4 away. So the bounds allow for rounding to fp8, and are tight if no sum is split.
+fp8, 2^-4 away. The bounds therefore allow for rounding to fp8, and are tight if no sum is split.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
 
 @pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
 def test_parts_that_overlap_with_collectives_are_cast_as_the_whole(recipe: str) -> None:
-    """Two ranks have only one order of summation."""
+    """With two ranks, there is only one order of summation."""
     plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
     assert first_difference(found, plain, 0.0) is None
 

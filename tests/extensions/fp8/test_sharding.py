@@ -30,8 +30,8 @@ OF_FP8 = [
 
 @pytest.mark.grid("case", [("delayed", 2, "--micro-batch-size 4")], OF_FP8)
 def test_fp8_layers_compute_the_same_bits(case: tuple[str, int, str]) -> None:
-    """The comparison covers the third step, after two whose weights nobody read: amax histories, casts that are dropped
-    with the weights, and all states."""
+    """The comparison covers the third step, after two steps whose weights were not read: amax histories, casts that are
+    freed with the weights, and all states."""
     recipe, ranks, layout = case
     plain = third_step(recipe, ranks, layout)
     histories = [key for key in plain.tensors if key.endswith("amax_history")]

@@ -1,5 +1,5 @@
-"""FlashAttention-3 and cuDNN, replaced by their definitions on CPU: their calls and their backward. Also kernels that
-need equal widths of keys and values, for values of another width."""
+"""FlashAttention-3 and cuDNN, replaced by their definitions on CPU: their calls and their backward passes. The tests
+also cover kernels that need equal widths of keys and values, for values of another width."""
 
 from __future__ import annotations
 

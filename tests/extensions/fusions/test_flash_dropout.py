@@ -89,7 +89,7 @@ def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 
 
 class Case(NamedTuple):
-    """Attention problem: that of one rank of a ring, step by step, if there are several `ranks`."""
+    """Attention problem; with several `ranks`, the problem of one rank of a ring, step by step."""
 
     length: int = 40
     heads: int = 2
@@ -129,7 +129,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
         queries = spans[-1] if case.gathered else None
         out = local_attention(q[rows[-1]], k, v, causal, queries, sinks)
         return [out, *torch.autograd.grad(out, leaves, grad[rows[-1]])]
-    # The last but one rank of a ring: other ranks have keys for all of its queries, or for half of them.
+    # The second to last rank of a ring: other ranks have keys for all of its queries, or for half of them.
     rank = max(0, case.ranks - 2)
     sources = [(rank - step) % case.ranks for step in range(case.ranks)]
     tiles = {source: Ring(Axis(), spans[rank], (spans[source],), causal).tiles(0) for source in sources}
@@ -175,7 +175,7 @@ def compare(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_their_twin(cases: str) -> None:
-    """The cases cover the forward and all gradients for odd lengths, groups, widths, windows, documents, sinks and
+    """The cases cover the forward pass and all gradients for odd lengths, groups, widths, windows, documents, sinks and
     ranks of a ring, and the bits of the masks."""
     interpreted()
     compare(FEW if cases == "few" else MANY)

@@ -1,5 +1,5 @@
-"""Attention with an fp8 forward: its error, the kernel interpreted by Triton and compiled, calls of FlashAttention-3,
-the choice, and the plan."""
+"""Attention with an fp8 forward pass: its error, the Triton kernel interpreted and compiled, calls of FlashAttention-3,
+the choice of a kernel, and the plan."""
 
 from __future__ import annotations
 

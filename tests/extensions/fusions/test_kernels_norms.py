@@ -212,8 +212,8 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
         forward = compiled_forward(4096, capability == 80, capability, fp8)
         backward = compiled_backward(NAMED[0], capability, fp8)
         assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
-        # A thread has 64 elements of each operand, and 16 in a backward: loads of 8 elements. A chunked kernel reads
-        # gamma for each row, and reads everything except the gradient of the sum twice.
+        # A thread has 64 elements of each operand, and 16 in a backward pass: loads of 8 elements. A chunked kernel
+        # reads gamma for each row, and reads everything except the gradient of the sum twice.
         for built, expected in ((forward, 16), (backward, 14)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
             assert expected <= loads <= expected + 4, loads

@@ -1,5 +1,5 @@
-"""fp8 GEMMs that add to their output: Triton's compared with its definition, cuBLASLt's calls, and the choice between
-them."""
+"""fp8 GEMMs that add to their output: Triton's kernel compared with its definition, cuBLASLt's calls, and the choice
+between the two."""
 
 from __future__ import annotations
 

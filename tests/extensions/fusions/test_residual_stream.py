@@ -1,5 +1,5 @@
-"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. Regions run
-uncompiled here and are compared with the model of plain additions."""
+"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. Here, regions
+run uncompiled and are compared with a model that uses plain additions."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward of a layer with two inputs and outputs begins and ends where that of a single tensor does."""
+    """The backward pass of a layer with two inputs and outputs begins and ends where it does for a single tensor."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

@@ -1,4 +1,4 @@
-"""Parts of the wall time that a start takes over from earlier ones."""
+"""Parts of the wall time that a start takes over from earlier starts."""
 
 from __future__ import annotations
 

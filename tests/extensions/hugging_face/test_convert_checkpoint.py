@@ -162,8 +162,8 @@ def overlapping(data: bytes) -> bytes:
 
 
 def index(place: str, *more: str) -> Damage:
-    """Return damage that writes an index by which all weights, and `more`, are in one file. The weights are in
-    shard.safetensors."""
+    """Return damage that writes an index according to which all weights, and `more`, are in one file. The weights are
+    in shard.safetensors."""
 
     def damage(folder: Path) -> None:
         shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")

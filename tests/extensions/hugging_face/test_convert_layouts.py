@@ -1,4 +1,4 @@
-"""Hugging Face folders are converted, trained layouts load and save them, and the way back gives the same bytes."""
+"""Hugging Face folders are converted, loaded and saved under trained layouts, and converted back to the same bytes."""
 
 from __future__ import annotations
 

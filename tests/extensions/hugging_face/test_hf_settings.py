@@ -1,4 +1,4 @@
-"""Weights and settings of Hugging Face families convert both ways; settings that cannot be expressed are named."""
+"""Weights and settings of Hugging Face families convert in both directions, and inexpressible settings are named."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_tied_head_that_differs_is_refused() -> None:
 
 
 def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
-    """Sinkhorn routing uses a softmax over all experts, Mixtral one over the chosen experts."""
+    """Sinkhorn routing uses a softmax over all experts, and Mixtral a softmax over the selected experts."""
     sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",))
     with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
         config_to_hf(sinkhorn, "mixtral")

@@ -29,7 +29,7 @@ FACTOR = 0.3
 
 
 def modules_of(theirs: Any, depths: int) -> Any:
-    """Return the class of transformers that drafts tokens with such modules, with the embedding and output layer of
+    """Return the transformers class that drafts tokens with such modules, with the embedding and output layer of
     `theirs`."""
     from transformers.modeling_layers import MtpModel
 

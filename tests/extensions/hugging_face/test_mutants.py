@@ -1,6 +1,6 @@
 """Layers of published models are broken on purpose, and the comparison with transformers must fail.
 
-The comparison of layouts cannot notice these errors, because one process makes the same ones.
+The comparison of layouts cannot detect these errors, because one process makes the same errors.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def test_flops_of_latent_attention() -> None:
 
 
 def test_recomputed_heads_leave_latents() -> None:
-    """Queries, keys and values are not saved, but the output of the projection to the key-value latent is, which
-    includes the rotary key."""
+    """Queries, keys and values are not saved, but the output of the projection to the key-value latent, which includes
+    the rotary key, is."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = LATENT, SAMPLES * LATENT.seq_length
     kept = []

@@ -211,8 +211,8 @@ def test_pattern() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
     """Count the FLOPs per row of chunks of 64 rows. Products of [64, 64] by [64, d] and products with the state count
-    three times, the sums of decays twice, and the gradient of the solution once. Recomputation in the backward does not
-    count."""
+    three times, the sums of decays twice, and the gradient of the solution once. Recomputation in the backward pass
+    does not count."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

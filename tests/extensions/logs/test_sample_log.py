@@ -59,7 +59,8 @@ def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) ->
 
 
 def test_a_longer_plan_continues_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
-    """48 samples are less than an epoch of each source; 240 are several. Megatron-LM would start another order."""
+    """48 samples are less than an epoch of each source; 240 samples are several epochs. Megatron-LM would start another
+    order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()
     resumed = f"--load {tmp_path / 'run'}"

@@ -1,5 +1,5 @@
-"""tools/convert_checkpoint.py reads Megatron-LM's checkpoints of one file per rank, old names and formats included, and
-refuses those that attack, are damaged or incomplete."""
+"""tools/convert_checkpoint.py reads Megatron-LM's checkpoints with one file per rank, including old names and formats,
+and refuses malicious, damaged and incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TE_NAMES = {
 
 
 def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: Path) -> None:
-    """Transformer Engine's names: norms of linear layers belong to them, experts are numbered at the end."""
+    """In Transformer Engine's names, a norm belongs to the linear layer after it, and the expert number comes last."""
     experts = product(range(2), ("linear_fc1.weight", "linear_fc2.weight"))
     names = {f".experts.local_experts.{number}.{linear}": f".experts.{linear}{number}" for number, linear in experts}
 
@@ -91,7 +91,7 @@ def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: 
 
 
 def test_experts_may_be_in_one_tensor(tmp_path: Path) -> None:
-    """weight1 [h, experts * 2 ffn], weight2 [experts * ffn, h]: viewed as [experts, input, output channels]."""
+    """weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views of [experts, input, output channels]."""
 
     def change(content: dict[str, Any]) -> None:
         model = content["model"]
@@ -119,12 +119,12 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 def test_models_from_before_the_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
-    """Nested dicts, other names, and until version 2 another order of queries, keys and values of each rank."""
+    """Old files have nested dicts, other names and, before version 2, another order of each rank's q, k and v rows."""
 
     def reordered(name: str, value: Tensor) -> Tensor:
         if ".query_key_value." not in name or version >= 2:
             return value
-        parts = value.reshape(2, 3, 2, *value.shape[1:])  # 2 heads of 2 channels on a rank
+        parts = value.reshape(2, 3, 2, *value.shape[1:])  # each rank has 2 heads of 2 channels
         return (parts.movedim(1, 0) if version == 0 else parts.movedim(1, 2)).reshape(value.shape)
 
     def change(content: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_models_from_before_the_core_are_read(version: float, interleaved: Path,
 
 
 def in_16_bits(scaled: bool, content: dict[str, Any]) -> None:
-    """The model in 16 bits, and its fp32 parameters with the optimizer, group by group."""
+    """The model is in 16 bits, and its fp32 parameters are saved with the optimizer, group by group."""
     dtype = torch.float16 if scaled else torch.bfloat16
     chunks = [content[key] for key in ("model0", "model1")]
     everything = [value for chunk in chunks for value in chunk.values() if isinstance(value, Tensor)]
@@ -168,7 +168,7 @@ def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleave
     for key in before.tensors:
         main = key.replace("model.", "optimizer.main_param.")
         assert torch.equal(after.read(main), before.read(key))
-    samples = 4  # of a replica's batch, by which Megatron-LM divides the scaled loss
+    samples = 4  # samples in a replica's batch; Megatron-LM divides the scaled loss by this number
     expected = {"scale": 4096 / samples, "good_steps": 3, "allowance": 1} if scaled else {}
     assert after.payload["optimizer"]["loss_scaler"] == expected
     convert("--input", tmp_path / "after", "--output", tmp_path / "back", "--to", "megatron")
@@ -202,7 +202,7 @@ def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], 
 
 
 def test_tied_embeddings_have_a_bucket_of_their_own() -> None:
-    """The parameters behind end on a multiple of 64, as the embedding would have begun there."""
+    """The parameters after the embedding end at a multiple of 64, because the embedding would have begun there."""
     assert layout_of([("embedding.word_embeddings.weight", 10), ("b", 70)], None, True) == ([128, 0], 138)
 
 
@@ -213,7 +213,7 @@ Damage = Callable[[Path], object]
 
 
 def rewritten(change: Callable[[dict[str, Any]], object], *only: int) -> Damage:
-    """Changes the content of the files of all ranks, or of these."""
+    """Return damage that changes the content of the files of all ranks, or only of the given ranks."""
     return lambda folder: [rewrite(folder, change, slice(each, each + 1)) for each in only or range(4)]
 
 
@@ -274,7 +274,7 @@ def test_damage_is_one_line(message: str, interleaved: Path, capsys: pytest.Capt
 
 
 def buffers(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Changes the flat tensors of each buffer of each rank."""
+    """Return damage that changes the flat tensors of each buffer of each rank."""
 
     def damage(folder: Path) -> None:
         for path in (folder / "iter_0000002").glob("mp_rank_*/distrib_optim.pt"):

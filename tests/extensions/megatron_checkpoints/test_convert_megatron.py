@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py reads checkpoints of megatron-core, and refuses those that attack or are damaged."""
+"""tools/convert_checkpoint.py reads megatron-core's checkpoints, and refuses malicious and damaged ones."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ RUNS = {
     **dict.fromkeys(("legacy_interleaved", "legacy_moe"), "--tp 2 --sequence-parallel --lr-decay-iters 13"),
     **dict.fromkeys(("deepseek", "hybrid"), "--tp 2 --sequence-parallel"),
 }
-"""Checkpoint -> another layout of a run that continues. The legacy ones have a file for each rank: TP 2, PP 2 with two
-chunks each, GPT-2 with tied embeddings, the plain optimizer; and TP 2, stages of two layers and of one, EP 2, experts
-in two of three layers, distrib_optim.pt."""
+"""Layout flags of a run that continues each checkpoint. The legacy checkpoints have one file per rank. One is a GPT-2
+with tied embeddings and the plain optimizer under TP 2 and PP 2, with two chunks per rank. The other has experts in two
+of three layers, stages of two layers and of one, and distrib_optim.pt, under TP 2 and EP 2."""
 
 
 @pytest.fixture(params=["dense", "moe", "deepseek", "hybrid"])
@@ -52,8 +52,8 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_run_resumes_at_its_position_with_the_same_losses(name: str, tmp_path: Path) -> None:
-    """The fourth loss depends on the update of the third step, and with it on Adam's moments, the step count and the
-    learning rate, which is warming up in the legacy ones."""
+    """The fourth loss depends on the update of the third step, and therefore on Adam's moments, the step count and the
+    learning rate, which is still warming up in the legacy checkpoints."""
     convert("--input", unpack(name, tmp_path), "--output", tmp_path / "ours")
     expected = of_their_run(name)
     assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)
@@ -106,7 +106,7 @@ def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path,
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Path) -> None:
-    """Their blocks of TP 2, [layers, 2, 1, elements of a block], are written here as they wrote them."""
+    """The test writes blocks for TP 2, [layers, 2, 1, elements of a block], in the form in which older versions did."""
     folder = dense / "iter_0000002"
     whole = Checkpoint(folder)
     name = "decoder.layers.self_attention.linear_qkv.weight"
@@ -169,7 +169,7 @@ def lie(name: str, value: object) -> Callable[[Path], None]:
 
 
 def save_by_buckets(folder: Path) -> None:
-    """Leaves the model's tensors, and the name of a format of optimizer states."""
+    """Name the state format dp_reshardable, and remove the optimizer's tensors, so that the model's tensors remain."""
     common = torch.load(folder / "common.pt", weights_only=False)
     common["optimizer"]["param_state_sharding_type"] = "dp_reshardable"
     torch.save(common, folder / "common.pt")
@@ -188,7 +188,7 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def blocks(*attentions: dict[str, object], **mlp: object) -> str:
-    """Text of the layers' shapes, with two query groups where a layer states none."""
+    """Return the text that describes the layers' shapes, with two query groups for layers that state none."""
     layers = [{"attention": {"num_query_groups": 2} | each, "mlp": mlp} for each in attentions]
     return json.dumps({"block_configs": layers})
 

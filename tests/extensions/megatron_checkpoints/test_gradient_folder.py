@@ -1,4 +1,4 @@
-"""Gradients in the files of --save-wgrads-interval, put together from the files of all ranks."""
+"""Gradients saved by --save-wgrads-interval, combined from the files of all ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-ffn-hidden-size 8"
 
 
 def writers(tp: int, ep: int, expt_tp: int) -> list[tuple[int, int]]:
-    """(TP, EP) ranks of the first instance of the experts in a stage, whose ranks write."""
+    """Return the (TP, EP) ranks of the first replica of a stage's experts, whose ranks write the files."""
     return [(rank % tp, rank // expt_tp % ep) for rank in range(ep * expt_tp)]
 
 
 def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Random gradients of a model of 4 layers at (TP, PP, EP, TP of experts), in the files that Megatron-LM writes."""
+    """Write random gradients of a 4-layer model under (TP, PP, EP, expert TP), in the files that Megatron-LM writes."""
     tp, pp, ep, expt_tp = sizes
     whole = {name: torch.randn(meta.global_shape, dtype=torch.float64) for name, meta in metas.items()}
     names = Names(metas.values(), hybrid=False)

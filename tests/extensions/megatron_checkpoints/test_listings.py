@@ -1,4 +1,4 @@
-"""Checkpoints with the names and shapes that megatron-core gave its tensors, read and written with the same bits."""
+"""Checkpoints with megatron-core's tensor names and shapes are read and written bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parameters in Megatron-LM's checkpoints, and of the files that they are recognized by."""
+"""Parameter names in Megatron-LM's checkpoints, and the file names that identify a checkpoint as Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_written_name_is_found_again(style: str) -> None:
 
 
 def test_kinds_of_channels_are_apart() -> None:
-    """Of two groups with one channel of z, two of x, and one of B, C and the step size each."""
+    """There are two groups, each with one channel of z, two channels of x, and one each of B, C and the step size."""
     way = Way(("z", "x", "B", "C", "dt"), kinds=(1, 2, 1, 1, 1))
     tensors = [torch.tensor([rows]).t() for rows in ([0, 6], [1, 2, 7, 8], [3, 9], [4, 10], [5, 11])]
     assert torch.equal(way.whole(tensors, (2, 6, 1)), torch.arange(12).view(2, 6, 1))

@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core in tests/fixtures, conversions of them, and runs that continue from these."""
+"""Checkpoints of megatron-core in tests/fixtures, their conversions, and runs that continue from the conversions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def of_their_run(name: str) -> Any:
-    """Tokens [steps, batch, s + 1] and losses [steps] of the run; the checkpoint is that of its second step."""
+    """Return the run's tokens [steps, batch, s + 1] and losses [steps]. The run saved after the second step."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 
@@ -67,7 +67,7 @@ def loss_of(checkpoint: Path, tokens: list[list[int]]) -> float:
 
 
 def losses_of_a_run(name: str, start: Path, folder: Path, *flags: str) -> dict[int, float]:
-    """Iteration -> loss of two ranks that continue from a converted checkpoint up to step 4, on the data of theirs."""
+    """Return the losses, by iteration, of two ranks that continue a converted checkpoint up to step 4 on its data."""
     (folder / "stored.py").write_text(STORED.format(path=str(FIXTURES / f"{name}.json")))
     words = ["--config", start / "run_config.yaml", "--load", start, "--save", folder / "run", "--train-iters", "4"]
     words += ["--extension", folder / "stored.py", "--dataset-type", "stored", *flags]
@@ -78,14 +78,14 @@ def losses_of_a_run(name: str, start: Path, folder: Path, *flags: str) -> dict[i
 
 
 class Attack:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.mkdir, ("executed",)  # type: ignore[return-value]
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The line by which the conversion of a checkpoint, alone in its folder, is refused. It leaves nothing."""
+    """Return the message that refuses the conversion of the only checkpoint in a folder, which must leave no output."""
     with chdir(folder.parent), pytest.raises(SystemExit) as error:
         run_tool(lambda: convert_checkpoint.main(["--input", str(folder), "--output", "ours"]))
     assert error.value.code == 2

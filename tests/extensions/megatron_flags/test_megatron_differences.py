@@ -1,5 +1,5 @@
 """`tools/translate_flags.py --list`: the treatment of each Megatron-LM flag that this program lacks, and each known
-difference, which is printed if flags meet it."""
+difference, which is printed if the flags are affected by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Treatment of Megatron's flags that no field has."""
+"""Treatment of Megatron-LM's flags for which no field exists."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    """When a feature is implemented, its flags leave the tables of missing ones."""
+    """When a feature is implemented, its flags must be removed from the tables of missing features."""
     text = (
         files("megatron.extensions.interop.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
     )

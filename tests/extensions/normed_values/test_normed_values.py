@@ -1,4 +1,4 @@
-"""Layers that use keys and values of earlier layers: layouts against one process. The tests of Hugging Face families
+"""Layers that use keys and values of earlier layers, compared with one process. The tests of Hugging Face families
 compare logits and gradients with those of transformers."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def offload_with_late_copies() -> ActivationOffload:
 
 
 def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
-    """Three micro-batches have their backwards in another order, and all copies are as late as possible."""
+    """The backward passes of three micro-batches run in another order, and all copies are as late as possible."""
     found = []
     for offload in (None, offload_with_late_copies()):
         model = model_with(offload)
@@ -88,8 +88,7 @@ def test_a_layers_activations_are_fetched_while_the_next_layer_computes(monkeypa
     assert len(log) > 10
     fetches = [entry for entry in log if entry == "fetch"]
     order = [entry for entry, after in zip(log, [*log[1:], ""], strict=True) if entry != after]
-    # After the beginning of layer 2 comes the fetch for layer 1, after that of layer 1 the fetch for layer 0, and none
-    # later.
+    # When layer 2 begins, layer 1 is fetched; when layer 1 begins, layer 0 is fetched; nothing is fetched later.
     assert [entry for entry in order if entry != "fetch"] == [f"{w} {n}" for n in (2, 1, 0) for w in ("begin", "end")]
     assert order[-2:] == ["begin 0", "end 0"] and order.count("fetch") == 2
     assert order.index("fetch") < order.index("end 2") and len(fetches) % 2 == 0

@@ -78,7 +78,7 @@ class TheirSoap(torch.optim.Optimizer):
             if factor is not None:
                 order = torch.argsort(torch.diag(old.T @ factor @ old), descending=True)
                 found, sizes = torch.linalg.qr(factor @ old[:, order])
-                if self.repaired:  # directions of size 0 are the last, or all behind them are rounding errors
+                if self.repaired:  # directions of size 0 come last, or all directions after them are rounding errors
                     zero = sizes.diag().abs() < 1e-13 * sizes.diag().abs().max()
                     order = torch.cat((order[~zero], order[zero]))
                     found, sizes = torch.linalg.qr(factor @ old[:, order])

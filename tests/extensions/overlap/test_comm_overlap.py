@@ -63,7 +63,7 @@ def run_layers(
     rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False
 ) -> tuple[dict[str, Tensor], tuple[Fraction, Fraction]]:
     """Return the gathered outputs and gradients of the two layers, and the bytes that this rank sends in the forward
-    and in the backward."""
+    and in the backward pass."""
     if fallback:
         names = "_fused_all_gather_matmul_fallback", "_fused_matmul_reduce_scatter_fallback"
         operations = tuple(getattr(_symmetric_memory, name) for name in names)

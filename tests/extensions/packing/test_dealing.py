@@ -1,4 +1,5 @@
-"""Samples dealt to replicas and micro-batches by their work: the assignment alone, the iterator, and training."""
+"""Samples assigned to replicas and micro-batches by their work: the assignment on its own, the iterator, and
+training."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ bitwise.
 
 Each round draws a world of 2 to 4 ranks on 1 to 4 hosts, a layout, and one to three faults: an error, SIGKILL or
 SIGSTOP in a step, or a death while copies are sent, once they are stored, in a save, or while a run resumes. In some
-rounds, two ranks are killed within two seconds, together or while the run recovers from the first. In some, a host is
-lost for good, and in half of these, its spare is lost too while it resumes. Each recovery is printed as a line.
+rounds, two ranks are killed within two seconds, together or while the run recovers from the first. In other rounds, a
+host is lost for good, and in half of these, its spare is also lost while it resumes. Each recovery is printed as a
+line.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ STRATEGIES = ("no_shard", "optim")
 
 
 def drawn_faults(moments: random.Random, ranks: int) -> list[Planned]:
-    """Return the faults of one start each, or of two, at non-decreasing steps. At most one host is lost."""
+    """Return faults at non-decreasing steps. Some strike in pairs, in the same start or in two consecutive starts. At
+    most one host is lost."""
     steps = sorted(moments.randrange(1, STEPS - 1) for _ in range(moments.randrange(1, 4)))
     faults, number, kinds = list[Planned](), 0, KINDS
     for step in steps:

@@ -1,5 +1,5 @@
-"""Per-layer embeddings: layouts against one process. The tests of Hugging Face families compare logits and gradients
-with those of transformers."""
+"""Per-layer embeddings under layouts, compared with one process. The tests of Hugging Face families compare logits and
+gradients with those of transformers."""
 
 from __future__ import annotations
 
