@@ -43,13 +43,14 @@ that a gradient that consists only of rounding error, such as the gradient of a 
 step."""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""Relative difference that another order of the same sums explains after a few steps. Only in fp64 is it far below the
-effect of a mistake, as Adam divides small gradients, rounding error included, by their own size."""
+"""Relative difference that another order of the same sums explains after a few steps. It is far below the effect of a
+mistake only in fp64, because Adam divides even small gradients, including their rounding error, by their own size."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its own flags, these flags combined with the common ones, and its ranks."""
+    """One of the two layouts: its name, its own flags, all its flags including the common ones, and its number of
+    ranks."""
 
     name: str
     flags: str

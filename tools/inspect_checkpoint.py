@@ -84,8 +84,8 @@ Contents = Checkpoint | ForeignWeights
 
 
 def open_or_complain(path: PurePath) -> Contents:
-    """Open the contents of `path`: a checkpoint whose files are verified, or the weights of a model. Raises ValueError
-    if there is nothing complete."""
+    """Open a checkpoint, whose files are verified, or the weights of a model. Raises ValueError if there is nothing
+    complete."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     remarks: list[str] = []

@@ -47,7 +47,7 @@ LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {
     "forward": (1.0, "time of F"),
     "input_grad": (1.0, "time of I"),
-    "weight_grad": (1.0, "Largest number of characters per line of text; of longer lines, the two ends are printed."),
+    "weight_grad": (1.0, "time of W"),
     "comm": (0.0, "time of a message between two ranks"),
     "exchanges": (0, "expert all-to-alls in F, and in B or I"),
     "exchange": (0.0, "time of such an all-to-all"),

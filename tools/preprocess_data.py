@@ -231,7 +231,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("auto", "gigatoken", "tokenizers"),
         default="auto",
         help="encoder of HuggingFaceTokenizer and GPT2BPETokenizer: gigatoken (pip install gigatoken) is many "
-        "times faster, and its ids are compared with those of tokenizers on a share of the documents; auto takes it "
+        "times faster, and its ids are compared with those of tokenizers on a share of the documents; auto uses it "
         "if it is installed and its ids are equal (default)",
     )
     group.add_argument(
@@ -253,7 +253,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 MEANINGLESS = {
-    "--partitions": "memory is flat whatever the input, so it is not cut into partitions",
+    "--partitions": "memory use does not depend on the size of the input, so the input is not partitioned",
     "--keep-sequential-samples": "documents always keep their order",
     "--keep-newlines": "documents are not split into sentences, and keep all their newlines",
     "--lang": "documents are not split into sentences",
@@ -266,7 +266,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
     args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
-        problems.append("--split-sentences is not built: GPT data take whole documents; leave it out")
+        problems.append("--split-sentences is not built: GPT training uses whole documents; leave it out")
     if len(set(args.json_keys)) < len(args.json_keys):
         problems.append(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
     checks: list[Callable[[], object]] = [

@@ -8,11 +8,12 @@
     python tools/referee.py --model Llama-3.2-1B --samples 0-7 --gradients g.safetensors -- --data-path corpus \\
         --seq-length 4096 --train-iters 1000 --global-batch-size 8
 
-The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. It runs
-forward and backward here in fp64 in one process, and again in the number format of the other program: a gradient may be
-four times as far from fp64 as this program's own. For each gradient beyond that distance, in the order of the backward
-pass, the table describes the difference: a factor such as 1/2 from an axis that was averaged twice, a missing sum over
-an axis, a single shard or expert, swapped or transposed blocks.
+The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
+program runs its forward and backward pass in one process, in fp64 and then again in the number format of the other
+program. A gradient may differ from the fp64 gradient four times as much as this program's gradient in that format does.
+For each gradient that differs by more, in the order of the backward pass, the table describes the difference: a factor
+such as 1/2 from an axis that was averaged twice, a missing sum over an axis, a single shard or expert, swapped or
+transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
 or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
@@ -20,11 +21,11 @@ of several documents also have `document_ids` or `cu_seqlens`, and optionally `p
 --samples takes samples of the training data by their numbers in the run, and --iteration all samples of a step. The
 loss is the mean over all labels that count.
 
-Gradients are a .safetensors file or a folder of torch's DCP, by the names of transformers or of this program, a folder
-in a format of checkpoints with gradients in the place of weights, or the `iter_XXXXXXX` of Megatron-LM's
---save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the configuration of the model does not
-give, such as the data. Exit code 0: all given gradients are equal (missing ones are counted); 1: a difference; 2: wrong
-input.
+The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
+or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of
+Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the configuration of the
+model does not give, such as the data. Exit code 0: all given gradients are equal (missing ones are counted); 1: a
+difference; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def loss_of(step: Path) -> float:
-    """The loss in a folder of --dump-step. Raises ValueError if there is none."""
+    """Return the loss in a --dump-step folder. Raises ValueError if there is none."""
     try:
         return float(json.loads((step / LOSS).read_text())["loss"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -132,8 +133,8 @@ def loss_of(step: Path) -> float:
 
 
 def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> str:
-    """The number format of the other program: of a step here the run's, otherwise the gradients' own. Raises
-    ValueError if it is none of `FORMATS`."""
+    """Return the number format of the other program: for a step of this program, the run's format; otherwise, the
+    format of the gradients. Raises ValueError if it is none of `FORMATS`."""
     dtype = config.parallel.params_dtype if args.step else str(dump.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         raise ValueError(
@@ -156,10 +157,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model")
     add("--batch", type=Path, help=".npz of the samples")
-    add("--samples", metavar="0-7,12", help="numbers of samples of the training data, instead of --batch")
-    add("--iteration", type=int, metavar="N", help="step whose samples of the training data are taken, from 1")
+    add("--samples", metavar="0-7,12", help="numbers of training samples in the run, instead of --batch")
+    add("--iteration", type=int, metavar="N", help="training step whose samples are used, counted from 1")
     add("--gradients", type=Path, help=".safetensors file, or folder, of the other program's gradients")
-    add("--step", type=Path, help="folder of --dump-step, instead of all of these")
+    add("--step", type=Path, help="folder of --dump-step, instead of --model, --batch, --gradients and --loss")
     add("--loss", type=float, help="the other program's mean loss, in nats")
     add(
         "--computed-in",

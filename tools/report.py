@@ -74,8 +74,8 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
 
 
 def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
-    """Write the page of several runs without those that failed before their first record. Raises ValueError if none has
-    a record."""
+    """Write the page of several runs, and omit runs that failed before their first record. Raises ValueError if none
+    has a record."""
     refuse_unwritable("--output", args.output)
     found = []
     for name, path in paths.items():

@@ -168,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")
     if lost := [what for what, text in PROBES.items() if pieces.decode(pieces.encode(text)) != text]:
         remedy = "any --model-type but word is lossless with --byte-fallback and --normalization-rule-name identity"
-        print(f"note: the tokenizer is lossy: decoding does not give back all {', '.join(lost)}; {remedy}")
+        print(f"note: the tokenizer is lossy: decoding does not restore all {', '.join(lost)}; {remedy}")
     if len(bad) > args.max_bad_lines:
-        print(f"error: {len(bad)} bad lines, --max-bad-lines allows for {args.max_bad_lines}", file=sys.stderr)
+        print(f"error: {len(bad)} bad lines, but --max-bad-lines allows for {args.max_bad_lines}", file=sys.stderr)
         return 1
     return 0
 

@@ -49,7 +49,7 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""Treatment of flags that no field has; the command line reads it."""
+"""Tables of flags without a field, which the command line reads too."""
 
 TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
 """Options of sbatch for the number of processes."""
@@ -132,7 +132,7 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
         yield f"  {flag} -> {option} {after} in place of {'any value' if before == 'any' else before}"
     for flag, values in sorted(tables["same_values"].items()):
         yield from (f"  {flag} {value} -> {ours}" for value, ours in values.items())
-    yield "\nValues that an example registers, loaded as by --extension:"
+    yield "\nValues that an example registers; load the example with --extension:"
     yield from (f"  {value}: examples/{file}" for value, file in sorted(tables["examples"].items()))
     yield "\nWithout effect:"
     for group in sorted(tables["no_effect"], key=lambda group: group["reason"]):
@@ -218,7 +218,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
         yield from (f"  {name} ({', '.join(dict.fromkeys(flags))})" for name, flags in flags_of.items())
     in_job = [name for reading in readings for word in reading.ours for name in IN_JOB.findall(word)]
     if in_job:
-        yield "\nVariables that only a job of Slurm has; replace them if you run the command elsewhere:"
+        yield "\nVariables that exist only in a Slurm job; replace them if you run the command elsewhere:"
         yield f"  {' '.join(dict.fromkeys(in_job))}"
 
 

@@ -98,7 +98,7 @@ class Curve:
 
 
 class Peer:
-    """The transformers model with torch's AdamW."""
+    """Transformers model that is trained with torch's AdamW."""
 
     def __init__(self, size: Size, seed: int) -> None:
         import torch

@@ -295,11 +295,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8-format", default="hybrid")
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--flags", default="", help="further flags of pretrain_gpt.py, in quotes")
-    parser.add_argument("--layers", type=positive, help="instead of the shape's, or of as many as fit")
+    parser.add_argument("--layers", type=positive, help="number of layers (default: the model's, or as many as fit)")
 
 
 def model_flags(args: argparse.Namespace) -> str:
-    """Flags of pretrain_gpt.py."""
+    """Return the flags of pretrain_gpt.py for the number format, and --flags."""
     return f"{PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)} {args.flags}"
 
 

@@ -141,7 +141,8 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 def attention(config: RunConfig) -> Iterator[Part]:
     """Yield forward and backward attention with each kernel, in these forms: whole samples, context-parallel tiles, and
     documents (--reset-attention-mask), one per sample. Attention with dropout uses its own kernel and plain torch.
-    TFLOP are those of the causal half, three and a half times the forward's."""
+    The TFLOP count only the causal half; both passes together have three and a half times the TFLOP of the forward
+    pass."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)

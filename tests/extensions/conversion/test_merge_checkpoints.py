@@ -235,7 +235,7 @@ def test_missing_or_unequal_inputs_are_refused(
 ) -> None:
     out, hf = ["--output", tmp_path / "out"], converted["hf"]
     two, decay = ["--input", at(run, 5), at(run, 6)], ["--emulate-decay", "linear"]
-    there = "it has those of 1, 2, 3, 4, 5, 6, 7, 8"
+    there = "its checkpoints are 1, 2, 3, 4, 5, 6, 7, 8"
     for words, message in (
         (["--input", run], "a merge needs several checkpoints"),
         (["--input", run, "--iterations", 5, 9, 11], f"has no checkpoint of 9, 11; {there}"),

@@ -62,7 +62,7 @@ def test_the_rank_that_skips_a_collective_is_named() -> None:
     """The waits form a circle: 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0. Rank 2 has skipped a pp collective."""
     found = blame(with_rank_2(4, 7, 4, "tp"))
     assert found is not None and found.ranks == (2,)
-    assert "skipped what all others entered over pp" in found.why
+    assert "skipped the collective that all others entered over pp" in found.why
 
 
 def test_two_ranks_that_disagree_are_both_named() -> None:

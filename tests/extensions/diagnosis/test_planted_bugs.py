@@ -104,7 +104,7 @@ BUGS = {
     "gain of a norm grows": Bug(1, growing_weight, f"layer {LAYER} is out of line"),
     "embeddings of TP rank 1 scaled": Bug(2, scaled_embeddings, "rank 1 is out of line: the weight_norm of its part"),
     "lookups of TP rank 1 scaled": Bug(2, scaled_lookup, "rank 1 is out of line: the output_norm of its part"),
-    "TP ranks share a seed": Bug(2, shared_seed, "Do the ranks draw from one seed?"),
+    "TP ranks share a seed": Bug(2, shared_seed, "Do the ranks use the same seed?"),
 }
 
 

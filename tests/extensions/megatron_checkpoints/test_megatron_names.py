@@ -95,7 +95,7 @@ def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str
 
 UNEQUAL = {
     "streams-mean": "--enable-mhc-connections and --mtp-num-layers",
-    "hybrid-multi-token": "of modules that differ",
+    "hybrid-multi-token": "with modules that differ",
     "own-widths": "--ffn-hidden-size-pattern",
 }
 

@@ -59,7 +59,7 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
 def refuse(final: Path, force: bool | None) -> None:
     """Raise ValueError if `final` must not or cannot be written.
 
-    `force` permits replacing a model folder, but nothing else. It is None if the program has no flag --force.
+    `force` permits replacing a model folder, but nothing else; it is None if the program has no flag --force.
     """
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
@@ -196,7 +196,7 @@ class Conversion:
             raise ValueError(self._failure(error)) from error
 
     def _failure(self, error: Exception) -> str:
-        """Return a message of one line for a file that cannot be read or written, for example because of a full or
+        """Return a one-line message about a file that cannot be read or written, for example because of a full or
         faulty disk, or missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
         if isinstance(cause, ValueError):  # a tensor could not be read while a checkpoint was written

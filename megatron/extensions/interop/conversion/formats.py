@@ -58,7 +58,8 @@ class Options:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state of a source besides the model's weights, with which a run can resume where another one stopped."""
+    """Training state of a source in addition to the model's weights, from which a run can resume where another run
+    stopped."""
 
     progress: Progress
     step_count: int
@@ -105,7 +106,7 @@ def _are_ids(value: object) -> bool:
 
 
 class Source(ABC):
-    """Model on disk. The constructor raises ValueError, with a message of one line, if the model cannot be read or
+    """Model on disk. The constructor raises ValueError, with a one-line message, if the model cannot be read or
     expressed."""
 
     config: RunConfig
@@ -198,8 +199,7 @@ class Format(Protocol):
         """True if checkpoints of this program are converted to this format by default."""
 
     def open(self, path: PurePath, options: Options) -> Source:
-        """Open a model. The path may be in any storage for this program's checkpoints, and must be on the local disk
-        for other formats."""
+        """Open a model. Checkpoints of this program may be in any storage; other formats must be on the local disk."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
         """Plan the output of a conversion into `folder`."""

@@ -89,7 +89,8 @@ def choose(selection: Selection) -> list[Chosen]:
     if missing := [iteration for iteration in wanted if iteration not in saved]:
         there = ", ".join(map(str, saved)) or "none"
         raise ValueError(
-            f"--iterations: {inputs[0]} has no checkpoint of {', '.join(map(str, missing))}; it has those of {there}"
+            f"--iterations: {inputs[0]} has no checkpoint of {', '.join(map(str, missing))}; "
+            f"its checkpoints are {there}"
         )
     return [Chosen(saved[iteration], iteration) for iteration in wanted]
 

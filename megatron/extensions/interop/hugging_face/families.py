@@ -90,8 +90,8 @@ class Family:
     """Suffixes of tensor names that are not weights."""
 
     unread: Sequence[str] = ()
-    """Suffixes of names of tensors that files may contain for layers without such weights, as their class does not read
-    them."""
+    """Name suffixes of tensors that files may contain even for layers without such weights, because the class does not
+    read them."""
 
     quantized: Sequence[str] = ()
     """Names, in config.json, of quantization methods whose weights can be read."""

@@ -2,8 +2,8 @@
 import torch.
 
 A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. It extends the base or
-family that it names in `like`. An unknown key, a wrong type, or an unknown name raises ValueError with a message of one
-line that contains file, key and rule. The default of a key with listed values is the first value.
+family that it names in `like`. An unknown key, a wrong type, or an unknown name raises ValueError with a one-line
+message that contains the file, the key and the rule. The default of a key with listed values is the first value.
 """
 
 from __future__ import annotations

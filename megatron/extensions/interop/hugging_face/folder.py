@@ -2,7 +2,7 @@
 
 Folders may come from untrusted sources. Weights are read from safetensors files, or from .bin files with
 `weights_only`. No other pickle is read, and an index may name only files in its own folder. Every problem raises
-ValueError with a message of one line.
+ValueError with a one-line message.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class HFTarget(Target):
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
     """Select the family of an export. Returns it with a notice if it differs from the model's origin.
 
-    It is the requested family, or else the origin's family if this family can still express the model, or else the
-    first family that can.
+    The result is the requested family if there is one; otherwise the origin's family, if it can still express the
+    model; otherwise the first family that can.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None

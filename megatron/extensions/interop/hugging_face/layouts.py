@@ -308,7 +308,7 @@ class WithConstantsOfXIELU(Layout):
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """Another layout, with channels reordered along one of our dims."""
+    """Layout that applies another layout and reorders channels along one of our dims."""
 
     base: Layout
     dim: int

@@ -135,7 +135,7 @@ ATTENTION: dict[str, Layout] = {
     ),
     # Ling: one tensor with all query rows, then all key rows, then all value rows
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: the same along the last dim, which is the only dim of a bias
+    # GPT-2: the same three parts along the last dim, which is the only dim of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
     # BLOOM, GPT-NeoX: query, key and value, head by head, which is our order
     "GroupByGroup": Pieces(HEADS, _query_groups),
@@ -150,7 +150,7 @@ ATTENTION: dict[str, Layout] = {
     # DiffLlama: groups p and p + pairs form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
-    # A.X K2: one tensor of latent attention with each head's query before its gate, of which each is a parameter here
+    # A.X K2: one latent attention tensor with each head's query before its gate; both are separate parameters here
     "QueriesBesideGates": RowsOfEachHead(lambda config: (0, config.head_dim, config.value_head_dim)),
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another

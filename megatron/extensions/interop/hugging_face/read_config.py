@@ -2,7 +2,7 @@
 not import torch.
 
 All functions except `read_json` are pure. A setting that we cannot express is an error; it is never approximated. A
-config.json may be untrusted: a wrong type or an impossible value raises ValueError with a message of one line.
+config.json may be untrusted: a wrong type or an impossible value raises ValueError with a one-line message.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a file. Raises ValueError, with a message of one line, if the file is damaged or
-    truncated."""
+    """Return the tensors of a file. Raises ValueError, with a one-line message, if the file is damaged or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -109,8 +109,8 @@ def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fie
 
 
 def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the keys of the rotary embedding; for a model without one, the keys that disable it if the family supports
-    this."""
+    """Return the keys of the rotary embedding. For a model without a rotary embedding, return the keys that disable it
+    if the family has such keys, and otherwise none."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         return _rotary_to_hf(config, family)
@@ -163,7 +163,8 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Return the first key of a product of powers, with the value that follows from the field and the other keys."""
+    """Return the first key of a product of powers and its value, computed from the field and the other keys; empty if
+    the field or another key is unset."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -194,8 +195,8 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """Return the config.json value that corresponds to `value` of our field; an arbitrary other value if there is
-    none."""
+    """Return the config.json value that corresponds to `value` of our field, or the first supported value if none
+    does."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]

@@ -40,7 +40,7 @@ def load_common(path: Path) -> dict[str, object]:
 def load_pickle(path: Path, kind: type | UnionType) -> object:
     """Read a file of torch.save from an untrusted source, with weights_only and a list of harmless classes.
 
-    Raises ValueError, with a message of one line, if the file is missing or damaged, refers to any other class or
+    Raises ValueError, with a one-line message, if the file is missing or damaged, refers to any other class or
     function, or contains anything other than a `kind`.
     """
     import numpy
@@ -62,7 +62,7 @@ def load_pickle(path: Path, kind: type | UnionType) -> object:
 
 
 def _numpy_names(numpy: ModuleType) -> list[object]:
-    """Return the numpy types and functions of which arguments and states of random generators consist."""
+    """Return the numpy types and functions that occur in pickled arguments and random generator states."""
     try:
         from numpy._core import multiarray
     except ImportError:  # numpy 1
@@ -90,8 +90,8 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def update_count(optimizer: object) -> int | None:
-    """Return the optimizer's number of updates, the value of all keys `step` and `common_step` at any depth; None if
-    there are no such keys. Raises ValueError if the values differ."""
+    """Return the optimizer's number of updates, which is the value of every key `step` or `common_step` at any depth;
+    None if there are no such keys. Raises ValueError if the values differ."""
     counts: set[int] = set()
 
     def search(value: object) -> None:

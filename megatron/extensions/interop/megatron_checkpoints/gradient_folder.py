@@ -6,8 +6,9 @@ The first rank of each expert-data-parallel group saves `main_grad` of its param
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 
 The files contain no arguments, so the parallel sizes are derived from file names and tensor shapes. If experts are not
-sharded over TP, each TP rank and each EP rank has a file, but not each pair of both. If the TP size is larger than EP
-times the TP size of experts, Megatron-LM writes no files for some TP ranks: such a dump is incomplete.
+sharded over TP, there is a file for each TP rank and for each EP rank, but not for each pair of a TP rank and an EP
+rank. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no files for some TP ranks: such
+a dump is incomplete.
 """
 
 from __future__ import annotations

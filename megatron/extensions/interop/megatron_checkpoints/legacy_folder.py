@@ -94,7 +94,7 @@ class Layout:
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
         """Raise ValueError if a folder is missing. If experts are not sharded over TP, there must be a folder for each
-        TP rank and for each EP rank, but not for each pair of both."""
+        TP rank and for each EP rank, but not for each pair of a TP rank and an EP rank."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks
@@ -140,8 +140,8 @@ class LegacyTensors:
         self.sizes: Sequence[int] = [len(shapes) * self.layout.ep, *(max(shape, default=0) for shape in shapes)]
 
     def _open(self) -> dict[Rank, list[Held]]:
-        """Return the model chunks of each rank, of which an interleaved schedule has several; layer numbers are those
-        of the whole model."""
+        """Return the model chunks of each rank, with the layer numbers of the whole model. A rank has several chunks
+        under an interleaved schedule."""
         opened: dict[Rank, list[Held]] = {}
         for rank in self.ranks:
             content = self._load(rank)
@@ -254,8 +254,8 @@ class LegacyTensors:
         return whole
 
     def _current_order(self, name: str, meta: ParamMeta, tensor: Tensor) -> Tensor:
-        """Return a tensor with the rows of linear_qkv in the current order, [heads, 3, channels]. They are [3, heads,
-        channels] in version 0, and [heads, channels, 3] in version 1."""
+        """Return a tensor with the rows of linear_qkv in the current order, [heads, 3, channels]. The order is [3,
+        heads, channels] in version 0, and [heads, channels, 3] in version 1."""
         if self.version >= 2 or ".self_attention.linear_qkv." not in name:
             return tensor
         groups = meta.global_shape[0] // self.layout.tp
@@ -290,8 +290,8 @@ class LegacyTensors:
         return tuple(self.states)
 
     def check_states(self) -> None:
-        """Raise ValueError if a main parameter is not the parameter in higher precision. States have an order but no
-        names in these files; this comparison checks the order. Only both ends of large tensors are compared."""
+        """Raise ValueError if a main parameter is not the parameter in higher precision. These files store states in a
+        fixed order, without names; this comparison checks the order. Only both ends of large tensors are compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
                 weight, main = self.tables[rank][name].flatten(), main.flatten()

@@ -1,4 +1,4 @@
-"""Optimizer states in Megatron-LM's files of one rank, which store them in an order, without names.
+"""Optimizer states in the Megatron-LM files of one rank, which store states in a fixed order, without names.
 
 Plain optimizers store states by the parameter's number in its group. The distributed optimizer stores one flat fp32
 tensor of each kind for each parameter buffer (`distrib_optim.pt`). Groups and buffers list parameters in the order of
@@ -83,8 +83,7 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
 
 
 def _decoupled(group: Mapping[str, object]) -> bool:
-    """Return True if a group has its own learning rate, which is that of the embedding and the output layer
-    (--decoupled-lr)."""
+    """Return True if a group has the separate learning rate of the embedding and the output layer (--decoupled-lr)."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
@@ -137,7 +136,7 @@ def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapp
 def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
     """Yield the tensors of each buffer of an optimizer."""
     if not isinstance(part, dict) or not part.get("buckets_coalesced"):
-        raise ValueError("distrib_optim.pt stores single buckets, as Megatron-LM before core 0.6")
+        raise ValueError("distrib_optim.pt stores single buckets, as Megatron-LM did before core 0.6")
     for number in sorted(key for key in part if isinstance(key, int)):
         for stored in part[number].values() if isinstance(part[number], dict) else [None]:
             tensors: Mapping[str, Tensor] = stored if isinstance(stored, dict) else {}

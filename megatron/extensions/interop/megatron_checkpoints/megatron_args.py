@@ -1,9 +1,9 @@
-"""Megatron-LM's arguments as a configuration of ours, and the reverse. This module does not import torch.
+"""Conversion between Megatron-LM's arguments and our configuration. This module does not import torch.
 
-Fields of the configuration have the names of Megatron-LM's arguments, so that most values are taken as they are.
-`arguments.json` has what differs: arguments with `also` another name, or that are `refused` for the part of the model
-they ask for; fields of the model which Megatron-LM is `lacking`, so that only their default can be expressed; and
-values that are `written` into every checkpoint.
+Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
+lists the exceptions: `also` maps arguments to fields with another name; `refused` lists arguments that request an
+unsupported part of a model; `lacking` lists model fields that Megatron-LM lacks, so only their defaults can be
+expressed; and `written` lists values that every checkpoint contains.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from megatron.training.progress import Progress
 DATA = json.loads(Path(__file__).with_name("arguments.json").read_text())
 LACKING = frozenset(" ".join(DATA["lacking"]).split())
 YARN = {ours: "yarn_" + ours.removeprefix("yarn_") for ours in DATA["yarn"].split()}
-"""Our argument of YaRN, which latent attention has there too -> that of a GPTModel's other attention."""
+"""Maps our YaRN arguments to Megatron-LM's arguments for attention other than latent attention in a GPTModel.
+Megatron-LM's latent attention uses our names."""
 
 ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
 MIXERS = ("gated_delta_net", "dsa", "mamba2")
 LETTERS = frozenset("M*-EG/|")
-"""Letters of a HybridModel's layers that are converted, and the signs between them."""
+"""Layer letters and separators that are supported in a HybridModel's layer pattern."""
 
 OTHER_FORMULAS = (
-    "hyper-connections: names and bits are those of Megatron-LM, whose formulas add other epsilons, so that outputs "
+    "hyper-connections: the parameters equal Megatron-LM's, but its formulas add different epsilons, so that outputs "
     "differ slightly"
 )
 
@@ -70,12 +71,13 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
 
 
 def _check(args: Mapping[str, object]) -> None:
-    """Raises ValueError for the arguments that ask for a part which this program has not."""
+    """Raise ValueError for arguments that request a part of a model that this program does not support."""
     variant, positions = args.get("experimental_attention_variant"), args.get("position_embedding_type", POSITIONS[0])
     pattern = str(args.get("hybrid_layer_pattern") or "")
     unknown = " ".join(sorted(set(pattern) - LETTERS))
     problems = {f"{name} {args.get(name)}: {what}": args.get(name) for name, what in DATA["refused"].items()} | {
-        "is_hybrid_model without hybrid_layer_pattern: layers by ratios": args.get("is_hybrid_model") and not pattern,
+        "is_hybrid_model without hybrid_layer_pattern: layers given by ratios": args.get("is_hybrid_model")
+        and not pattern,
         f"hybrid_layer_pattern {pattern}: layers {unknown}": unknown,
         f"experimental_attention_variant {variant}": variant not in (None, *MIXERS),
         "experimental_attention_variant dsa without dsa_indexer_rope_interleaved False": variant == "dsa"
@@ -89,7 +91,7 @@ def _check(args: Mapping[str, object]) -> None:
 
 
 def _translated(args: Mapping[str, object]) -> dict[str, object]:
-    """Arguments under the names and with the values that they have here."""
+    """Return the arguments under this program's names and with its values."""
     found = dict(args)
     for name, ours in DATA["also"].items():
         if args.get(name) is not None and not found.get(ours):
@@ -109,14 +111,15 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # counted here among all layers, there among those with experts
+        if hashed := found.get(HASHED):  # we count all layers, Megatron-LM only MoE layers
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)
 
 
 def _widths(args: Mapping[str, object]) -> dict[str, object]:
-    """Our arguments for layers of different shapes. Raises ValueError for what differs beside the widths of MLPs."""
+    """Return our arguments for layers of different shapes. Raises ValueError if the layers differ in more than their
+    MLP widths."""
     text = args.get(f"{WIDTHS}_encoded_json")
     if not text:
         return {}
@@ -142,7 +145,7 @@ def _widths(args: Mapping[str, object]) -> dict[str, object]:
 
 
 def arguments_of(config: RunConfig) -> dict[str, object]:
-    """A configuration as Megatron-LM's arguments."""
+    """Convert a configuration to Megatron-LM's arguments."""
     model = config.model
     found = flat_values(config)
     pattern, text = _pattern(config), model.linear_attention_freq
@@ -175,7 +178,8 @@ def arguments_of(config: RunConfig) -> dict[str, object]:
 
 
 def _pattern(config: RunConfig) -> str | None:
-    """The pattern of a HybridModel's layers, with that of each module of multi-token prediction."""
+    """Return a HybridModel's layer pattern, followed by the pattern of each multi-token prediction module; None for a
+    model without a layer pattern."""
     text = named_value(config, "hybrid_layer_pattern")
     layers, *modules = (text or "").replace("|", "").split("/")
     return "/".join((layers, *(modules or layers[-1:] * config.model.mtp_depths))) or None
@@ -191,7 +195,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type not in POSITIONS,
         f"--moe-router-score-function {model.moe_router_score_function}": model.moe_router_score_function
         not in ROUTERS.facts("top_k").scores,
-        "--moe-router-enable-expert-bias with scores of softmax": model.moe_router_enable_expert_bias
+        "--moe-router-enable-expert-bias with softmax scores": model.moe_router_enable_expert_bias
         and model.moe_router_score_function == "softmax",
         "--rope-type proportional": model.rotary_type == "proportional",
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
@@ -199,16 +203,16 @@ def refuse_inexpressible(config: RunConfig) -> None:
     if found := [_with_value(config, flag) for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM does not support {', '.join(found)}")
     if found := unequal_parts(config):
-        raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
+        raise ValueError(f"--to megatron: models with {found[0]} cannot be converted to Megatron-LM's format")
 
 
 def unequal_parts(config: RunConfig) -> list[str]:
-    """The parts of a model that have no names in the format, or another function."""
+    """Return the parts of a model that have no names in the format, or that Megatron-LM computes differently."""
     return [part for part, used in _unequal(config) if used]
 
 
 def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """(part, whether the model has it)"""
+    """Yield each part that cannot be converted, with a value that is true if the model has the part."""
     model, pattern = config.model, _pattern(config) or ""
     kinds = (*model.layers, *model.mtp_layers)
     used = {kind.linear for kind in kinds if kind.linear is not None}
@@ -219,14 +223,14 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from ((f"router {router}", router not in ("top_k", "hash")) for router in sorted(routers))
     yield "--head-wise-attn-gate", model.head_wise_attn_gate
     yield f"--hybrid-layer-pattern {pattern}", set(pattern) - LETTERS
-    yield f"--hybrid-layer-pattern {pattern}, of modules that differ", len({*pattern.split("/")[1:]}) > 1
+    yield f"--hybrid-layer-pattern {pattern}, with modules that differ", len({*pattern.split("/")[1:]}) > 1
     yield f"--layer-module {model.layer_module}", model.layer_module != "transformer_layer"
     yield f"--normalization {model.normalization}", not NORMALIZATIONS.facts(model.normalization).standard
     yield f"--attention-module {model.attention}", model.attention not in ATTENTION
     yield f"residual stream {model.residual}", model.residual not in (None, "mhc")
     yield "--enable-mhc-connections and --mtp-num-layers", model.residual == "mhc" and model.mtp_depths
     yield f"--ffn-hidden-size-pattern {model.ffn_hidden_size_pattern}", model.ffn_hidden_size_pattern and other
-    yield "--moe-n-hash-layers and scores of softmax over the chosen experts", "hash" in routers and softmax
+    yield "--moe-n-hash-layers and softmax scores over the chosen experts", "hash" in routers and softmax
     yield "biases of shared experts", model.add_bias_linear and model.moe_shared_expert_intermediate_size
     yield "--qk-l2-norm in some layers", model.qk_l2_norm and not all(model.rope_pattern)
     yield "--apply-layernorm-1p and gated delta nets", model.apply_layernorm_1p and "gated_delta_net" in used
@@ -234,7 +238,7 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _with_value(config: RunConfig, name: str) -> str:
-    """A flag with its value; a switch, and text that is more than a flag, as it is."""
+    """Return a flag with its value. A switch, or text that is not just the name of a flag, is returned unchanged."""
     flag, _ = spelling_table().get(name, (None, True))
     return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
 

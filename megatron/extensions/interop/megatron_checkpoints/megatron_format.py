@@ -55,8 +55,8 @@ KINDS = {
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor that is stored in blocks. Raises ValueError if the blocks do not have this shape
-    together."""
+    """Return the shape of a tensor that is stored in blocks. Raises ValueError if the blocks do not form a tensor of
+    this shape."""
     *grid, block = stored
     fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
     if not fits or prod(whole) != prod(grid) * block:
@@ -158,8 +158,8 @@ class MegatronSource(Source):
     """Open checkpoint of Megatron-LM. Names and shapes of all parameters are checked before any parameter is read.
 
     `tensors` provides whole parameters under our names and in our shapes (`find`, `read`), optimizer states
-    (`find_states`, `check_states`, `read`), the non-tensor content (`common`), and tensor sizes (`sizes`). A valid
-    checkpoint has no count of layers or experts above the largest of these sizes.
+    (`find_states`, `check_states`, `read`), the non-tensor content (`common`), and tensor sizes (`sizes`). In a valid
+    checkpoint, no number of layers or experts exceeds the largest of these sizes.
     """
 
     def __init__(self, path: Path, options: Options) -> None:
@@ -191,11 +191,11 @@ class MegatronSource(Source):
         tokens = self.config.model.vocab_size
         if not options.weights_only and self.args.get("vocab_size") not in (None, tokens):
             yield (
-                f"the vocabulary is {tokens} tokens, with padding, which Megatron-LM's loss includes; "
-                f"--weights-only takes {self.args['vocab_size']}"
+                f"the vocabulary has {tokens} tokens, including padding, because Megatron-LM's loss includes it; "
+                f"with --weights-only, it has {self.args['vocab_size']}"
             )
         if self.args.get("fp8"):
-            yield f"histories of fp8 scaling are not carried; continue with --fp8-format {self.args['fp8']}"
+            yield f"fp8 scaling histories are not converted; continue with --fp8-format {self.args['fp8']}"
         if self.config.model.residual == "mhc":
             yield OTHER_FORMULAS
         if not options.weights_only and not self.tensors.common.get("optimizer"):

@@ -1,12 +1,15 @@
 """Parameter names in Megatron-LM's checkpoints, and the locations of our parameters in torch_dist checkpoints.
 
-Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
-of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up. `names.json` has
-what differs: names `renamed` in a layer, by their beginnings, where the layer also has a parameter that begins with
-`beside`; under all of `theirs` they are written, and under any they are read. `kinds` of channels are tensors of their
-own, each for all groups, where ours has those of a group together; their number is the last dim of a parameter of the
-module, divided by the groups, or an equal part of the rest. `older` are names from before the core. A HybridModel has
-a layer for each sublayer, also in its modules of multi-token prediction, and hyper-connections wrap it there.
+Identical layers may be stacked along a new first dim under one name; otherwise, each layer has its own names. Each
+Megatron-LM tensor is one of our parameters in another shape: Megatron-LM merges query groups, heads and channels into
+one dim, and also gate and up. A HybridModel has one layer per sublayer, also in its multi-token prediction modules, and
+hyper-connections wrap each of these layers. `names.json` lists the names that differ, in three tables. Rows of
+`renamed` replace the beginning of a name in a layer, if the layer also has a parameter whose name begins with `beside`;
+a tensor is written under all names in `theirs`, and read from any of them. Rows of `kinds` describe parameters that
+Megatron-LM divides into one tensor for each kind of channel. Such a tensor contains all groups, whereas our parameter
+keeps all channels of a group together. The number of channels per group is the last dim of another parameter of the
+module, divided by the number of groups, or otherwise an equal part of the remaining channels. Rows of `older` rename
+tensors from before Megatron core.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ STACKED = re.compile(r"^decoder\.layers\.\d+\.")
 CONNECTION = "_hyper_connection."
 
 OF_TOKENS = ".tid2eid"
-"""Ends the names of tables that have a row for each token."""
+"""Suffix of the names of tables with one row per token."""
 
 IN_LAYER = re.compile(
     r"(?P<front>decoder\.layers\.(?P<number>\d+)\."
@@ -98,8 +101,9 @@ def find_ways(
     optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """The first way of each parameter whose tensors are all present. Raises ValueError for all that is missing and not
-    `optional`, of another shape, or unknown: present and in no way, and not `used` either."""
+    """Return the first way to store each parameter whose tensors are all present. Raises ValueError, with a list of the
+    problems, if a parameter is missing and not `optional`, if a tensor has the wrong shape, or if a present tensor is
+    unknown, which means that it is neither part of a way nor in `used`."""
     found = dict[str, Way]()
     problems = []
     known = set(used)
@@ -119,7 +123,7 @@ def find_ways(
 
 
 def is_skipped(key: str) -> bool:
-    """Return True if a tensor of theirs is ignored: buffers, and fp8 state."""
+    """Return True if a Megatron-LM tensor is ignored because it is a buffer or fp8 state."""
     return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
 
 
@@ -137,7 +141,7 @@ def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta
 
 
 def their_shape(meta: ParamMeta) -> tuple[int, ...]:
-    """Shape of a parameter of one layer in their checkpoints."""
+    """Return the shape of one layer's parameter in Megatron-LM's checkpoints."""
     experts, shape = meta.global_shape[: meta.expert], meta.global_shape[meta.expert :]
     if meta.role == "state":
         return shape
@@ -148,8 +152,8 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
 
 
 def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.dtype]]:
-    """The tensors of a model that are not trained, as they keep them: a table of tokens has int32 and rows for the
-    tokens that pad the vocabulary."""
+    """Return the untrained tensors of a model as Megatron-LM stores them. A table of tokens has the dtype int32, and
+    includes rows for the vocabulary's padding."""
     found = {}
     for meta, dtype in model_states(model):
         table = meta.name.endswith(OF_TOKENS)
@@ -159,7 +163,7 @@ def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.d
 
 
 def with_rows(table: Tensor, rows: int) -> Tensor:
-    """The first rows of a table, followed by zeros if it has fewer."""
+    """Return a table with this number of rows, truncated or padded with zeros."""
     return table if len(table) == rows else F.pad(table[:rows], (0, 0, 0, max(0, rows - len(table))))
 
 
@@ -172,7 +176,7 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Tensor of theirs: its names, its channels in each group of our parameter, and its shape."""
+    """Megatron-LM tensor: its names, its channels in each group of our parameter, and its shape."""
 
     names: list[str]
     channels: slice
@@ -195,7 +199,8 @@ class Names:
             self.layers.setdefault(front, {})[inside] = meta
 
     def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
-        """Their names of a parameter of a layer, by each rule for it, and its own."""
+        """Yield Megatron-LM's names of a layer's parameter: one list for each rule that applies, and then our own
+        name."""
         theirs = self._front(front, inside)
         for rule in RENAMED:
             if rule.holds(inside, self.layers[front], self.hybrid):
@@ -203,7 +208,7 @@ class Names:
         yield [theirs + inside]
 
     def _front(self, front: str, inside: str) -> str:
-        """Their name of the layer that has a parameter."""
+        """Return Megatron-LM's name prefix of the layer that contains a parameter."""
         siblings = self.layers[front]
         if not self.hybrid:
             return front
@@ -214,7 +219,7 @@ class Names:
         return front + "inner_layer." * wrapped
 
     def kinds(self, meta: ParamMeta) -> dict[str, int]:
-        """Return the number of channels per group for each kind of channels; empty if they do not store kinds
+        """Return the number of channels per group for each kind of channels; empty if Megatron-LM does not store kinds
         separately."""
         front, _, inside = _in_layer(meta.name)
         for rule in KINDS:
@@ -252,7 +257,7 @@ class Names:
         yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
     def ways(self, meta: ParamMeta) -> Iterator[Way]:
-        """Every way in which torch_dist may store a parameter."""
+        """Yield every way in which torch_dist may store a parameter."""
         number, kinds = _in_layer(meta.name)[1], self.kinds(meta)
         for own in self.inside(meta):
             for name, layer in {STACKED.sub(LAYERS, own): number, own: None}.items():

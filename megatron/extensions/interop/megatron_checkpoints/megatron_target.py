@@ -51,7 +51,7 @@ Place = tuple[tuple[str, ...], int | None]
 
 
 class TorchDistTarget(Target):
-    """A folder with one checkpoint. Layers are stacked under one name if all have the same tensors."""
+    """Output folder with one checkpoint. Layers are stacked under one name if all have the same tensors."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source = source
@@ -158,7 +158,7 @@ class TorchDistTarget(Target):
             (folder / LATEST).write_text(RELEASE)
 
     def common(self) -> dict[str, object]:
-        """Everything of the checkpoint that is not a tensor."""
+        """Return the non-tensor content of the checkpoint."""
         progress = self.training.progress if self.training else Progress()
         arguments = arguments_of(self.config) | {
             "iteration": self.iteration,
@@ -209,12 +209,12 @@ def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
 
 
 def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
-    """A table with another number of rows."""
+    """Read a table, and truncate it or pad it with zeros to this number of rows."""
     return with_rows(read(), rows)
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
-    """Return the state of Megatron-LM's scheduler of learning rate and weight decay, in samples."""
+    """Return the state of Megatron-LM's learning rate and weight decay scheduler, in samples."""
     options, run = config.optimizer, config.training
     state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:

@@ -134,6 +134,6 @@ def _describe(replica: Replica, name: str, state: ParallelState) -> str:
     shown = ", ".join(f"rank {rank}: {copy[index].item()!r}" for rank, copy in zip(axis.ranks, copies, strict=True))
     return (
         f"{replica.label} should be equal along {name} and is not: {int(unequal.sum())} of {values.numel()} elements "
-        f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: go back to a checkpoint from "
-        "before and look at what reduces this tensor's gradient"
+        f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: resume from an earlier "
+        "checkpoint, and check how this tensor's gradient is reduced"
     )

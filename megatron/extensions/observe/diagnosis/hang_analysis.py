@@ -215,8 +215,8 @@ def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
             mine = max((each.number for each in me.entered if each.axis == axis), default=0)
             if me.waits_in and everywhere and len(others) > 1 and len(numbers) == 1 and mine < min(numbers):
                 theirs = next(each.what for each in others[0].entered if each.axis == axis)
-                found[rank] = f"rank {rank} entered {me.waits_in} and skipped what all others entered over {axis}: "
-                found[rank] += f"{theirs} (number {numbers.pop()})"
+                found[rank] = f"rank {rank} entered {me.waits_in} and skipped the collective that all others entered "
+                found[rank] += f"over {axis}: {theirs} (number {numbers.pop()})"
     if len(found) != 1:
         return None
     [(rank, why)] = found.items()

@@ -46,13 +46,13 @@ SAMPLES = "samples-*.npz"
 
 ADVICE = "replay the step, in one process or under another layout, and inspect the module and the samples"
 NOT_REPRODUCED = (
-    "run again, with the same weights and samples, everything is finite: the cause is in none of them. Suspect the "
-    "hardware, or a kernel that races"
+    "run again, with the same weights and samples, everything is finite, so neither is the cause. Suspect the "
+    "hardware, or a race condition in a kernel"
 )
 
 NEWER_WEIGHTS = (
-    "run again, with the weights after the update that the step was made beside, everything is finite: these weights, "
-    "or the hardware, are the cause"
+    "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
+    "weights or the hardware are the cause"
 )
 """Advice for schedules without a flush, which do not keep the weights of the step."""
 

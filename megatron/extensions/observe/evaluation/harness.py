@@ -131,7 +131,7 @@ class Results(TypedDict):
     """Maps a task to its metric values; a metric's key includes its filter."""
 
     groups: NotRequired[Mapping[str, Mapping[str, float | str]]]
-    """Like `results`, for groups of tasks."""
+    """Maps a group of tasks to its metric values, in the form of `results`."""
 
     samples: Mapping[str, Sequence[Mapping[str, object]]]
     """Maps a task to its documents."""

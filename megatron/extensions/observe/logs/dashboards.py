@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSHED_SECONDS = 300
-"""TensorBoard's thread flushes every 120 s; the next record then learns which records failed."""
+"""Records of this many seconds before a failed write are written again. TensorBoard's thread flushes every 120 s, so a
+failure shows up only when a later record is written."""
 
 MOST_RECENT = 10_000
 """Number of records kept while TensorBoard's files cannot be written."""

@@ -95,7 +95,8 @@ class MegatronLines(LogLines):
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
         """Yield the lines of an evaluation.
 
-        A validation during training does not name its split. The last one also yields lines that name "valid".
+        A validation during training does not name its split. The last evaluation of a run yields lines that name
+        "valid", in addition to those of a validation during training.
 
         Args:
             iteration: Iteration of the evaluation.

@@ -1,7 +1,7 @@
 """Measurement of two squared gradient norms in each step, without an extra pass.
 
-The small batch is the first micro-batch of each replica. `main_grad` holds its gradient between its backward and the
-backward of the second micro-batch, or the reduction. The large batch is the global batch, whose gradient is in the
+The small batch is the first micro-batch of each replica. `main_grad` holds its gradient from its backward pass until
+the second micro-batch's backward pass or the reduction. The large batch is the global batch, whose gradient is in the
 reduced buffers before the update. Sums over shards and the mean over replicas are computed in the reduction at a log
 line.
 

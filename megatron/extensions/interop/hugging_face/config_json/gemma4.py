@@ -1,5 +1,5 @@
-"""Gemma 4 in config.json: layers without a sliding window have heads of another width, some layers use earlier keys and
-values, and layers have embeddings of their own. This module does not import torch."""
+"""Gemma 4 in config.json: a separate head width for layers without a sliding window, layers that use earlier keys and
+values, and per-layer embeddings. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ OF_LAYERS = "per_layer_config"
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Head width and query groups in layers without a sliding window. Older files have keys for them; newer files have
-    settings of each such layer, all of which `_of_single_layers` compares with the layers that are read."""
+    """Head width and query groups in layers without a sliding window. Older files have separate keys for these values.
+    Newer files have settings for each such layer, and `_of_single_layers` compares all of these settings with the
+    layers that are read."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
         if local[-1]:
-            raise ValueError("config.json: the last of layer_types is sliding_attention; supported: full_attention")
+            raise ValueError(
+                "config.json: the last entry of layer_types is sliding_attention; supported: full_attention"
+            )
         own = self._of_last(hf, len(local) - 1)
         groups = own.get("num_key_value_heads", hf["num_key_value_heads"])
         found: Fields = {"kv_channels": count({**hf, **own}, "head_dim"), "num_query_groups": groups}
@@ -62,7 +65,7 @@ class LayersWithoutKeys(Adapter):
         local = windows(hf, family)
         own, others = local[: layers - shared], local[layers - shared :]
         if shared < 0 or shared >= layers or not {*others} <= {*own}:
-            kinds = "must leave a layer of each of layer_types with keys and values of its own"
+            kinds = "must leave at least one layer of each kind in layer_types with its own keys and values"
             raise ValueError(f"config.json: num_kv_shared_layers = {shared} {kinds}, before those without")
         found: Fields = {"kv_shared_layers": shared}
         if shared and hf["use_double_wide_mlp"]:
@@ -80,7 +83,8 @@ class LayersWithoutKeys(Adapter):
 
 
 class SizeOfLayerEmbeddings(Adapter):
-    """Channels of per-layer embeddings, 0 for none, whose tables have the rows of the model's vocabulary."""
+    """Channels of per-layer embeddings, or 0 if there are none. Their tables have as many rows as the model's
+    vocabulary."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         size = whole(hf, "hidden_size_per_layer_input")

@@ -108,7 +108,8 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Kimi Delta Attention with the same number of heads as other attention, and a lower bound of decays (Ling 3.0)."""
+    """Kimi Delta Attention with the same number of heads as other attention, and with a lower bound for decays (Ling
+    3.0)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]

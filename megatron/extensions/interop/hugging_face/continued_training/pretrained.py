@@ -113,7 +113,7 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
     """Return whether continued training may change a field of the folder's model.
 
-    A larger vocabulary adds tokens. Whether the tokenizer adds tokens to --vocab-size is not known yet.
+    A larger vocabulary adds tokens. It is not yet known whether the tokenizer adds tokens to --vocab-size.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

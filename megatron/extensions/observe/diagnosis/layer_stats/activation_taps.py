@@ -100,8 +100,8 @@ class ActivationTaps:
             logits.clear()
 
     def end(self) -> None:
-        """Collect the measurements of other components and stop measuring. Call it after the last backward and before
-        the update."""
+        """Collect the measurements of other components and stop measuring. Call it after the last backward pass and
+        before the update."""
         for number, logits in self.logits.items():
             self.maxima[LOGITS, number].copy_(logits.values.max())
         self.active = False

@@ -243,7 +243,9 @@ class LayerAlarms:
         for layer, grown in sorted(found.items()):
             first, *more = sorted(grown, key=lambda name: -grown[name].factor)
             line = f"layer {layer} is out of line: its {first} grew by {_factor(grown[first].factor)} over {WINDOW}"
-            line += f" records beside the median layer's, no other layer's by more than {_factor(grown[first].others)}"
+            line += (
+                f" records relative to the median layer's, no other layer's by more than {_factor(grown[first].others)}"
+            )
             yield line + "".join(f"; its {name} by {_factor(grown[name].factor)}" for name in more)
 
     def _of_parts(self, record: LayerRecord) -> Iterator[str]:
@@ -261,7 +263,7 @@ class LayerAlarms:
             elif facts.sharded and facts.random and (pair := _equal(weights)):
                 line = (
                     f"tensor-parallel ranks {pair[0]} and {pair[1]} hold parts of {name} with the same norm, "
-                    f"{weights[pair[0]]:.9g}: they look like copies. Do the ranks draw from one seed?"
+                    f"{weights[pair[0]]:.9g}: they look like copies. Do the ranks use the same seed?"
                 )
             if line is not None and name not in self._told:
                 self._told.add(name)
@@ -279,7 +281,7 @@ class LayerAlarms:
             for (name, rank), growth in rule.add(values).items():
                 yield (
                     f"tensor-parallel rank {rank} is out of line: the {quantity} of its part of {name} grew by "
-                    f"{_factor(growth.factor)} over {WINDOW} records beside the other ranks', that of no other "
+                    f"{_factor(growth.factor)} over {WINDOW} records relative to the other ranks', that of no other "
                     f"parameter by more than {_factor(growth.others)}"
                 )
 

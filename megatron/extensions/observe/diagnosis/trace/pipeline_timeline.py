@@ -149,7 +149,7 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
     whole = [median(Kind.B, stage) for stage in stages]
     halves = [median(Kind.I, stage) for stage in stages]
     weights = [median(Kind.W, stage) for stage in stages]
-    # A list has either whole backwards of a stage or their halves; if both occur, the halves count.
+    # A list has either whole backward passes of a stage or their halves; if both occur, the halves count.
     backwards = [half or back for half, back in zip(halves, whole, strict=True)]
     forwards = [median(Kind.F, stage) for stage in stages]
     return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)

@@ -104,7 +104,7 @@ FIELDS = {
 
 
 MOST = 2.0**53
-"""Largest number that is exact to one."""
+"""Number up to which a float64 represents every integer exactly."""
 
 ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 
