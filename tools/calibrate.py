@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds {args.seconds:g} must be from 5 to 240")
     for path in (args.output, args.kernels):
         if path is not None and path.suffix != ".yaml":
-            parser.error(f"{path} must end in .yaml, as --device takes paths that do")
+            parser.error(f"{path} must end in .yaml, because --device requires that suffix")
     if os.environ.get("RANK", "0") == "0":
         refuse_unwritable("--output", args.output)
     import torch

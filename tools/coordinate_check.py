@@ -5,8 +5,8 @@
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
 After each step it measures, on this batch, the root mean square of activations and of their change since the start. If
-both are constant, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). A slope is
-that of log2(size) over log2(width or depth): a slope of 1 means that the size doubles when the width does.
+both are constant, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). The tool
+fits the slope of log2(size) over log2(width or depth): a slope of 1 means that the size doubles when the width does.
 
 A width W keeps the head channels of the given model, and scales all other widths (MLPs, latents) in proportion, except
 those in --mup-base-widths. Exit code 0: every slope is within --tolerance; 1: one is not, or a loss is not finite; 2:

@@ -135,7 +135,7 @@ def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
 
 def about_weights(weights: ForeignWeights) -> Iterator[str]:
     kind = weights.source.origin.model_type or "the optimizer's state is not listed"
-    yield f"format             {weights.format.format} ({kind}); names of this program"
+    yield f"format             {weights.format.format} ({kind}), shown under this program's names"
 
 
 def in_order(keys: Iterable[str]) -> list[str]:

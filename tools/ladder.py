@@ -94,7 +94,7 @@ def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Se
 
 
 def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the flags of the target with the extensions of this program."""
+    """Return the target's flags, preceded by --extension for each extension that this program was given."""
     return [*(word for name in args.extension for word in ("--extension", name)), *flags]
 
 

@@ -84,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--emulate-decay", choices=STYLES, help=text)
     text = "learning rate at the end of the emulated decay, as a share of the run's (default: 0)"
     add("--decay-floor", type=float, metavar="SHARE", help=text)
-    add("--optimizer-state", action="store_true", help="merge the optimizer's state too, so that a run resumes")
+    add("--optimizer-state", action="store_true", help="merge the optimizer's state too, so that a run can resume")
     add(
         "--to",
         choices=formats(),

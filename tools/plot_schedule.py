@@ -208,7 +208,8 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """Return the actions that take time. Passes that run in turns are drawn as one, named after the forward."""
+    """Return the actions that take time. Forward and backward passes that alternate are drawn as one action, named
+    after the forward pass."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 

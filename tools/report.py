@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
     add("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
     add("--trace", type=Path, help="default: the newest in the folder trace of the run")
-    add("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome there")
+    add("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome in the run's folder")
     add("--plan", type=Path, help="file of --dry-run --json; default: computed, if the layout is known")
     add("--no-plan", action="store_true", help="compute no plan of the memory")
     add("--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)")

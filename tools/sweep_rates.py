@@ -82,7 +82,7 @@ def next_rate(curve: Curve) -> float | None:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a sweep, in a folder."""
+    """Runs of a sweep, whose results are stored in a folder."""
 
     folder: Path
     flags: Sequence[str]

@@ -48,7 +48,8 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 def gemms(config: RunConfig) -> Iterator[Part]:
     """Yield the forward GEMMs and the weight-gradient GEMMs.
 
-    Weight gradients are computed in bf16, and accumulated into an fp32 sum in bf16 and, with each kernel, in fp8.
+    There are three kinds of weight gradients: bf16 GEMMs with a bf16 result, bf16 GEMMs that are added to an fp32 sum,
+    and, with each kernel, fp8 GEMMs that are added to an fp32 sum.
     """
     for name, size in products(config).items():
         rows, out, size_in = size
@@ -150,7 +151,7 @@ def attention(config: RunConfig) -> Iterator[Part]:
     kernels |= {f"{name}, whole samples": {} for name in ("fp8_flash3", "fp8_triton")}
     kernels |= {f"{name}, tiles of one of two ranks": {"ranks": 2} for name in ("flash", "flash3", "cudnn")}
     kernels |= {f"{name}, as documents": {"documents": True} for name in ("flash", "flash3")}
-    # Triton's backward computes seven GEMMs instead of five; the additional ones are not counted.
+    # Triton's backward pass computes seven GEMMs instead of five; the additional ones are not counted.
     kernels |= {f"{name}, dropout 0.1": {"dropout": 0.1} for name in ("triton", "unfused")}
     kernels["triton, dropout 0.1, as documents"] = {"documents": True, "dropout": 0.1}
     for name, how in kernels.items():
@@ -189,7 +190,7 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 def selected_keys(config: RunConfig) -> Iterator[Part]:
     """Yield attention to selected keys, and the selection, with the kernels and in plain torch. The operands are the
     last queries of a sequence, on which kernels are also compared at the start of a run. TFLOP of attention count the
-    keys that queries attend to, with five GEMMs in the backward."""
+    keys that queries attend to, with five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 
@@ -222,7 +223,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
 
 
 def layer_tflop(config: RunConfig) -> float:
-    """Return the TFLOP of one layer's forward and backward: its GEMMs and causal attention."""
+    """Return the TFLOP of one layer's forward and backward pass: its GEMMs and causal attention."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     of_products = sum(6e-12 * rows * out * i for name, (rows, out, i) in products(config).items() if name != "head")

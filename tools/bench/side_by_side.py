@@ -58,9 +58,9 @@ def positive(text: str) -> int:
 
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
-    """Return a parser with --json, with --rounds and this default if measurements are repeated, and with further
-    positive numbers: name -> (default, help). Loads the built-in extensions, as every program does before it reads
-    flags."""
+    """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to its
+    default and help. If measurements are repeated, the parser also has --rounds, with the default `rounds`. Loads the
+    built-in extensions, as every program does before it reads flags."""
     from megatron.extensions import load  # contestants of other programs import this module without the library
 
     load()
@@ -222,7 +222,7 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 _rounds: list[Round] = []
-"""The built round of this process, kept between calls."""
+"""Round that this process has built, kept between calls."""
 
 
 def _end_with_parent() -> None:
@@ -268,7 +268,7 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """Return one row per contestant, which is compared with the contestants that `beside` lists for it."""
+    """Return one row per contestant, which compares it with the contestants that `beside` lists for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():

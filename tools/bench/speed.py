@@ -138,7 +138,7 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Return a round of data parallelism without communication: each process is a world by itself with its part of the
+    """Return a round of data parallelism without communication: each process is its own world, with its part of the
     batch."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
@@ -155,7 +155,8 @@ def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Roun
 
 
 def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
-    """Return a round that measures the wall-clock seconds of a command, or until it prints a line with `until`."""
+    """Return a round that measures the wall-clock seconds until a command ends, or until it prints a line that contains
+    `until`."""
 
     def one_round() -> float:
         environ = {
@@ -190,7 +191,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""Arguments of Python by name, and the text of the last line if the end of the process does not count."""
+"""Maps each name to Python's arguments, and to the text of the output line at which timing ends; empty if timing ends
+with the process."""
 
 
 # The table
@@ -286,8 +288,8 @@ def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
 
 
 def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, folder: str) -> Round:
-    """Return a round of tokens of all ranks per second of this rank's processor time, on documents of mixed lengths in
-    `folder`, which the first process writes."""
+    """Return a round that measures the tokens of all ranks per second of this rank's processor time. The documents have
+    mixed lengths, and the first process writes them to `folder`."""
     import numpy as np
 
     from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder

@@ -162,7 +162,7 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
     """Add --extension, whose files are imported immediately, so that their registrations apply to the other flags.
 
     Exits with code 2 and one line if an extension cannot be used."""
-    text = "Python file, or package.module, that registers parts of your own; may be given more than once"
+    text = "Python file, or package.module, that registers your own components; may be given more than once"
     _read_at_once(parser, argv, "--extension", "FILE.py", text, load_extensions)
 
 
@@ -175,10 +175,12 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
     def read(values: list[str]) -> None:
         if (names := [each for each in values if not is_family_file(each)]) and not writes:
-            raise ValueError(f"{names[0]}: must be a file NAME.json, as this program writes no Hugging Face folder")
+            raise ValueError(
+                f"{names[0]}: must be a file NAME.json, because this program does not write Hugging Face folders"
+            )
         add_families(values)
 
-    text = "file NAME.json with a Hugging Face family of your own; may be given more than once"
+    text = "file NAME.json that defines your own Hugging Face family; may be given more than once"
     if writes:
         text = (
             "Hugging Face family to write (default: the input's, or the first that can express the model); or " + text

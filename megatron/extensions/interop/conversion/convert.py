@@ -107,7 +107,7 @@ WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: PurePath, flag: str = "--input") -> Format:
-    """Return the format of the checkpoint in a folder, which `flag` names. Raises ValueError if there is none."""
+    """Return the format of the checkpoint in a folder. Raises ValueError, which names `flag`, if there is none."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):

@@ -143,7 +143,7 @@ def _record(
 
 
 def _iteration(chosen: Chosen, source: Source) -> int | None:
-    """Return a checkpoint's iteration. Raises ValueError if the user gave another one."""
+    """Return a checkpoint's iteration. Raises ValueError if the user gave a different iteration."""
     own = None if source.progress is None else source.progress.iteration
     if own is not None and chosen.iteration is not None and own != chosen.iteration:
         raise ValueError(f"--iterations: {chosen.path} is of iteration {own}, not {chosen.iteration}")
@@ -183,7 +183,7 @@ def _refuse_other_rates(chosen: Sequence[Chosen], sources: Sequence[Source], ite
     if not _equal(*spread):
         raise ValueError(
             f"--emulate-decay: the learning rate of the run was not constant from iteration {iterations[0]} to "
-            f"{iterations[-1]} ({spread[1]:.3g} to {spread[0]:.3g}), so that a decay cannot be emulated; choose "
+            f"{iterations[-1]} ({spread[1]:.3g} to {spread[0]:.3g}), so a decay cannot be emulated; choose "
             "checkpoints between its warm-up and its decay, as --last with --stable does, or give --weights"
         )
 

@@ -164,7 +164,7 @@ def _other_fields(one: Part, two: Part) -> list[str]:
 
 
 def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
-    """Open models. Formats that pad the vocabulary on reading pad it to the size of the largest one.
+    """Open models. Formats that pad the vocabulary on reading pad it to the size of the largest vocabulary.
 
     Raises ValueError for a path without a model.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters, and the Hugging Face tensors of which it consists.
+    """One of our parameters, and the Hugging Face tensors that form it.
 
     `{i}` is the layer number, `{i/2}` and `{i%2}` its half and remainder; `{e}` stands for every expert. In a
     multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the depth plus the number of layers.
@@ -272,7 +272,8 @@ DERIVED: Mapping[str, Callable[[Values], object]] = {
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
-"""Maps a key to the function by which classes derive it from other keys, in the order in which the classes do."""
+"""Maps each derived key to the function that computes it from other keys, in the order in which the classes compute
+them."""
 
 
 def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:

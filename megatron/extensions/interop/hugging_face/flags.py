@@ -49,7 +49,7 @@ PATH_KINDS.register(
         not os.path.exists(os.path.join(path, LATEST))
         and bool(glob.glob(os.path.join(glob.escape(path), "iter_*", CONFIG)))
     ),
-    about="is a folder of Hugging Face exports, each of which is a model in a folder of its own",
+    about="is a folder of Hugging Face exports, each in its own folder",
     order=25,
 )
 CALLBACKS.register(

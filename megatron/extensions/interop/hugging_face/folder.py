@@ -45,8 +45,8 @@ class HFFolder:
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
     """Open the weights of a folder from the files that transformers would read, in the same order.
 
-    `named` is the value of transformers_weights in config.json, which may name a weights file or index with another
-    name than the default ones.
+    `named` is the value of transformers_weights in config.json, which may name a weights file or index that does not
+    have a default name.
     """
     if named is not None:
         return _open_named(folder, named)

@@ -291,8 +291,8 @@ class PartOfLayer(Layout):
 
 
 class WithConstantsOfXIELU(Layout):
-    """Layout of the second scalar of xIELU, with which Hugging Face stores the slope at zero and a bound of the
-    exponent."""
+    """Layout of the second scalar of xIELU. In addition to this scalar, Hugging Face stores the slope at zero and a
+    bound of the exponent."""
 
     constants = 0.5, -1e-6
 

@@ -23,7 +23,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--hf-family", family, rule, "add --export-hf-interval, or remove the flag")
     wanted, interval = options.export_hf_interval, c.checkpoint.save_interval
     if wanted is not None and c.checkpoint.save is not None and (not interval or (interval > 0 and wanted % interval)):
-        rule = f"exports checkpoints, so that it must be a multiple of --save-interval {interval or '(not given)'}"
+        rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)

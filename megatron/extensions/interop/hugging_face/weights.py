@@ -27,7 +27,7 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters or states, and the names of the Hugging Face tensors of which it consists."""
+    """One of our parameters or states, and the names of the Hugging Face tensors that form it."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]

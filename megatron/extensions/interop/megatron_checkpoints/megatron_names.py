@@ -73,7 +73,7 @@ class Way:
     """Way to store a parameter, or one rank's box of it."""
 
     names: tuple[str, ...]
-    """Names of the tensors of which the parameter consists, in order."""
+    """Names of the tensors that form the parameter, in order."""
     shape: tuple[int, ...] = ()
     """Shape of each tensor, in files of one rank."""
     layer: int | None = None

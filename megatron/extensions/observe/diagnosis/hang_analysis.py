@@ -122,7 +122,7 @@ ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank waits for when the run fails."""
+    """Evidence of what a rank waits for when the run fails."""
 
     place: str
     """Location in the code at which the rank waits."""
@@ -220,7 +220,7 @@ def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
     if len(found) != 1:
         return None
     [(rank, why)] = found.items()
-    return Blame((rank,), "entered another collective than the others", why)
+    return Blame((rank,), "entered a different collective than the others", why)
 
 
 def _waits_for(rank: int, standings: Mapping[int, Waiting]) -> set[int]:
@@ -257,7 +257,7 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
     if not found:
         return None
     lines = list(found.values()) if guilty else list(found.values())[:1]
-    return Blame(tuple(sorted(found)), "entered another collective than the others", "; ".join(lines))
+    return Blame(tuple(sorted(found)), "entered a different collective than the others", "; ".join(lines))
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:

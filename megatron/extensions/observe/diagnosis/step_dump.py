@@ -124,7 +124,7 @@ def not_saved(config: RunConfig) -> str:
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
         return ""
-    rule = "is a URL, and steps are saved to mounted file systems only, so that this one was not saved"
+    rule = "is a URL, and steps are saved to mounted file systems only, so this step was not saved"
     return f"\n{Problem('--save', save, rule, 'use --save FOLDER to save and replay such a step')}"
 
 

@@ -112,7 +112,7 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Return the seconds of each of STEP_PARTS since the last call. Waits for the device."""
+        """Return the seconds spent in each of STEP_PARTS since the last call. Waits for the device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in STEP_PARTS]
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)

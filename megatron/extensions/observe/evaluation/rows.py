@@ -115,7 +115,8 @@ class Round:
     """Rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[replica][micro-batch]: row numbers; at the end of a plan fewer than `size`, or none."""
+    """Row numbers as [replica][micro-batch]. Micro-batches at the end of a plan have fewer than `size` rows, or
+    none."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:

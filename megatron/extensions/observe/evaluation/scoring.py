@@ -79,7 +79,7 @@ class Scorer:
         """Add to `table` [rows, 3]: the summed log-likelihood, the number of scored tokens that are not the most likely
         ones, and the most likely last label.
 
-        Of the ranks that hold the same tokens, only one adds.
+        Only one of the ranks that hold the same tokens adds its scores.
         """
         mine = each.microbatches[self.state.dp.rank]
         wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]

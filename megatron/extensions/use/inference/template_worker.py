@@ -39,8 +39,8 @@ class TemplateWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self) -> dict[str, object]:
-        """Start the process. Returns an empty answer, or one with `line` and `wrong`. Raises ValueError if a limit is
-        exceeded."""
+        """Start the process. Returns an empty answer if the template is valid; otherwise, an answer with `line` and
+        `wrong`, the line and the reason of the error. Raises ValueError if a limit is exceeded."""
         with self._lock:
             return self._start()
 

@@ -58,7 +58,7 @@ class NewTokens:
 
     @staticmethod
     def _within(tokens: int, box: LocalBox) -> int:
-        """Return the number of rows of a box that are below a number of tokens."""
+        """Return the number of rows of a box that belong to the first `tokens` rows of the vocabulary."""
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
@@ -115,6 +115,6 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
     """Return the error message for a vocabulary that is smaller than the folder's."""
     return (
-        f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so that rows of trained tokens "
+        f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"
     )
