@@ -1,7 +1,7 @@
 """A micro-batch, and its context, which is passed to every layer.
 
-Both are arguments down to core attention. No layer stores batch state, so a pipeline stage can have many micro-batches
-in flight and recompute any of them.
+Both are passed as arguments down to core attention. No layer stores batch state, so a pipeline stage can have many
+micro-batches in flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Batch:
     sample."""
 
     documents: Documents | None = None
-    """Document starts in the whole samples: `document_ids` of all context-parallel ranks, on the host."""
+    """Document starts in the whole samples, computed from the `document_ids` of all context-parallel ranks; on the
+    host."""
 
     shards: Shards | None = None
     """Positions on each context-parallel rank; None for the default sharding."""
@@ -75,17 +76,17 @@ class Batch:
     future_tokens: Tensor | None = None
     """[b, s, N] int64: the tokens k = 1 ... N positions ahead, for multi-token prediction (`with_future`).
 
-    0 beyond the end of the sample; None without multi-token prediction, like the next three fields.
+    Tokens beyond the end of the sample are 0. Without multi-token prediction, this field and the next three are None.
     """
 
     future_labels: Tensor | None = None
     """[b, s, N] int64: the labels k positions ahead."""
 
     future_loss_mask: Tensor | None = None
-    """[b, s, N] float: 1 where the loss of that label counts."""
+    """[b, s, N] float: 1 where the loss of the label k positions ahead counts."""
 
     future_position_ids: Tensor | None = None
-    """[b, s, N] int64: the positions of those tokens."""
+    """[b, s, N] int64: the positions of `future_tokens` in their documents or samples."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
@@ -116,7 +117,7 @@ class Batch:
         masks, documents = [self.loss_mask], self.document_ids
         for k in shifts:
             masks.append(masks[-1] * _later(self.loss_mask, k))
-        if documents is not None:  # of labels: the last token's label is unknown, so the token's own mask counts
+        if documents is not None:  # the last token's label is unknown, so the token's own mask counts
             of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
             masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
         return replace(
@@ -156,7 +157,7 @@ class Batch:
 
 
 FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position_ids")
-"""Fields of later tokens, for multi-token prediction."""
+"""Fields that hold later tokens, for multi-token prediction."""
 
 
 def _later(x: Tensor, places: int) -> Tensor:
@@ -248,7 +249,7 @@ class BatchContext:
         `query_scales`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None:
-            assert cache is None, "a text of generation is one document"
+            assert cache is None, "a generated text is one document"
             documents = document_starts(batch.document_ids.tolist())
         if cache is not None and batch.position_ids is None:
             batch = replace(batch, position_ids=cache.positions)
@@ -256,7 +257,7 @@ class BatchContext:
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
-        """x [n, ...] -> [n]: positions in their samples of the tokens of x.
+        """x [n, ...] -> [n]: positions of the tokens of x in their samples.
 
         x is this context-parallel rank's part of the sequence (`tp_rank` 0), or under sequence parallelism the shard of
         it on tensor-parallel rank `tp_rank`.

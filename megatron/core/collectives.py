@@ -5,11 +5,12 @@
   activations: a linear map and its adjoint, each the other's backward.
 - `RingExchange` sends to the next rank and receives from the previous one.
 
-On an axis of size 1 all but the ring return their input and touch no process group. Shapes: t is the size of the axis.
+On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
+of the axis.
 
-On CPU a reduce-scatter is an all-to-all and a sum on the rank that keeps the part, as gloo's own takes longer for the
-same bytes, (t-1)/t of the operand. An all-reduce of few bytes between two ranks is an exchange of operands that both
-ranks add up: one message instead of two. Both add the ranks' terms in order of rank.
+On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Both send
+(t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and each rank adds
+them: one message instead of two. These two implementations add the terms in rank order.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank, run one after the other. Subclasses may run them in turns."""
+    """Two passes of different micro-batches on one rank, run one after the other. Subclasses may interleave them."""
 
     in_turns = False
 
@@ -66,14 +67,14 @@ class PassPair:
         second()
 
     def hand_over(self) -> None:
-        """Called by a pass between start and `wait()` of a collective: the other pass may compute in the meantime."""
+        """Let the other pass compute while a collective is in flight; a pass calls this between start and `wait()`."""
 
 
 Start = Callable[[Tensor, Axis], Pending]
 
 
 def start_nothing(x: Tensor, axis: Axis) -> Pending:
-    """Do nothing, where the other direction of a layer boundary has a collective."""
+    """Launch nothing: for a layer boundary that has a collective only in the other direction."""
     return Pending(x)
 
 
@@ -249,7 +250,8 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's part along `dim` -> replicated. The backward slices the gradient, which all ranks have whole."""
+    """This rank's part along `dim` -> replicated. The backward pass slices the gradient, which every rank holds in
+    full."""
     return _pair(x, axis, all_gather, _slice, dim)
 
 

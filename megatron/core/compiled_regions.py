@@ -1,7 +1,7 @@
 """torch.compile for element-wise code between GEMMs: each region becomes one kernel.
 
 A region is a pure function of tensors. GEMMs, attention and collectives stay outside: a compiler would call the same
-kernels, and outside it does not affect hooks, weight-gradient queues and the order of collectives.
+kernels anyway, and outside of it, hooks, weight-gradient queues and the order of collectives are not affected.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     refuses("must hold the number of an iteration", tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
-    refuses("there is no folder of it", tmp_path)
+    refuses("its folder does not exist", tmp_path)
 
 
 def test_one_line_states_the_checkpoint_and_the_first_iteration(tmp_path: Path) -> None:

@@ -135,7 +135,9 @@ def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: bytes |
     if text is not None:
         (root / LATEST).write_bytes(text)
     loaded, lines = load(root)
-    assert loaded == 30 and len(lines) == 1 and "taken as the latest: 30" in lines[0] and LATEST in lines[0]
+    assert (
+        loaded == 30 and len(lines) == 1 and "using the latest checkpoint found: 30" in lines[0] and LATEST in lines[0]
+    )
 
 
 def test_a_link_that_leads_nowhere_is_replaced(root: Path) -> None:
@@ -151,7 +153,11 @@ def test_something_else_in_the_place_of_latest(root: Path) -> None:
     (root / LATEST).unlink()
     (root / LATEST).mkdir()
     loaded, lines = load(root)
-    assert loaded == 30 and "something else than a file" in lines[0] and "taken as the latest: 30" in lines[0]
+    assert (
+        loaded == 30
+        and "something other than a file" in lines[0]
+        and "using the latest checkpoint found: 30" in lines[0]
+    )
 
 
 def test_checkpoints_moved_away_and_linked_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:

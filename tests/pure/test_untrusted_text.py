@@ -84,7 +84,7 @@ def test_json_without_a_value_is_a_value_error(tmp_path: Path) -> None:
     for text, said in (
         ("[" * 100_000, "nests too deeply"),
         ('{"a":' * 100_000, "nests too deeply"),
-        ("9" * 5000, "a number of more than 4,300 digits"),
+        ("9" * 5000, "a number with more than 4,300 digits"),
         ("{", "Expecting"),
         (b"\xff\xfe{", "codec can't decode|Expecting"),
     ):

@@ -25,7 +25,7 @@ class AttentionOperands:
     """Scale, precision, device and head widths of one layer's attention."""
 
     scale: float
-    """Factor of attention scores."""
+    """Scale factor of attention scores."""
 
     dtype: torch.dtype
     device: torch.device
@@ -37,10 +37,10 @@ class AttentionOperands:
 
 
 class AttentionBackend(Protocol):
-    """The kernels of one layer's attention."""
+    """Attention kernels of one layer."""
 
     always_tiles: bool
-    """True if plain causal attention is computed by tiles too."""
+    """True if the tile kernels also compute plain causal attention."""
 
     def causal(self) -> nn.Module:
         """Return the module for plain causal attention within a rank, called like
@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
         """Return the tile kernels for plain causal attention, documents and windows."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
-        """Return the kernel of attention with dropout. All kernels use the same masks."""
+        """Return the kernel for attention with dropout. All kernels use the same masks."""
 
 
 class MakeBackend(Protocol):
@@ -93,10 +93,12 @@ class ContextParallelFacts:
     """True if a rank computes the whole sequence for some heads."""
 
     nested: bool = False
-    """True if groups of neighbouring ranks divide heads, and the groups divide queries (`Axis.levels`)."""
+    """True if neighbouring ranks form groups: the ranks of a group divide the heads, and the groups divide the queries
+    (`Axis.levels`)."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Rules: (RunConfig, world size) -> each `Problem` of a run on several context ranks."""
+    """Validation rules for runs with several context-parallel ranks: (RunConfig, world size) -> each `Problem` of the
+    run."""
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)

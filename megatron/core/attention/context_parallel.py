@@ -1,9 +1,9 @@
 """Attention over context-parallel ranks, and within one rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay, keys and values rotate over the ranks. A rank computes the tiles
-of its queries with the keys that it has, while the next keys arrive. The backward rotates keys and values again. Their
-gradients rotate with them, and reach the rank that owns the keys after the last step. The backward needs only this
-rank's saved queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
+of its queries with the keys that it has, while the next keys arrive. The backward pass rotates keys and values again.
+Their gradients rotate with them, and reach the rank that owns the keys after the last step. The backward pass needs
+only this rank's saved queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate both to one flat tensor that is sent as one message."""
+    """Concatenate k and v into one flat tensor that is sent as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
@@ -169,9 +169,9 @@ def local_attention(
 ) -> Tensor:
     """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
-    The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. If the queries
-    are whole samples and the kernel supports variable lengths, it runs one launch. A kernel that supports all tiles
-    `at_once` also runs one launch. Otherwise attention runs tile by tile, as a ring of size 1.
+    The keys are at positions 0 to s - 1, and the queries at the positions `queries`, which default to those of the
+    keys. A kernel with a method `at_once` computes all tiles in one launch. A variable-length kernel also needs only
+    one launch if the queries are whole samples. Otherwise, attention runs tile by tile, as a ring of size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

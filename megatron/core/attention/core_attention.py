@@ -129,7 +129,7 @@ class CoreAttention(nn.Module):
         self.cap = config.attn_logit_softcapping
         if self.slopes is not None or self.cap is not None:
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
-        # torch's fused attention for CPUs has no kernel for values of another width than keys.
+        # torch's fused attention for CPUs requires that values are as wide as keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
@@ -139,8 +139,8 @@ class CoreAttention(nn.Module):
         self._logit_watchers: list[Callable[[Tensor], None]] = []
 
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
-        """Call `watcher` in training forwards with the largest logit of each head in `sink_heads` [heads], the heads of
-        this rank.
+        """Call `watcher` in training forward passes with the largest logit of each head in `sink_heads` [heads], the
+        heads of this rank.
 
         These are the softmax's logits of visible query-key pairs, biases and caps included. From then on, plain torch
         computes this layer's attention.
@@ -156,7 +156,7 @@ class CoreAttention(nn.Module):
 
     @property
     def note(self) -> Callable[[Tensor], None] | None:
-        """Pass the largest logits [heads] of a tile to the watchers; None if there are none."""
+        """Function that passes the largest logits [heads] of a tile to the watchers; None without watchers."""
         return self._tell_watchers if self._logit_watchers else None
 
     def _tell_watchers(self, largest: Tensor) -> None:

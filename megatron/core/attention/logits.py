@@ -14,7 +14,7 @@ from megatron.core.attention.core_attention import CoreAttention
 class LargestLogits:
     """Records the largest logit of each head [heads/tp] in training passes since the last `clear`.
 
-    Creating it starts the recording; from then on, plain torch computes this attention.
+    Creating an instance starts the recording; from then on, plain torch computes this attention.
     """
 
     def __init__(self, core: CoreAttention) -> None:

@@ -1,12 +1,12 @@
-"""Kernels of attention within a tile (`megatron.core.attention.tiles`), and the interface that they share.
+"""Attention kernels for one tile (`megatron.core.attention.tiles`), and their common interface.
 
-The forward also returns the log-sum-exp of each row, which is used to merge the outputs of several tiles:
+The forward pass also returns the log-sum-exp of each row, which is used to merge the outputs of several tiles:
 
     out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
 
-The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups,
-dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports everything in
-plain torch; extensions provide other kernels.
+The backward pass takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d], v [m, b,
+groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports
+everything in plain torch; extensions provide other kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights. Masks are functions of positions and sample numbers, so they are equal under every
-    layout."""
+    """Dropout of attention weights. Masks are functions of positions and sample numbers, so they are identical under
+    every layout."""
 
     p: float
     key: int
@@ -52,7 +52,7 @@ class Rows:
 
 
 class Kernel(Protocol):
-    """Computes attention in tiles. May return the tiles in another order."""
+    """Computes attention in tiles, and may return them in a different order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         """Yield each tile with its outputs; q, k and v are whole."""
@@ -124,8 +124,8 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 class TorchKernel:
-    """Plain torch, for any device and dtype, with dropout, ALiBi and a cap of scores. The softmax of 16-bit scores is
-    in fp32.
+    """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and score cap. The softmax
+    of 16-bit scores is in fp32.
 
     `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
     scores. With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
@@ -182,8 +182,8 @@ class TorchKernel:
         return _rows_of(out, q), lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
-        """Compute gradients with P the softmax and D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D *
-        P)ᵀ dO.
+        """Compute gradients where P is the softmax and D the dropout mask: dS = P * (D * dO vᵀ - rowsum(dO * O)), and
+        dV = (D * P)ᵀ dO.
 
         A cap c multiplies dS by the slope 1 - (S / c)².
         """
@@ -223,7 +223,7 @@ class TorchKernel:
         return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
     def _dropout_factors(self, weights: Tensor, tile: Tile) -> Tensor | None:
-        """Return [b, heads, n, m] of 0 and 1 / (1 - p); None without dropout."""
+        """Return the dropout mask [b, heads, n, m] with the values 0 and 1 / (1 - p); None without dropout."""
         if self.dropout is None:
             return None
         d = self.dropout

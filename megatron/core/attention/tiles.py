@@ -28,7 +28,7 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
     """Return the positions on rank `rank` of `size`, in ascending order."""
     if size == 1:
         return (range(seq_length),)
-    assert seq_length % (2 * size) == 0, f"{seq_length} tokens do not divide into 2 * {size} chunks"
+    assert seq_length % (2 * size) == 0, f"{seq_length} tokens cannot be divided into 2 * {size} chunks"
     chunk = seq_length // (2 * size)
     return tuple(range(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank))
 
@@ -63,7 +63,7 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """Return the rows of the positions `some`, each of which lies within one of `spans`."""
+    """Return the rows in which the positions `some` are stored on a rank that holds the positions `spans`."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
@@ -94,8 +94,8 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 class DividesSequences(Protocol):
-    """Divides the tokens of a micro-batch over context-parallel ranks. Must be a pure function with the same result on
-    every rank."""
+    """Divides the tokens of a micro-batch over context-parallel ranks. It must be a pure function with the same result
+    on every rank."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards: ...
 
@@ -130,7 +130,7 @@ class Tile:
     """Rows of the local queries."""
 
     keys: range
-    """Rows of the keys that the rank currently has."""
+    """Rows of the keys that the rank currently holds."""
 
     first_query: int
     """Position of the first query; the others follow it."""
@@ -254,7 +254,7 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)
     if same:
-        assert same == queries, f"keys at {keys} have some of the queries at {queries}"
+        assert same == queries, f"keys at {keys} include only some of the queries at {queries}"
         yield Tile(sample, _rows(same, q_shift), _rows(same, k_shift), same.start, same.start, diagonal=True)
     if before:
         yield Tile(sample, _rows(queries, q_shift), _rows(before, k_shift), queries.start, before.start, diagonal=False)

@@ -1,7 +1,7 @@
 """Variable-length causal attention: all documents of a micro-batch in one kernel launch.
 
 The kernel takes packed sequences of any lengths, and `cu_seqlens`, the start row of each. On CPU, under context
-parallelism and with dropout, tiles compute the same (`local_attention`).
+parallelism and with dropout, tiles compute the same result (`local_attention`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PackedKernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         """Compute attention: q [rows, heads, d], k [rows of keys, groups, d], v [..., dv].
 
-        Returns output [rows, heads, dv], log-sum-exp [heads, rows] in fp32, and any further tensors for the backward.
+        Returns output [rows, heads, dv], log-sum-exp [heads, rows] in fp32, and any further tensors for the backward
+        pass.
         """
 
     def backward(
@@ -64,7 +65,7 @@ Settings = TypeVarTuple("Settings")
 
 
 class SettableKernel(Protocol[*Settings]):
-    """A kernel like `PackedKernel`, for operands with another shape and with other settings."""
+    """A kernel like `PackedKernel`, but with different operand shapes and settings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
         """Return output, log-sum-exp, and any further tensors for the backward."""
@@ -81,7 +82,7 @@ class PackedContext(AutogradContext, Generic[*Settings]):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention by a `SettableKernel`. The kernel's results are saved for the backward."""
+    """Attention computed by a `SettableKernel`, whose results are saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -130,9 +131,9 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
-    With out' and lse' in place of out and lse, the kernels' backward returns the right gradients of queries, keys and
-    values. The weights are exp(score - lse'). The row sum from which each weight's gradient is subtracted is grad *
-    out', because the sink has no value.
+    With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
+    keys and values. The weights are exp(score - lse'). The row sum from which each weight's gradient is subtracted is
+    grad * out', because the sink has no value.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

@@ -61,7 +61,7 @@ class TokenizerFacts:
     """Fields of TokenizerConfig that must name a file."""
 
     finds_files: bool = False
-    """True if a value of --tokenizer-model may also be a name from which the tokenizer finds its files."""
+    """True if --tokenizer-model may also be a name by which the tokenizer finds its files."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)
@@ -81,7 +81,8 @@ class DatasetConfig(Section):
     """Training data and sample format."""
 
     data_path: tuple[str, ...] | None = flag(None, many=True, path="url", first_run=True)
-    """Prefix of an indexed dataset, text file, folder or URL, or pairs of weight and one of these; split by --split."""
+    """Prefix of an indexed dataset, a text file, a folder or a URL, or pairs of a weight and one of these; split by
+    --split."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for training only. PREFIX@0:0.9 is the first 90 % of the documents."""
@@ -102,7 +103,7 @@ class DatasetConfig(Section):
     """Shares of documents for training, validation and test."""
 
     data_cache_path: str | None = flag(None, path="local", writes="folder")
-    """Folder for index files and for tokens of text files; default: cache/ beside the data."""
+    """Folder for index files and for tokens of text files; default: cache/ next to the data."""
 
     mock_data: bool = flag(False, first_run=True)
     """Train on synthetic tokens; needs no files."""
@@ -120,7 +121,7 @@ class DatasetConfig(Section):
     """Restart the positions of a learned or sinusoidal position embedding after each end of document."""
 
     reset_attention_mask: bool = flag(False, needs=END_OF_DOCUMENT)
-    """Restrict attention to the document of a token."""
+    """Restrict each token's attention to its own document."""
 
     @property
     def dataset(self) -> str:
@@ -155,7 +156,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """Return the weight that a word of a data list states, or None if the word is a path."""
+    """Return the weight that an entry of a data list specifies, or None if the entry is a path."""
     try:
         return float(word)
     except ValueError:
@@ -171,7 +172,7 @@ class TokenizerConfig(Section):
 
     tokenizer_model: str | None = flag(None, path="stored", first_run=True)
     """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache. Files and
-    folders may be URLs of a storage."""
+    folders may be URLs of a registered storage."""
 
     vocab_file: str | None = flag(None, path="stored")
     """GPT-2 BPE vocab.json."""

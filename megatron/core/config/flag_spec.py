@@ -31,7 +31,7 @@ Conditions = tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """Command-line properties of a configuration field, besides its name and type."""
+    """Command-line properties of a configuration field, other than its name and type."""
 
     name: str | None = None
     """Flag to use instead of `--field-name`. For a bool that defaults to True, this flag turns it off."""
@@ -40,7 +40,7 @@ class FlagSpec:
     """Alternative spellings of the flag, with their dashes."""
 
     choices: Collection[str] | None = None
-    """Legal values. A registry's names are extended as extensions are loaded."""
+    """Legal values. If they are the names of a registry, extensions that are loaded can add more."""
 
     many: bool = False
     """True if the flag takes one or more values; the field holds a tuple."""
@@ -98,7 +98,7 @@ class FlagSpec:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    """Upper bound, exclusive, of the number, or of each number if there are several."""
+    """Exclusive upper bound of the number, or of each number if there are several."""
 
     bounds_reason: str = ""
     """Reason for the bounds, quoted in messages."""
@@ -140,7 +140,7 @@ class FlagSpec:
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
-    Conditions may be texts, and one alone needs no tuple."""
+    Conditions may be given as text, and a single condition needs no tuple."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])

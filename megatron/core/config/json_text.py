@@ -16,4 +16,4 @@ def parse_json(text: str | bytes) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
     except ValueError:  # the standard library refuses such numbers, which would take minutes to convert
-        raise ValueError("it has a number of more than 4,300 digits") from None
+        raise ValueError("it contains a number with more than 4,300 digits") from None

@@ -27,9 +27,9 @@ class LayerModule(Protocol):
     """One layer, an `nn.Module`."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
-        """x [s, b, w] -> [s, b, w], [s/tp, b, w] under sequence parallelism, and s/cp under context parallelism. w is
-        the residual stream's width, --hidden-size if there is one stream. `context` is the micro-batch's
-        `megatron.core.batch.BatchContext`."""
+        """x [s, b, w] -> [s, b, w], with [s/tp, b, w] under sequence parallelism and s/cp instead of s under context
+        parallelism. w is the residual stream's width, --hidden-size if there is one stream. `context` is the
+        micro-batch's `megatron.core.batch.BatchContext`."""
 
 
 class Layer(Protocol):
@@ -49,12 +49,12 @@ LAYERS.register("transformer_layer", "megatron.core.transformer.layer:Transforme
 
 @dataclass(frozen=True)
 class ResidualFacts:
-    """Properties of a residual stream. Functions are called with the model's configuration, a
+    """Properties of a residual stream. Its functions are called with the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str
-    """Flag that selects this residual stream. A model has at most one: `residual_streams` in
-    `megatron/training/config/rules/model.py` refuses two."""
+    """Flag that selects this residual stream. A model has at most one residual stream: `residual_streams` in
+    `megatron/training/config/rules/model.py` refuses a second one."""
 
     when: Callable[..., bool]
     """Returns True if the model has this residual stream."""
@@ -63,7 +63,7 @@ class ResidualFacts:
     """Returns the number of channels of the stream between layers, which pipeline stages send to each other."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module that leave the addition of outputs to the stream; None if every one is supported."""
+    """Values of --layer-module that leave the addition of outputs to the stream; None if every value is supported."""
 
     recomputed: str = ""
     """Name of the stream's part that --recompute-modules accepts; empty if there is none."""
@@ -99,7 +99,7 @@ class ResidualClass(Protocol):
 
 
 RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)
-"""Name -> `ResidualClass`. The library has none: extensions add them."""
+"""Name -> `ResidualClass`. The library registers none; extensions add them."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Span:
     for no chunks."""
 
     def mean(self, length: int) -> float:
-        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. It is s/2 by
-        the convention for causal attention, and less with a window of w tokens (w - w^2 / 2s) or with chunks."""
+        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By the
+        convention for causal attention, this is s/2. It is less with a window of w tokens (w - w^2 / 2s) or with
+        chunks."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)
@@ -147,7 +148,7 @@ class Sublayers:
     """Sublayers of one layer: a token mixer, an MLP, or both in this order."""
 
     attends: bool = False
-    """True if the layer has the model's attention."""
+    """True if the layer uses the model's attention."""
 
     linear: str | None = None
     """Name of the mixer that replaces the model's attention; None if no mixer does."""
@@ -169,7 +170,7 @@ class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
     span: Span = Span()
-    """Tokens that are visible to the layer's attention; has no meaning in a layer without the model's attention."""
+    """Tokens that are visible to the layer's attention; meaningless in a layer without the model's attention."""
 
     rotation: Rotation | None = None
     """Rotary embedding of the layer's queries and keys; None if they are not rotated, as in layers without the model's
@@ -198,7 +199,7 @@ class LayerPattern:
 
 
 MOST_LAYERS = 10**6
-"""Maximum number of entries in a list during its evaluation."""
+"""Maximum number of entries in a list while a layer pattern is evaluated."""
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
@@ -254,8 +255,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the list as a tuple if it has one legal entry for each layer; otherwise raise ValueError, with `what` an
-    entry must be."""
+    """Return the list as a tuple if it has one legal entry for each layer; otherwise raise ValueError, whose message
+    says `what` an entry must be."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
     for layer, item in enumerate(value):

@@ -43,8 +43,8 @@ class LossClass(Protocol):
         `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Return the micro-batch, a `megatron.core.batch.Batch`, after replacing its labels or mask if the loss
-        needs that. A static method."""
+        """Return the micro-batch, a `megatron.core.batch.Batch`, with its labels or mask replaced if the loss requires
+        that. A static method."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
@@ -54,10 +54,10 @@ LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", m
 
 
 AUTO = -1
-"""Value of --loss-chunk-tokens auto, which lets `chunk_size` choose the size."""
+"""Field value for --loss-chunk-tokens auto, with which `chunk_size` chooses the size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192
-"""Chunk sizes in tokens among which `AUTO` chooses."""
+"""Chunk sizes in tokens from which `AUTO` chooses."""
 
 MOST_COST = 0.01
 """Largest share of a step that `AUTO` may spend on chunking."""
@@ -65,7 +65,7 @@ MOST_COST = 0.01
 WEIGHT_TOKENS = 320
 """Number of tokens whose matrix products with a weight take as long as reading and writing the weight's fp32
 gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The other GPUs
-that the planner knows reach this point with at most as many tokens."""
+known to the planner need at most this many tokens."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

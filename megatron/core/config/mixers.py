@@ -38,9 +38,8 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module that --attention-module chooses. The defaults suit self-attention.
-
-    Functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
+    """Properties of an attention module that --attention-module chooses. The defaults suit self-attention. Its
+    functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
     """Returns True if the attention module's own flag chooses it, overriding --attention-module."""
@@ -64,13 +63,13 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    """Properties of a mixer. Functions are called with the model's configuration."""
+    """Properties of a mixer. Its functions are called with the model's configuration."""
 
     attention: AttentionFacts | None = None
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Rules: (RunConfig, world size) -> each `Problem` of a model that has the mixer."""
+    """Validation rules for models with this mixer: (RunConfig, world size) -> each `Problem` of the run."""
 
     described: Callable[..., str] = lambda config: ""
     """Returns a text that a plan adds to the number and width of the mixer's heads."""
@@ -94,16 +93,16 @@ class MixerFacts:
     """Flag that adds the part `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
-    """Other mixers that are parts of this mixer. Their flags and rules apply to a model that has it."""
+    """Other mixers that are parts of this mixer. Their flags and rules also apply to a model with this mixer."""
 
 
 class MixerModule(Protocol):
     """The `nn.Module` that mixes tokens in one layer."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
-        """x [s, b, h] -> [s, b, h], [s/tp, b, h] under sequence parallelism, and s/cp under context parallelism.
-        `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer stores its state
-        of earlier tokens in `context.cache`."""
+        """x [s, b, h] -> [s, b, h], with [s/tp, b, h] under sequence parallelism and s/cp instead of s under context
+        parallelism. `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer
+        stores its state of earlier tokens in `context.cache`."""
 
 
 class Mixer(Protocol):
@@ -137,7 +136,7 @@ class MixerNames(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, name: str) -> str:
-        """Return file and line of a mixer's registration."""
+        """Return the file and line of a mixer's registration."""
         return MIXERS.where(name)
 
 

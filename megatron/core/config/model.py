@@ -236,7 +236,7 @@ class TransformerConfig(ModelFields):
         return tuple(self.rotary and not skips for skips in skipped)
 
     def unreadable_patterns(self) -> dict[str, str]:
-        """Find invalid layer patterns of features that the model does not use. Returns field -> error."""
+        """Map each field whose layer pattern is invalid, and whose feature the model does not use, to its error."""
         found = {}
         for name, present in (
             ("moe_layer_freq", self.num_experts is not None),
@@ -252,8 +252,8 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return, for each layer, whether it has a feature: `present` for all layers without a pattern `text`,
-        otherwise as the pattern states."""
+        """Return whether each layer has a feature: `present` for all layers without a pattern `text`, otherwise as the
+        pattern states."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
@@ -276,7 +276,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_own(self) -> tuple[tuple[str, object], ...]:
-        """Fields, with their values, that differ from the model's in layers with a sliding window or chunks."""
+        """Fields that differ from the model's in layers with a sliding window or chunks, with their values."""
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}

@@ -24,10 +24,10 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Parts that only some models have -> the flag that adds the part."""
+"""Map from each part that only some models have to the flag that adds it."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Part -> the larger part that includes it."""
+"""Map from each part to the larger part that includes it."""
 
 
 class RecomputedParts(Collection[str]):
@@ -51,7 +51,7 @@ class RecomputedParts(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, part: str) -> str:
-        """Return file and line where the part's mixer or residual stream is registered; empty for parts of every
+        """Return the file and line where the part's mixer or residual stream is registered; empty for parts of every
         model."""
         owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
         owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
@@ -212,7 +212,7 @@ class ModelFields(
     """Layer class, which composes normalization, attention and MLP."""
 
     loss_func: str = flag("cross_entropy", choices=LOSSES, training_only=True)
-    """Loss function of a token. Training minimizes the mean over tokens."""
+    """Loss function of each token. Training minimizes the mean over tokens."""
 
     mtp_num_layers: int | None = flag(None, at_least=0, training_only=True, effective="mtp_depths")
     """Number of multi-token prediction (MTP) modules after the last layer, each of which predicts one more future
@@ -254,7 +254,7 @@ class ModelFields(
     """Remove the bias of all linear layers, including experts and the router."""
 
     add_qkv_bias: bool = False
-    """Add a bias to the query-key-value projection, even under --disable-bias-linear."""
+    """Add a bias to the query-key-value projection, even with --disable-bias-linear."""
 
     add_attention_output_bias: bool = flag(False, no_effect_without="--disable-bias-linear")
     """Add a bias to the output projection of attention, even with --disable-bias-linear."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """Properties of a router. Functions are called with the model's configuration."""
+    """Properties of a router. Its functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
     """(configuration, layer number) -> True if the router applies to the layer. If several routers apply, the layer
@@ -103,7 +103,7 @@ def router_of(config: Section, number: int, in_training: bool = True) -> str:
 
 @dataclass(frozen=True)
 class RouterValues(Collection[str]):
-    """Values of a flag that routers list in their facts."""
+    """Flag values that routers list in their facts."""
 
     stated: Callable[[RouterFacts], tuple[str, ...]]
 
@@ -124,7 +124,7 @@ class RouterValues(Collection[str]):
         return stating[0]
 
     def where(self, value: str) -> str:
-        """Return file and line where the router that lists a value is registered."""
+        """Return the file and line where the router that lists a value is registered."""
         return ROUTERS.where(self.router(value))
 
 
@@ -180,9 +180,9 @@ class MoEConfig:
             "--moe-router-group-topk: experts that compute nothing are in no group",
         ),
     )
-    """Number of zero-computation experts (LongCat-Flash). The router can select them like other experts, but each
-    returns its input, so the amount of computation varies between tokens. They have no parameters, and no token is
-    sent to them."""
+    """Number of zero-computation experts (LongCat-Flash). The router can select them like other experts, but each of
+    them returns its input unchanged, so the amount of computation varies between tokens. They have no parameters, and
+    no token is sent to them."""
 
     moe_router_topk: int = flag(2, first_run=True)
     """Experts k that each token is routed to."""
@@ -197,7 +197,7 @@ class MoEConfig:
     and the groups with the highest scores are selected."""
 
     moe_router_group_score_topk: int | None = flag(None, at_least=1, no_effect_without="--moe-router-group-topk")
-    """Number of highest expert scores that are summed to the score of a group: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+    """Number of highest expert scores that are summed to obtain a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
     Default: --moe-router-topk / --moe-router-group-topk."""
 
     moe_router_score_function: str = flag("softmax", choices=SCORE_FUNCTIONS)
@@ -279,8 +279,8 @@ class MoEConfig:
     """Token dispatch: all tokens to every rank of the expert group (allgather), or each token to its experts' ranks."""
 
     moe_grouped_gemm: bool = flag(False, without_effect=True, training_only=True)
-    """Use one grouped matrix multiplication for all experts of a rank. In fp64, or if the size of a row is not a
-    multiple of 16 bytes, no grouped kernel exists, and each expert is multiplied separately with the same result."""
+    """Use one grouped matrix multiplication for all experts of a rank. There is no grouped kernel for fp64 or for rows
+    whose size is not a multiple of 16 bytes; each expert is then multiplied separately, with the same result."""
 
     moe_per_layer_logging: bool = flag(False, without_effect=True, training_only=True)
     """Log the load of each expert in each layer, in addition to the mean over layers."""

@@ -30,7 +30,7 @@ class NormFacts:
     """True if the norm has a bias by default."""
 
     standard: bool = False
-    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs support, too."""
+    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs also support."""
 
 
 class NormModule(Protocol):
@@ -68,7 +68,7 @@ BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Settings of the norms of layers."""
+    """Settings of the layers' norms."""
 
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS, first_run=True)
     """Normalization before attention, before the MLP, and after the last layer."""

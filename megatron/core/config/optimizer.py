@@ -169,7 +169,7 @@ class OptimizerConfig(Section):
 
     @property
     def state_store(self) -> str:
-        """Name of the state store in STATE_STORES: the last one that applies to this configuration."""
+        """Name of the state store: the last store in STATE_STORES that applies to this configuration."""
         return [name for name in STATE_STORES if STATE_STORES.facts(name).holds(self)][-1]
 
     @property
@@ -184,7 +184,7 @@ class OptimizerConfig(Section):
 
     @property
     def host_fraction(self) -> float:
-        """Share of the optimizer's states in host memory."""
+        """Fraction of the optimizer states that are in host memory."""
         return 0.0 if self.host_store is None else HOST_MEMORY.facts(self.host_store).fraction(self)
 
     @property
@@ -198,7 +198,7 @@ class OptimizerConfig(Section):
         return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
 
     def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return number and size of the device slots for gradients and parameters of ranges in host memory (see
+        """Return the number and size of the device slots for gradients and parameters of ranges in host memory (see
         `HostFacts.slots`)."""
         return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 

@@ -4,7 +4,7 @@
     def lion(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
         return [SignOfAverage(), AddDecay(), ScaleByRate()]
 
-Functions among the facts are called with the `megatron.core.config.optimizer.OptimizerConfig`.
+Functions in `OptimizerFacts` are called with the `megatron.core.config.optimizer.OptimizerConfig`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OptimizerFacts:
     that it loads."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """(config, main dtype) -> dtypes in which the optimizer multiplies matrices, all by name."""
+    """(config, main dtype) -> dtypes in which the optimizer multiplies matrices. All dtypes are given by name."""
 
 
 class MakeChain(Protocol):
@@ -98,7 +98,7 @@ class StatePlan:
 
 
 def _stated(plan: StatePlan) -> StatePlan:
-    """Return the facts of a state store, which are its plan."""
+    """Return the registered facts of a state store, an instance of `StatePlan`."""
     return plan
 
 

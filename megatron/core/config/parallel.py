@@ -23,7 +23,7 @@ class HostFacts:
     """Properties of a store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """OptimizerConfig -> share of the elements whose states are kept and updated in host memory."""
+    """OptimizerConfig -> fraction of the elements whose states are kept and updated in host memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
     """(OptimizerConfig, bucket -> number of elements that a rank owns) -> bucket -> ranges of these elements whose
@@ -31,12 +31,11 @@ class HostFacts:
     which the backward pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Sizes of the ranges in host memory -> number and size of the device slots through which their gradients and
-    parameters are copied, for plans."""
+    """Sizes of the ranges in host memory -> number and size of the device slots through which the gradients and
+    parameters of these ranges are copied; for plans."""
 
     layers: Callable[..., int]
-    """ModelParallelConfig -> number of layers per stage, counted from its first layer, whose activations are kept in
-    host memory."""
+    """ModelParallelConfig -> number of layers at the start of each stage whose activations are kept in host memory."""
 
     with_layers: Callable[..., Section]
     """(ModelParallelConfig, n) -> a copy that keeps the activations of at most n layers in host memory, for plans."""
@@ -89,7 +88,7 @@ class UnitFacts:
     """True if the store keeps parameters and gradients in host memory, for plans."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
-    """Returns True if the configuration keeps this memory, and the memory of optimizer states, in files."""
+    """Returns True if the configuration keeps the store's host memory, and that of the optimizer states, in files."""
 
 
 class UnitStoreClass(Protocol):
@@ -110,7 +109,7 @@ class SplitFacts:
     """Properties of a layer split."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """True if the configuration asks for it."""
+    """Returns True if the configuration selects the split."""
 
 
 class StageSplit(Protocol):
@@ -127,7 +126,7 @@ class StageSplit(Protocol):
         """Return the costs of embedding and output layer, in layers, given their costs by FLOPs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Map each stage whose number of layers is given to this number."""
+        """Map each stage to its number of layers, for the stages whose number is given."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
@@ -252,8 +251,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def offloaded_layers(self) -> int:
-        """Number of layers per stage, counted from its first layer, whose saved activations the `activation_store`
-        keeps."""
+        """Number of layers at the start of each stage whose saved activations the `activation_store` keeps."""
         name = self.activation_store
         return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
@@ -291,7 +289,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def nests_context(self) -> bool:
-        """True if context-parallel ranks form two levels."""
+        """True if the context-parallel ranks form two levels: groups of ranks, and the ranks of a group."""
         return CONTEXT_PARALLEL.facts(self.cp_comm_type).nested and self.context_parallel_size > 1
 
     @property
@@ -361,7 +359,8 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """Smallest number of data-parallel ranks that share matrices in unit buckets; None if no ranks do."""
+        """Return the smallest number of data-parallel ranks for which each unit's matrices have their own bucket; None
+        if matrices never have one."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None

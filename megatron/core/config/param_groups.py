@@ -23,13 +23,13 @@ class ParamGroup:
     """Settings by which the update of some parameters differs from the default."""
 
     lr_mult: float = 1.0
-    """Factor of the learning rate."""
+    """Multiplier of the learning rate."""
 
     eps_mult: float = 1.0
-    """Factor of Adam's epsilon (--adam-eps)."""
+    """Multiplier of Adam's epsilon (--adam-eps)."""
 
     wd_mult: float = 1.0
-    """Factor of the scheduled weight decay; 0 for no weight decay."""
+    """Multiplier of the scheduled weight decay; 0 for no weight decay."""
 
     weight_decay: float | None = None
     """Constant weight decay that replaces the scheduled one; None for the scheduled weight decay."""

@@ -93,7 +93,7 @@ class _SameNumbers(SampleOrder):
 class Renumbered(_SameNumbers):
     """View of another dataset whose source k becomes source `numbers[k]` of the run, called `names[numbers[k]]`.
 
-    Samples that only fill a batch, beyond the dataset's end, count as the first source's.
+    Samples beyond the dataset's end, which only fill a batch, are attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:

@@ -59,7 +59,7 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class Demands:
-    """A run's requirements on its datasets beyond their configuration."""
+    """Requirements that a run adds to the configuration of its datasets."""
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
@@ -135,7 +135,7 @@ def build_datasets(
         seed: Seed of the sample order.
         sizes: Number of samples of train, valid and test; None means one epoch.
         eod: End-of-document token, if the tokenizer has one.
-        vocab_size: Limit of the token ids, for the check of the data.
+        vocab_size: Exclusive upper bound of the token ids, for the data check.
         demands: Further requirements; only indexed datasets use them.
 
     Raises:
@@ -212,7 +212,7 @@ class _Builder:
         self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """Build a split that has its own data paths. A single prefix is not a blend, even with a weight."""
+        """Build a split that has its own data paths. A single prefix, even with a weight, is not blended."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)
@@ -330,14 +330,14 @@ class _Builder:
 
 
 def dividers(config: DatasetConfig) -> list[DividesDocuments]:
-    """Return the extension flags that may divide documents into samples."""
+    """Return the flags of extensions that may divide documents into samples."""
     return [options for options in config.extension_options if isinstance(options, DividesDocuments)]
 
 
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
     """Return (prefix, document share for training, sample share) of each dataset of the training split.
 
-    The sample share is None if several datasets have no weights, because all of each is used.
+    The sample share is None if there are several datasets without weights, because each is then used completely.
     """
     flag = "--data-path"
     values = config.data_path

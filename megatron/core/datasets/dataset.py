@@ -48,8 +48,8 @@ class StepShape(NamedTuple):
 
 
 class Dealer(Protocol):
-    """Assigns the samples of a step to the micro-batches of all replicas. Must be a pure function with the same result
-    on every rank."""
+    """Assigns the samples of a step to the micro-batches of all replicas. It must be a pure function with the same
+    result on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
         """Return [micro-batches, replicas, micro_batch_size], which contains each of `samples` once."""

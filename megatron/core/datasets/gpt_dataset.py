@@ -88,7 +88,7 @@ class DocumentSamples(TextDataset):
     samples."""
 
     padding: int | None = None
-    """Token that pads samples which their documents do not fill; None if documents fill all samples."""
+    """Token that pads samples that are longer than their documents; None if documents fill all samples."""
 
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
@@ -130,7 +130,7 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Identify the document lengths in cache keys."""
+        """Return the part of a cache key that identifies the document lengths."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
@@ -139,7 +139,7 @@ class DocumentSamples(TextDataset):
         """Return (document, first token, tokens) of the pieces that the first `taken` samples do not use as input."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
-        """Return the document and position in it of token `offset` of a document or piece."""
+        """Return the document that contains token `offset` of a document or piece, and the token's position in it."""
         if self.pieces is None:
             return number, offset
         return int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
@@ -281,10 +281,11 @@ class DividesDocuments(Protocol):
     """Flags of an extension that may divide documents into samples differently from Megatron-LM."""
 
     def sample_maker(self) -> SampleMaker | None:
-        """Return the class that composes samples from documents, or None if no flag asks for one."""
+        """Return the class that composes samples from documents, or None if no flag selects one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Return a line for logs and plans about samples made from documents of these lengths, and about a run's steps.
+        """Return a line, for logs and plans, that describes the samples made from documents of these lengths and the
+        run's steps.
 
-        `lengths` [documents] is None if they are not known yet. Returns None if no flag applies.
+        `lengths` [documents] is None if the lengths are not known yet. Returns None if no flag applies.
         """

@@ -29,7 +29,7 @@ from megatron.core.fsync import sync_folder, whole_file
 
 logger = logging.getLogger(__name__)
 
-# Increased whenever the same inputs give a different index.
+# Version number, increased whenever the same inputs give a different index.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 18
 # Marks the checksum, which follows the array in a file. numpy ignores bytes after the array.
@@ -70,7 +70,7 @@ def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes
 class IndexCache:
     """A folder of index files.
 
-    If `folder` is None, the cache uses `default`, a folder beside the data. If that folder is not writable, indices
+    If `folder` is None, the cache uses `default`, a folder next to the data. If that folder is not writable, indices
     stay in memory, with a warning. It is an error if a given `folder` is not writable.
     """
 
@@ -93,7 +93,7 @@ class IndexCache:
             label: Readable part of the file names.
             description: Everything that determines the content; its hash is part of the file names.
             build: Yields the arrays.
-            made_from: Source paths, recorded beside the arrays for people; they are not part of the hash.
+            made_from: Source paths, which are stored with the arrays for human readers and are not part of the hash.
         """
         stem = f"{content_hash(description)}-{label}"
         found = self._load(stem, names)

@@ -114,7 +114,7 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """List all contradictions within the index and with the data. Reads the whole index."""
+        """List all inconsistencies within the index, and between the index and the data. Reads the whole index."""
         found = self._wrong_sequences()
         if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")

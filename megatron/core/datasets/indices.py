@@ -73,8 +73,8 @@ class EpochPlan:
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
     """Plan enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
 
-    If less than 80 % of the last epoch is needed, it is shuffled separately, so that its documents do not replace the
-    first pass of others.
+    If less than 80 % of the last epoch is needed, it is shuffled separately, so that repeated documents do not displace
+    other documents from the first pass.
     """
     assert tokens > 0
     epochs = 1 if samples is None else max(1, -(-(samples * seq_length + 1) // tokens))
@@ -130,7 +130,8 @@ def finds_starts(plan: EpochPlan, documents: range) -> bool:
 def gpt_index_parts(
     lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int
 ) -> Iterator[NDArray]:
-    """Yield the fields of a split's `GPTIndex` one by one, so that one can be written while the next is built.
+    """Yield the fields of a split's `GPTIndex` one by one, so that each field can be written while the next one is
+    built.
 
     One RandomState(seed) shuffles the document index first, then the shuffle index.
 

@@ -9,7 +9,7 @@ from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.sample_format import SampleFormat
 
-# Number of token ids in use; with few ids, even a small model sees each one often in its first steps.
+# Number of token ids in use; with few ids, even a small model sees each id often in its first steps.
 ALPHABET = 128
 NOISE = 0.05
 END_OF_DOCUMENT = 1 / 256
@@ -20,7 +20,7 @@ class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
     Sample i depends on (seed, split, i) only. The map is a permutation that depends only on the seed. A model that has
-    learnt it reaches the entropy of the noise, about 0.44 nats per token.
+    learnt the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:

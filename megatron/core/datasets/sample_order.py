@@ -15,7 +15,7 @@ from megatron.core.datasets.sample_format import Sample
 class SampleOrder(TextDataset):
     """Renumbers the samples of other datasets.
 
-    Subclasses implement `place`. Inputs, tokens, origins and document pieces of a sample follow from it.
+    Subclasses implement `place`. A sample's inputs, tokens, origin and document pieces follow from `place`.
     """
 
     @abstractmethod
@@ -39,7 +39,8 @@ class SampleOrder(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """Return the source number of each sample, [samples]; 0 if a dataset does not know it, and beyond its end."""
+    """Return the source number of each sample, [samples]; 0 if the dataset does not know the source, or if the sample
+    is beyond the dataset's end."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)

@@ -36,7 +36,7 @@ def in_order(dataset: Dataset, samples: range, replicas: int, micro_batch_size: 
 
 
 def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
-    """Stack samples to one micro-batch of tensors [b, s], with `sample_index` [b].
+    """Stack samples into one micro-batch of tensors [b, s], with `sample_index` [b].
 
     Entries that are None in the samples stay None.
     """
@@ -51,9 +51,9 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 class DataIterator:
     """Returns the micro-batches of a data-parallel rank, step by step.
 
-    With `num_workers` > 0, threads prepare them ahead of the step. Threads are enough: reading is a read and a copy
-    outside the interpreter lock, so one thread is faster than training. Worker processes would require a fork beside
-    gloo's and CUDA's threads and shared memory, and could outlive the run.
+    With `num_workers` > 0, threads prepare them ahead of the step. Threads are sufficient: they read and copy without
+    the interpreter lock, so a single thread prepares samples faster than training consumes them. Worker processes would
+    have to be forked from a process with gloo and CUDA threads, would need shared memory, and could outlive the run.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DataIterator:
         return prepared
 
     def prepare_step(self, consumed_samples: int, global_batch_size: int) -> None:
-        """Prepare the micro-batches of a step before it begins, and wait for them. Without workers, do nothing."""
+        """Prepare the micro-batches of a step before it begins, and wait for them. Does nothing without workers."""
         step = range(consumed_samples, consumed_samples + global_batch_size)
         if self._pool is None or step.stop > self.end:
             return
@@ -179,7 +179,7 @@ class DataIterator:
         return found
 
     def _schedule(self, depth: int, batch_size: int) -> None:
-        """Schedule work until `depth` micro-batches are ready or in progress, or the data end.
+        """Schedule work until `depth` micro-batches are ready or in progress, or until the data ends.
 
         Assumes that further steps have the size of the current one.
         """

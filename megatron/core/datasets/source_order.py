@@ -68,7 +68,7 @@ class SourceOrder:
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
     def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
-        """Return the next samples: at least the last number in `planned`, or (None) one epoch.
+        """Return the next samples: at least the last number in `planned`, or one epoch if that is None.
 
         `planned` lists the requested sample counts in order, one for each extension of the plan. Raises ValueError as
         GPTDataset does.
@@ -84,7 +84,7 @@ class SourceOrder:
         return _View(self.segments, self.taken)
 
     def take(self, samples: int) -> None:
-        """Record that this many samples of the view were consumed."""
+        """Record that this many more samples were consumed."""
         self.taken += samples
 
     def restart(self) -> None:
@@ -92,7 +92,7 @@ class SourceOrder:
         self.segments, self.taken = [], 0
 
     def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
-        """Add a segment of at least `samples` samples, or (None) one epoch."""
+        """Add a segment of at least `samples` samples, or of one epoch if `samples` is None."""
         seed = self.seed
         if self._begun:  # the first segment uses the run's seed, as Megatron-LM does
             drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()

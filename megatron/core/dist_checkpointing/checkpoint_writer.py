@@ -1,9 +1,9 @@
 """Asynchronous checkpoint saves: stages state in host memory, writes on a thread, retries, reports, deletes old saves.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
-training never uses. `storage.save` raises on every rank or on none, so all ranks know the reason of a failure and retry
-together. Earlier checkpoints always stay untouched. The recorded latest iteration never decreases below an iteration
-that another run has written since this one started.
+training never uses. `storage.save` raises on every rank or on none, so all ranks know the reason for a failure and
+retry together. Earlier checkpoints always stay untouched. The recorded latest iteration never decreases below an
+iteration that another run has written since this one started.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Cleanup = Callable[[PurePath, int, Collection[PurePath]], None]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of one attempt to save. Equal on every rank except for the seconds."""
+    """Result of one attempt to save. The result is the same on every rank, except for the seconds."""
 
     iteration: int
     seconds: float
-    """Seconds since the call of `CheckpointWriter.save`."""
+    """Seconds since `CheckpointWriter.save` was called."""
 
     error: str | None = None
     attempts_left: int = 0
@@ -58,7 +58,7 @@ class CheckpointWriter:
         Args:
             root: Folder of the run's checkpoints.
             world: All ranks that save.
-            background: Write on a thread instead of in `save`.
+            background: Write on a thread instead of within `save`.
             cleanups: Functions that delete older checkpoints after a save, on one rank. Each receives `root`, the saved
                 iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. They may
                 raise OSError.
@@ -183,7 +183,8 @@ class HostStaging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocate the buffer on a thread. Otherwise the first save would wait for it, for longer than for the copy."""
+        """Allocate the buffer on a thread. Otherwise, the first save would wait for the allocation, which takes longer
+        than the copy."""
         every = [data for found in _written(tensors).values() for data in found.values()]
         device = next((data.device for data in every if data.is_cuda), None)
 
@@ -246,7 +247,7 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Map key -> offset -> data for everything that this rank writes. Of several equal boxes, only the first is
+    """Map key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first is
     kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 

@@ -46,7 +46,8 @@ class StoredFiles(FileSystem):
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
-        """Maps a file name to the only ranges that are read next, from front to back."""
+        """Maps a file name to the ranges that will be read next, from front to back; no other range of the file is
+        read."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -66,8 +67,8 @@ class StoredFiles(FileSystem):
 class SummedFiles(StoredFiles):
     """File system for DCP's writers: files of an unpublished folder, with their checksums.
 
-    DCP writes the index under a temporary name and renames it. The folder is published as a whole, so this class writes
-    the index under its final name directly.
+    DCP writes the index under a temporary name and then renames it. This class writes the index directly under its
+    final name, because the folder is published as a whole.
     """
 
     def __init__(self) -> None:
@@ -210,14 +211,15 @@ def item_bytes(item: WriteItem) -> int:
 
 
 class DataWriter(dcp.FileSystemWriter):
-    """Resolves, writes and drops one tensor after another, in plan order."""
+    """Resolves, writes and frees one tensor after another, in plan order."""
 
     file_bytes: float = inf
     """Size in bytes from which a new file is started."""
 
     def __init__(self, folder: PurePath) -> None:
         # Files are synced when they are closed; DCP would sync them before Python's buffer is flushed. Without
-        # copy-ahead, DCP creates no CUDA stream. On a thread without a current device it would create one on device 0.
+        # copy-ahead, DCP creates no CUDA stream. On a thread without a current device, DCP would create the stream on
+        # device 0.
         super().__init__("", sync_files=False, per_thread_copy_ahead=0)
         self.path = folder
 

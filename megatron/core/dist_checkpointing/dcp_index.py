@@ -1,8 +1,8 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
-The index is a pickle that may come from an untrusted source. It may therefore only name the types of a tensor index,
-and only files in its own folder. Small tensors that match torch's output byte for byte are not unpickled. Every other
-tensor is checked before torch unpickles it.
+The index is a pickle that may come from an untrusted source. Therefore, it may name only the types of a tensor index
+and files in its own folder. Small tensors that match torch's output byte for byte are not unpickled. Every other tensor
+is checked before torch unpickles it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class IndexReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan: small tensors by template, everything else through DCP.
 
-        Both read each file from front to back, so hardly any byte is requested twice from a remote storage.
+        Both ways read each file from front to back, so hardly any byte of a remote file is requested twice.
         """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}
@@ -72,7 +72,7 @@ class IndexReader(dcp.FileSystemReader):
                 kind, info = self._small_kind(item), self.storage_data[item.storage_index]
                 if kind is None or (template := self._template(kind)) is None:
                     continue
-                if info.length == archive_bytes(kind, template):  # forged lengths are not read either
+                if info.length == archive_bytes(kind, template):  # with forged lengths, the file is not read either
                     by_file.setdefault(info.relative_path, []).append((item, kind, template))
         self._announce([item for items in by_file.values() for item, _, _ in items])
         read = {id(item) for name, items in by_file.items() for item in self._read_small(name, items, planner)}
@@ -81,7 +81,7 @@ class IndexReader(dcp.FileSystemReader):
         return super().read_data(replace(plan, items=left), planner)
 
     def _announce(self, items: Sequence[ReadItem]) -> None:
-        """Tell the file system which ranges are read next."""
+        """Tell the file system which ranges will be read next."""
         self._files.ranges = {}
         for item in items:
             info = self.storage_data[item.storage_index]
@@ -140,7 +140,7 @@ class IndexReader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
             for info in index.storage_data.values():
                 if PurePath(info.relative_path).name != info.relative_path:
-                    raise pickle.UnpicklingError(f"{INDEX} names a file of another folder: {info.relative_path!r}")
+                    raise pickle.UnpicklingError(f"{INDEX} names a file in another folder: {info.relative_path!r}")
             index.storage_meta = index.storage_meta or StorageMeta()
             index.storage_meta.load_id = self.load_id
             self._index = index

@@ -51,8 +51,9 @@ class UrlPath(PurePosixPath):
 class Storage(Protocol):
     """Base class of storages: the files of one URL scheme. Subclasses implement `names` to `remove`.
 
-    The other methods build on these; override them if the storage has a better way. All methods raise OSError and may
-    be called from several threads and processes. A folder exists as long as it contains a file.
+    The other methods have default implementations based on these; override them if the storage supports a better one.
+    All methods raise OSError and may be called from several threads and processes. A folder exists as long as it
+    contains a file.
     """
 
     scheme: str
@@ -111,7 +112,7 @@ class Storage(Protocol):
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
         """Read part of a file that never changes and that all processes of the host read.
 
-        The default implementation equals `read` and caches nothing.
+        The default implementation calls `read` and caches nothing.
         """
         return self.read(path, start, length)
 
@@ -135,7 +136,7 @@ class Storage(Protocol):
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Open a file of which hardly anything but `ranges` is read, from front to back. Raises FileNotFoundError."""
+        """Open a file for reading `ranges` from front to back, and hardly anything else. Raises FileNotFoundError."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -165,8 +166,8 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        Deletes remains of killed writers: folders beside it whose names are equal up to the first underscore. In the
-        default implementation, a published `final` is deleted first.
+        Also deletes what killed writers left: neighbouring folders whose names are equal up to the first underscore. In
+        the default implementation, a published `final` is deleted first.
 
         Args:
             final: The folder to be published.
@@ -217,7 +218,7 @@ class LocalStorage(Storage):
     def names(self, folder: PurePath) -> list[str]:
         try:
             return sorted(os.listdir(folder))
-        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # or a path that no file has
+        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # or a path without a file
             return []
 
     def size(self, path: PurePath) -> int | None:
@@ -242,7 +243,8 @@ class LocalStorage(Storage):
     def remove(self, path: PurePath) -> None:
         """Delete a file or folder.
 
-        If the path is a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
+        If the path is a link to a folder, such as a checkpoint that was moved to another disk, only the link is
+        deleted.
         """
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -326,7 +328,7 @@ def storage_of(path: PurePath) -> Storage:
 
 
 def resolved(path: PurePath) -> PurePath:
-    """Return the path with links resolved, which is equal for all paths of the same file."""
+    """Return the path with links resolved, which is the same for all paths to a file."""
     return path.resolve() if isinstance(path, Path) else path
 
 
@@ -400,7 +402,7 @@ class _Ranges(SeekableFile):
         length = min(len(into), max(0, self._size - self._at))
         data = self._storage.read(self._path, self._at, length) if length else b""
         if len(data) != length:
-            raise OSError(f"{self._path}: {length} bytes from {self._at} on were asked for, and {len(data)} came")
+            raise OSError(f"{self._path}: {length} bytes requested at offset {self._at}, but {len(data)} read")
         into[: len(data)] = data
         self._at += len(data)
         return len(data)

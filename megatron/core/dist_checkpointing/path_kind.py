@@ -31,7 +31,7 @@ OUTCOME = "outcome"
 LEASE = ".lease"
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Name of the folder beside the checkpoints in which a run stores its tokenizer files."""
+"""Name of the folder, next to the checkpoints, in which a run stores its tokenizer files."""
 
 Folder = TypeVar("Folder", bound=PurePath)
 
@@ -42,7 +42,7 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """Rank among kinds: a path that matches several kinds has the kind with the smallest number.
+    """Position among the kinds: a path that matches several kinds is of the kind with the smallest number.
 
     Built-in numbers are 0, 10, ...: URL, indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder,
     other folder, nothing, other file.
@@ -75,17 +75,18 @@ class DataReader(Protocol):
     """Makes indexed datasets from files."""
 
     def prefix(self, flag: str, path: str, /) -> str:
-        """Return the prefix of the dataset made from the files that a path names; makes it if necessary.
+        """Return the prefix of the dataset made from the files that a path names. Creates the dataset if necessary.
 
         Raises ValueError, which names the flag.
         """
 
 
 class DataKind(ABC):
-    """A kind of path that --data-path accepts besides the prefix of an indexed dataset."""
+    """A kind of path, other than the prefix of an indexed dataset, that --data-path accepts."""
 
     urls = False
-    """True if the kind supports URLs. The one with the highest `order` reports those that no kind knows."""
+    """True if the kind supports URLs. Among these kinds, the one with the highest `order` reports URLs that no kind
+    recognizes."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...
@@ -127,7 +128,7 @@ def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
     try:
         return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
-    except OSError as error:  # for storage paths; messages show the path that the user gave
+    except OSError as error:  # for paths in a storage; messages show the path that the user gave
         raise OSError(str(error).replace(f"{path}.idx", path)) from error
 
 
@@ -246,8 +247,8 @@ def is_checkpoint(path: PurePath) -> bool:
 def named_folder(path: Folder) -> Folder:
     """Return the folder that a path refers to.
 
-    If nothing is there, that is the checkpoint beside it whose name the text file `path`.txt contains. Such a file
-    replaces a link on file systems without links.
+    If nothing exists at the path, this is the neighbouring checkpoint whose name the text file `path`.txt contains.
+    Such a file replaces a link on file systems without links.
     """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
@@ -276,7 +277,7 @@ def read_latest(root: PurePath) -> int | None:
     if not storage.exists(path):
         return None
     is_file = not isinstance(path, Path) or path.is_file()
-    text = storage.read(path).decode(errors="replace").strip() if is_file else "something else than a file"
+    text = storage.read(path).decode(errors="replace").strip() if is_file else "something other than a file"
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise ValueError(
             f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
@@ -309,11 +310,11 @@ def candidates(path: PurePath) -> Candidates:
     except ValueError as error:
         if not saved:
             raise
-        latest, remarks = None, [f"{error}; taken as the latest: {max(saved)}"]
+        latest, remarks = None, [f"{error}; using the latest checkpoint found: {max(saved)}"]
     else:
         if latest is None and saved:
-            remarks.append(f"there is no {LATEST} in {path}; taken as the latest: {max(saved)}")
+            remarks.append(f"there is no {LATEST} in {path}; using the latest checkpoint found: {max(saved)}")
     numbers = sorted((number for number in saved if latest is None or number <= latest), reverse=True)
     if latest is not None and latest not in saved:
-        remarks.append(f"skipped checkpoint {latest} that {path / LATEST} names: there is no folder of it")
+        remarks.append(f"skipped checkpoint {latest} that {path / LATEST} names: its folder does not exist")
     return Candidates(tuple(saved[number] for number in numbers), tuple(remarks))

@@ -50,8 +50,8 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
         size: bytes of the whole file, which limits its storages and calls.
         also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
-    Raises pickle.UnpicklingError, in one line, for a call that allocates by a number, copies too much or is not known,
-    and for a damaged pickle.
+    Raises pickle.UnpicklingError, in one line, for a call that allocates memory of a given size, copies too much or is
+    unknown, and for a damaged pickle.
     """
     reader = _Reader(data, size, also)
     try:
@@ -60,10 +60,10 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
     except Refused:
         raise
     except EOFError:
-        raise Refused("it is damaged, or no file of torch.save (it ends within a pickle)") from None
+        raise Refused("it is damaged or not a torch.save file (it ends within a pickle)") from None
     except (ValueError, LookupError, AttributeError, TypeError, struct.error, MemoryError) as error:
         why = f"{type(error).__name__} at byte {reader.place} of its pickles"
-        raise Refused(f"it is damaged, or no file of torch.save ({why})") from None
+        raise Refused(f"it is damaged or not a torch.save file ({why})") from None
 
 
 @dataclass
@@ -137,16 +137,16 @@ class _Reader:
         self.stack.append(self.call(self.stack.pop(), given))
 
     def call(self, function: object, given: object) -> object:
-        """Return the value of a call. Raises Refused unless the call is known to be harmless."""
+        """Return the result of a call. Raises Refused unless the call is known to be harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
-            raise Refused("it calls something else than a function with arguments")
+            raise Refused("it calls something other than a function with arguments")
         self.spent += len(given) + sum(map(cost, given))
         if self.spent > 4 * self.size + FREE_BYTES:
-            raise Refused(f"its calls make more than {self.spent:,} bytes, and it has {self.size:,}")
+            raise Refused(f"its calls create more than {self.spent:,} bytes, but the file has only {self.size:,}")
         if function in self.also:
             return OTHER
         if function not in RULES:
-            raise Refused(f"it asks for {function}, and only tensors and plain values are read; nothing of it was run")
+            raise Refused(f"it asks for {function}, but only tensors and plain values are read; no code was run")
         call = Call(given, self.call)
         if why := RULES[function](call):
             raise Refused(f"it calls {function} {why}")
@@ -163,7 +163,7 @@ class _Reader:
         listed = values.length if isinstance(values, Listed) else None
         counted = isinstance(shape, tuple) and all(type(each) is int for each in shape) and prod(shape) == listed
         if not counted and not (isinstance(values, Made) and values.size is not None):
-            raise Refused("it has an array without as many values as its shape states")
+            raise Refused("it has an array whose number of values differs from its shape")
 
     def load_storage(self) -> None:
         """Check a storage ('storage', type, key, place, elements, ...), which torch may allocate before it reads it."""
@@ -173,7 +173,7 @@ class _Reader:
             raise Refused("it has a storage of an unknown type or size")
         found = Storage(count, STORAGES[kind])
         if not isinstance(key, str | bytes) or self.storages.setdefault(key, found) != found:
-            raise Refused("it has a storage without a key, or two with the same")
+            raise Refused("it has a storage without a key, or two storages with the same key")
         if found is self.storages[key]:
             self.stored += found.nbytes
         if self.stored > self.size:

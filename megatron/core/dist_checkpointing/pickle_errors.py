@@ -13,13 +13,13 @@ _ADVICE = re.compile(r"weights.only|safe_globals|allowlist|trust", re.IGNORECASE
 
 
 def why_refused(error: BaseException) -> str:
-    """Return the reason of a pickle error without torch's advice."""
+    """Return the reason for a pickle error, without torch's advice."""
     text = str(error)
     if "eights only" not in text and "WeightsUnpickler" not in text:
         return text
     if named := _GLOBAL.search(text):
-        return f"it asks for {named[1].rstrip('.')}, and only tensors and plain values are read; nothing of it was run"
+        return f"it asks for {named[1].rstrip('.')}, but only tensors and plain values are read; no code was run"
     reason = _REASON.search(text)
     if reason is None or _ADVICE.search(reason[1]):
-        return "it is damaged, or holds more than tensors and plain values; nothing of it was run"
-    return f"it is damaged, or no file of torch.save ({reason[1].strip()[:100]})"
+        return "it is damaged, or holds more than tensors and plain values; no code was run"
+    return f"it is damaged or not a torch.save file ({reason[1].strip()[:100]})"

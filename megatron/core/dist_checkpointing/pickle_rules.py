@@ -1,4 +1,5 @@
-"""Functions that a torch.save file may call, and their permitted arguments; none may allocate a given size.
+"""Functions that a torch.save file may call, and their permitted arguments; no call may allocate memory of a given
+size.
 
 This module does not import torch.
 """
@@ -36,7 +37,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Made:
-    """Value that a function of the pickle has returned."""
+    """Value that a function called by the pickle has returned."""
 
     name: str
 
@@ -85,7 +86,7 @@ def _array_of_bytes(call: Call) -> str | None:
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
-    return None if known else "with something else than bytes"
+    return None if known else "with something other than bytes"
 
 
 def _bytes_of_text(call: Call) -> str | None:
@@ -93,7 +94,7 @@ def _bytes_of_text(call: Call) -> str | None:
     text, codec = call.given if len(call.given) == 2 else (None, None)
     call.size = cost(text)
     usual = isinstance(text, str) and codec in ("latin1", "latin-1", "utf-8")
-    return None if usual else "with another encoding than latin1"
+    return None if usual else "with an encoding other than latin1"
 
 
 def _tensor(call: Call) -> str | None:
@@ -102,7 +103,7 @@ def _tensor(call: Call) -> str | None:
     if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"
     if len(shape) != len(strides):
-        return "with other numbers of sizes and strides"
+        return "with different numbers of sizes and strides"
     reach = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     width = _width(call.given[6]) if len(call.given) > 7 else storage.itemsize
     if prod(shape) and reach * width > storage.nbytes:
@@ -125,7 +126,7 @@ def _natural(value: object) -> TypeGuard[int]:
 def _with_type(call: Call) -> str | None:
     """(function, type, arguments, state): checks the call of `function`."""
     if len(call.given) != 4:
-        return "with other arguments than function, type, arguments and state"
+        return "with arguments other than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])
     return None
 

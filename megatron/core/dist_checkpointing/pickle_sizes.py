@@ -33,7 +33,7 @@ def check_sizes(data: bytes) -> None:
         code = data[place]
         size = _SIZES.get(code)
         if size is None:
-            raise pickle.UnpicklingError(f"byte {place} is {code:#04x}, which begins no instruction of a pickle")
+            raise pickle.UnpicklingError(f"byte {place} is {code:#04x}, which is not a pickle instruction")
         place += 1
         if size in _COUNTS:
             width = _COUNTS[size]
@@ -64,6 +64,6 @@ def check_sizes(data: bytes) -> None:
 
 
 def _check_place(place: int, most: int) -> None:
-    """Check a memo index: a pickle that uses that many entries has more bytes."""
+    """Check a memo index: a pickle with that many memo entries would have more bytes."""
     if place > most:
         raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")

@@ -21,11 +21,11 @@ GAP = 64 << 10
 """Largest gap in bytes between two ranges that are fetched together. A separate request would take longer."""
 
 HELD = 3
-"""Number of pieces in memory; an archive needs its beginning, its end and a part of its data."""
+"""Number of pieces in memory; reading an archive needs its beginning, its end and a part of its data."""
 
 
 class Range(NamedTuple):
-    """Bytes `start` to `end` of a file, excluding `end`."""
+    """Bytes [start, end) of a file."""
 
     start: int
     end: int
@@ -51,12 +51,12 @@ class SeekableFile(io.RawIOBase):
         return self._at
 
     def readall(self) -> bytes:
-        """Read the rest in one request, instead of many of a few KiB."""
+        """Read the rest in one request, instead of in many requests of a few KiB."""
         return self.read(max(0, self._size - self._at)) or b""
 
 
 class RangedFile(SeekableFile):
-    """A stored file from which little is read except `ranges`.
+    """A stored file from which hardly anything but `ranges` is read.
 
     If the ranges are read from front to back, each byte is fetched about once, in any order within a range. Up
     to `HELD` pieces stay in memory.

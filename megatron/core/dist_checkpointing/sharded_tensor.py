@@ -2,7 +2,7 @@
 
 A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
 row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
-any other. State is therefore saved as it is in memory, without a gather and without a copy of the whole.
+any other. State is therefore saved as it is in memory, without gathering or copying the whole tensor.
 
 DCP reads boxes through three private torch methods. Only this file implements them.
 """
@@ -51,15 +51,15 @@ class ShardedBoxes(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:  # type: ignore[override]
-        raise TypeError(f"{func} on ShardedBoxes, which describes where data lies and supports no computation")
+        raise TypeError(f"{func} on ShardedBoxes, which only locates data and supports no computation")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         boxes = [(offset, tuple(data.shape)) for offset, data in self.boxes]
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return one item for each box that this rank writes. Of equal boxes (a tied weight held twice), only the first
-        is written."""
+        """Return one item for each box that this rank writes. If boxes are equal (a tied weight held twice), only the
+        first is written."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -106,8 +106,8 @@ class OptimizerPiece:
     `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
     Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
 
-    A state may have its own shape, `own_shape`. The piece then refers to elements of the whole state, which no other
-    rank of the stage holds.
+    A state may have its own shape, `own_shape`. The piece then refers to elements of the whole state, and no other rank
+    of the stage holds this state.
     """
 
     key: str

@@ -35,7 +35,7 @@ def model_state(
 ) -> StateDict:
     """Return the state dict to save for the parameters of this rank's stages.
 
-    The rank holds only the `sharded` pieces of some parameters.
+    `sharded` holds the pieces of those parameters that the rank does not hold as a whole.
     """
     writers = _Writers(state)
     of_shards = _Writers(state, True)
@@ -130,7 +130,7 @@ def callback_targets(
 
 
 def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """Yield (meta, parameter) for every parameter of the modules; shared parameters appear once."""
+    """Yield (meta, parameter) for every parameter of the modules; each shared parameter appears once."""
     every = {id(param): (name, param) for module in modules for name, param in module.named_parameters()}
     for name, param in every.values():
         meta = getattr(param, "meta", None)

@@ -57,7 +57,7 @@ class MismatchError(ValueError):
     def __init__(self, text: str, keys: Sequence[str]) -> None:
         super().__init__(text)
         self.keys = keys
-        """Names of the tensors that do not match."""
+        """Names of the tensors that differ."""
 
 
 class CheckpointError(RuntimeError):
@@ -153,7 +153,7 @@ def _save(
         latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
-        storage.replace(root / LATEST, str(iteration).encode(), latest)  # or another run has published in the meantime
+        storage.replace(root / LATEST, str(iteration).encode(), latest)  # fails if another run has published
 
     on_first_rank(publish, world)
     return final
@@ -279,7 +279,7 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""(True for a user error, which raises ValueError, else False for a CheckpointError; message)."""
+"""A pair: True for a user error, which raises ValueError, or False for a CheckpointError; and the message."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:
@@ -329,10 +329,10 @@ def _few(names: Sequence[object]) -> str:
 
 @contextmanager
 def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator[None]:
-    """Convert DCP's exception to a CheckpointError with the cause of the first failed rank, or to a ValueError if a
-    file in `reads` is damaged.
+    """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. With `reads`, a damaged
+    checkpoint file raises ValueError instead.
 
-    DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning about working in a single
+    DCP raises a BaseException with the failures of all ranks on every rank. Its warning about working in a single
     process is silenced, because that is intended.
     """
     try:
@@ -350,7 +350,7 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 def _is_of_content(error: BaseException) -> bool:
     """Return whether an error means that a checkpoint's file is damaged or forged.
 
-    The manifest may not reveal it.
+    The manifest does not always reveal such damage.
     """
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

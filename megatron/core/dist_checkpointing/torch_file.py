@@ -1,4 +1,4 @@
-"""Reads untrusted torch.save files: only tensors and plain values, and no more memory than the file's size."""
+"""Reads untrusted torch.save files: accepts only tensors and plain values, and allocates at most the file's size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PICKLES = 5
 def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     """Read a file with `weights_only` onto the CPU, memory-mapped if its format allows.
 
-    `permitted` are additional classes and functions, or pairs of an object and its name, that the file may name. Their
-    calls must not allocate memory by a given number. Raises pickle.UnpicklingError if a file requests anything else, or
-    more memory than its size; a damaged file may raise many other exceptions.
+    `permitted` are additional classes and functions, or pairs of an object and its name, that the file may name. Calls
+    of these objects must not allocate memory of a given size. Raises pickle.UnpicklingError if a file requests anything
+    else, or more memory than its size; a damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -33,7 +33,8 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
 
 def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
-    """Check the calls that torch.load would make for a seekable file at its beginning; restores the position.
+    """Check the calls that torch.load would make for a seekable file, which must be at its beginning. Restores the
+    position.
 
     Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more than the
     file holds, and for a damaged pickle. Damage in a zip file is left for torch to report.
@@ -71,7 +72,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
 def _check_older(file: IO[bytes], size: int, permitted: Sequence[str]) -> None:
     try:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, AttributeError):  # not a file of the operating system
+    except (OSError, AttributeError):  # the stream is not a file of the operating system
         check_calls(file.read(), size, permitted, PICKLES)
         return
     with mapped:

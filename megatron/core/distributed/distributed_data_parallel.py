@@ -47,11 +47,11 @@ class DistributedDataParallel:
     Every parameter must have its `meta`. Modules may share a Parameter; it is kept once. With
     `use_distributed_optimizer` (ZeRO-1), each rank ends up with the summed gradient of its own shards only.
 
-    With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
-    With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
-    module waits for its own parameters before it runs. A matrix-product format may gather weights in its own format:
-    the parameters outside of this rank's shards are then outdated. Call `finish_param_sync` before you read
-    parameters outside of a forward pass.
+    With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
+    complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
+    each module waits for its own parameters before it runs. A low-precision GEMM format may gather weights in that
+    format instead of the parameters: the parameters outside of this rank's shards are then outdated. Call
+    `finish_param_sync` before you read parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
     passes of their unit; `passes` are the objects that the modules share. `initialize` sets the values of parameters
@@ -104,7 +104,7 @@ class DistributedDataParallel:
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
         self.units = store.hooks(self.modules, self.params, of_units, drops, passes.queue, passes.casts)
         self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
-        """Casts weights before they are gathered; None if all are gathered in their own format."""
+        """Casts weights before they are gathered; None if all weights are gathered in the parameters' dtype."""
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
@@ -149,7 +149,7 @@ class DistributedDataParallel:
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of parameters and of gradients that stay on the device, and of both in host memory."""
+        """Bytes of the parameters and of the gradients that stay on the device, and bytes of both in host memory."""
         found = [0, 0, 0]
         for buffer in self.buffers:
             for kind, kept in enumerate((buffer.param_data, buffer.grad_data)):
@@ -200,7 +200,7 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all.
+        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets.
 
         Also adds small gradients that were held back to be added together.
         """
@@ -224,7 +224,8 @@ class DistributedDataParallel:
             self._started += 1
 
     def finish_grad_sync(self) -> None:
-        """Start the remaining reductions and wait for all. Owned gradients are then sums over data-parallel ranks."""
+        """Start the remaining reductions, and wait for all reductions. Owned gradients are then sums over data-parallel
+        ranks."""
         self.start_grad_sync()
         self.units.finish_grad_sync()
         for bucket in self._reduced_whole:
@@ -244,21 +245,21 @@ class DistributedDataParallel:
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
         """Start the all-gathers of updated parameters in forward order, for some buckets or for all."""
         if self.param_gather is not None:
-            assert buckets is None, "casts follow from all parameters"
+            assert buckets is None, "casts are computed from all parameters"
             self.param_gather.cast_()
         for bucket in reversed(self.buckets):
             if buckets is None or bucket in buckets:
                 bucket.start_param_sync()
 
     def wait_param_sync(self) -> None:
-        """Wait for the all-gathers: a forward pass can run."""
+        """Wait for the all-gathers, after which a forward pass can run."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for the all-gathers. Gather weights again that were gathered in another format than their own.
+        """Wait for the all-gathers, and gather those parameters whose weights were gathered in another format.
 
-        Every parameter that is whole between passes is then whole again. Collective over the data-parallel ranks.
+        Every parameter that is whole between passes is then up to date. Collective over the data-parallel ranks.
         """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):
@@ -280,7 +281,8 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad` after a sync that left shards. For tests and diagnosis."""
+        """All-gather every `main_grad` after a gradient sync that left each rank only its shards. For tests and
+        diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 

@@ -4,9 +4,9 @@ Losses are token sums, and so are gradients until the factor of `reduce_model_gr
 valid tokens in the global batch. The result therefore does not depend on how the batch is split over micro-batches,
 data, context and pipeline.
 
-Sums over data-parallel ranks come first: they may have started during backward, and they leave each rank its shards.
-The other sums commute with them and then run over the shards only: sums of gradients that are partial over a model
-axis, and of gradients of parameters that two pipeline stages share.
+Sums over data-parallel ranks come first: they may have started during the backward pass, and they leave each rank only
+its shards. The other sums commute with them and then run over the shards only: sums of gradients that are partial over
+a model axis, and of gradients of parameters that two pipeline stages share.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def reduce_model_grads(
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int | None = -1) -> Tensor:
     """Return the number of valid tokens in the global batch on every rank, as a float64 scalar.
 
-    It is the count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. With None, each pipeline
-    rank counts for itself, and none waits for another.
+    It is the count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. If `loss_rank` is None,
+    each pipeline rank uses its own count, and no pipeline rank waits for another.
     """
     total = all_reduce_(num_tokens.detach().to(torch.float64, copy=True), state.dp_cp)
     if state.pp.size > 1 and loss_rank is not None:

@@ -1,9 +1,10 @@
 """Overlap of gradient reduction and parameter all-gather with computation: when each bucket is ready.
 
-Gradients: a parameter reports each contribution to its `main_grad`, equally often for every micro-batch: once for each
-use in a layer that adds its own gradient, and once for autograd's whole contribution. A gradient is therefore complete
-after (reports per micro-batch) * (micro-batches), regardless of the order of backward passes, whole or split, and of
-the stages that share the parameter. No schedule has to mark the last backward.
+Gradients: a parameter reports each contribution to its `main_grad`. There is one report for each use in a layer that
+adds its own gradient, and one report for autograd's whole contribution, so every micro-batch causes the same number of
+reports. A gradient is therefore complete after (reports per micro-batch) * (micro-batches), regardless of the order of
+backward passes, whole or split, and of the stages that share the parameter. No schedule has to mark the last backward
+pass.
 
 Parameters: before a module runs, it waits for the buckets that it reads.
 """
@@ -72,7 +73,7 @@ class GradReadiness:
 def wait_before_forward(
     modules: Sequence[nn.Module], params: Sequence[nn.Parameter], buckets: Sequence[Bucket]
 ) -> None:
-    """Make each module wait, before its forward, for the all-gather of the parameters that it reads.
+    """Make each module wait, before its forward pass, for the all-gather of the parameters that it reads.
 
     A ModuleList entry, which is a layer, waits for all its parameters, so that its code may read them in any order.
     Outside layers, each module that owns parameters waits for them.

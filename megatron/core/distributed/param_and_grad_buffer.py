@@ -27,12 +27,12 @@ class Bucket:
     """Part of a buffer that is reduced in one collective.
 
     `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part. With
-    `shard_grads`, a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part, which this
-    rank updates.
+    `shard_grads`, a reduction leaves its sum only in `grad_shard`, otherwise in `grads`. `owned_*` is the part with the
+    sum, which this rank updates.
 
-    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed at its end. The
-    sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has the precision of
-    `reduce_dtype`.
+    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed when the
+    reduction ends. The sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has
+    the precision of `reduce_dtype`.
     """
 
     on_host = False
@@ -80,7 +80,7 @@ class Bucket:
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for states of its elements that are updated on the host."""
+        """Allocate host memory for the states of those elements of the bucket that are updated on the host."""
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
@@ -133,7 +133,7 @@ class Bucket:
             self._param_sync = None
 
     def gather_params_(self) -> None:
-        """All-gather `owned_params` into `params` if the last gather was of bytes."""
+        """All-gather `owned_params` into `params` if the last gather sent cast bytes."""
         self.finish_param_sync()
         if self._behind:
             start_all_gather(self.param_shard, self.axis, out=self.params).wait()
@@ -205,7 +205,7 @@ class UnitStore:
             params: Their parameters.
             buckets: Buckets of units.
             shards_params: True if parameters are sharded.
-            queue: Holds back weight gradients of split backwards.
+            queue: Holds back the weight gradients of split backward passes.
             casts: Weight copies in another format.
         """
         return WholeUnits()
@@ -309,8 +309,8 @@ class SmallGrads:
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """(parameter, gradient) by the parameter's id. A second gradient of the same parameter is added after the
-        first."""
+        """Pairs of parameter and gradient, by the parameter's id. A second gradient of the same parameter is added
+        after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient can be held back: it is small, no callback waits for it, and its `main_grad`
@@ -329,7 +329,7 @@ class SmallGrads:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add the held gradients to their `main_grad`s, or overwrite stale ones."""
+        """Add the held gradients to their `main_grad`s, or overwrite stale `main_grad`s."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in self._held.values():
             by_dtype.setdefault(grad.dtype, []).append((param, grad))

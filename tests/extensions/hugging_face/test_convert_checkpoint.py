@@ -227,11 +227,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "plain_pickle_that_executes": (
         pickled(lambda folder, file: file.write_bytes(pickle.dumps(Attack(folder)))),
-        "pytorch_model.bin is refused, because it is no plain tensor file: it is damaged, or no file of torch.save",
+        "pytorch_model.bin is refused, because it is no plain tensor file: it is damaged or not a torch.save file",
     ),
     "bin_of_bytes_by_a_number": (
         pickled(lambda folder, file: file.write_bytes(older(LARGE["bytes by a number"]))),
-        "tensor file: it calls builtins.bytearray with something else than bytes",
+        "tensor file: it calls builtins.bytearray with something other than bytes",
     ),
     "bin_without_tensors": (
         pickled(lambda folder, file: torch.save({NORM: "text"}, file)),
