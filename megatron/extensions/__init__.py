@@ -92,6 +92,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("pipeline/pipedream_2bw", "PipeDream-2BW: pipelines that never flush, with two versions of the weights"),
     BuiltIn("memory/offload", "optimizer states and saved activations in host memory"),
     BuiltIn("speed/cpu_half", "matrix products of 16 bits in fp32, on CPUs without instructions for them"),
+    BuiltIn("speed/half_sums", "partial sums of bf16 GEMMs in fp32, on GPUs"),
     BuiltIn("data/phases", "phases of a run, each with data, lengths and a learning rate of its own (--data-phases)"),
     BuiltIn("data/datasets", "for data sets of one's own: samples from a generator, and the writer of indexed files"),
     BuiltIn("data/packing", "whole documents in samples: best-fit packing (--sequence-packing)"),

@@ -1,0 +1,30 @@
+"""The flag sets the precision in which cuBLAS adds partial sums of bf16 GEMMs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.training.config.arguments import parse_args
+from megatron.training.hooks import Parts
+from tests.tiny import TINY
+
+FLAG = "--disable-bf16-reduced-precision-matmul"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_partial_sums_are_added_in_fp32_if_the_flag_is_given(given: bool) -> None:
+    config = parse_args([*TINY.split(), *[FLAG] * given])
+    callbacks = [each for each in Parts().with_registered(config).callbacks if each.name == "half sums"]
+    assert len(callbacks) == given
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        for callback in callbacks:
+            callback.on_setup(mock.Mock())
+        assert matmul.allow_bf16_reduced_precision_reduction == (not given)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
