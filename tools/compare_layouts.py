@@ -39,7 +39,7 @@ from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Tensors compared in 16 bits. Weights and moments are not compared: Adam divides each gradient by its own size, so
-that a gradient that consists only of rounding error, such as the gradient of a key bias, moves its weight by a whole
+even a gradient that consists only of rounding error, such as the gradient of a key bias, moves its weight by a whole
 step."""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}

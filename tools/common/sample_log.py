@@ -14,10 +14,10 @@ from megatron.core.config.json_text import parse_json
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 WITHOUT_DOCUMENTS = (
-    "the samples of this step come from no documents: --mock-data or another --dataset-type made them, so they cannot "
+    "the samples of this step are not from documents: --mock-data or another --dataset-type made them, so they cannot "
     "be decoded; --sample-log has only their origins and checksums"
 )
-"""Message about samples that are from no given data set and whose documents the log does not name."""
+"""Message about samples that belong to none of the given data sets and whose documents are not in the log."""
 
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:

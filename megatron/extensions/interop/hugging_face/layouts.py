@@ -24,11 +24,11 @@ class Layout:
     """Bit-exact conversion between one of our parameters and Hugging Face tensors."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        """Convert their tensors, which have the shapes that `theirs` returns, to our parameter."""
+        """Convert Hugging Face tensors, which have the shapes that `theirs` returns, to our parameter."""
         raise NotImplementedError
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter, which may be on the meta device, to their tensors."""
+        """Convert our parameter, which may be on the meta device, to Hugging Face tensors."""
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:

@@ -18,7 +18,7 @@ from megatron.training.config.run_config import RunConfig
 def with_data_lists(config: RunConfig) -> RunConfig:
     """Return the configuration with the data lists as values of --data-path, --train-data-path and related flags.
 
-    Raises ValueError that names the flag if a list is invalid, and OSError if its file cannot be opened.
+    Raises ValueError, which names the flag, if a list is invalid, and OSError if its file cannot be opened.
     """
     lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()
     for field, value in lists.items():

@@ -100,8 +100,8 @@ class ForeignFlags:
     """Maps a flag with its value to the file in examples/ that registers the value."""
 
     def find(self, name: str, *texts: str) -> Entry | None:
-        """Return the entry of a flag without a field: the entry of the flag with all its values, with its first value,
-        or alone. None if the flag is not known."""
+        """Return the entry of a flag without a field. The flag is looked up with all its values, then with its first
+        value, and then alone. None if the flag is not known."""
         for words in (texts, texts[:1]):
             if words and (entry := self.entries.get(" ".join([name, *words]))):
                 return entry

@@ -240,7 +240,7 @@ class ApiServer:
             self.loop.cancel(job)
 
     async def _stream(self, call: Call, job: Job, event: Progress, rest: AsyncIterator[Progress]) -> AsyncIterator[str]:
-        """Yield server-sent events. An error after the first piece is an event too."""
+        """Yield server-sent events. An error that occurs after the first piece is sent as an event too."""
         count = len(call.requests)
         shown, counted = [0] * count, [0] * count
         try:

@@ -83,7 +83,7 @@ def async_events(
 
 
 def flow_events(number: int, name: str, source: Event, target: Event) -> list[Event]:
-    """Return the events of an arrow from one slice to a later one: a message and the action that uses it."""
+    """Return the events of an arrow from a slice that sends a message to the later slice that uses the message."""
     events = []
     for phase, at, more in (("s", source, {}), ("f", target, {"bp": "e"})):
         # within the slice, and no earlier than the send
