@@ -166,7 +166,7 @@ def _later(x: Tensor, places: int) -> Tensor:
 
 
 class CachedCore(Protocol):
-    """Settings of a `megatron.core.attention.core_attention.CoreAttention` for attention to a cache."""
+    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to a cache needs."""
 
     scale: float
     span: Span
@@ -205,7 +205,8 @@ class EarlierTokens(Protocol):
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Properties of a micro-batch for layers, other than hidden states. A stage computes it once per forward pass."""
+    """Properties of a micro-batch that layers need in addition to hidden states. A stage computes it once per forward
+    pass."""
 
     sample_index: Tensor
     """[b] int64."""

@@ -132,7 +132,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     refuses("drop --exit-on-missing-checkpoint", tmp_path, exit_on_missing_checkpoint=True)
     refuses(r"--finetune needs a checkpoint, and --load .* holds no checkpoint", tmp_path, finetune=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
-    refuses("must hold the number of an iteration", tmp_path)
+    refuses("must contain an iteration number", tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     refuses("its folder does not exist", tmp_path)
 

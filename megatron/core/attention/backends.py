@@ -102,6 +102,6 @@ class ContextParallelFacts:
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)
-"""Registered `ContextAttention` by name."""
+"""Registered implementations of `ContextAttention`, by name."""
 
 CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")

@@ -146,7 +146,7 @@ class TorchKernel:
         """Create the kernel.
 
         Args:
-            scale: Factor of the scores.
+            scale: Scale factor of the scores.
             dropout: Dropout of attention weights.
             slopes: ALiBi slopes [heads].
             cap: Soft cap of the scores.

@@ -21,11 +21,11 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Positions in the whole sequence of a rank's rows, as consecutive ranges."""
+"""Positions of a rank's rows in the whole sequence, as consecutive ranges."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
-    """Return the positions on rank `rank` of `size`, in ascending order."""
+    """Return the positions that rank `rank` of `size` ranks holds, in ascending order."""
     if size == 1:
         return (range(seq_length),)
     assert seq_length % (2 * size) == 0, f"{seq_length} tokens cannot be divided into 2 * {size} chunks"

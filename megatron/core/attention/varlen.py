@@ -38,8 +38,8 @@ class PackedKernel(Protocol):
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, from grad [rows, heads, dv] with any strides, and at least output and
-        log-sum-exp."""
+        """Return the gradients of q, k and v. `grad` [rows, heads, dv] may have any strides. `kept` holds at least
+        the output and the log-sum-exp."""
 
 
 def packed_attention(

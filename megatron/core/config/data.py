@@ -150,7 +150,7 @@ class DatasetConfig(Section):
                     f"{flag_name} {word}: must be NAME=PREFIX, with letters, digits, dots and dashes in NAME"
                 )
             if name in found:
-                raise ValueError(f"{flag_name} {word}: there is a validation set {name} already; choose another name")
+                raise ValueError(f"{flag_name} {word}: a validation set {name} already exists; choose another name")
             found[name] = prefix
         return found
 

@@ -49,8 +49,8 @@ class FlagSpec:
     """True if the flag takes one value and may be given several times; the field holds a tuple."""
 
     path: str | None = None
-    """Kind of path that the value names: "local" for a path in a mounted file system, "stored" for a path there or in a
-    storage that an extension has registered, and "url" if any URL is legal too."""
+    """Kind of path that the value names: "local" for a path in a mounted file system, "stored" for such a path or a
+    path in a storage that an extension has registered, and "url" if any URL is also legal."""
 
     empty_is_none: bool = False
     """True if an empty value means that the flag is not given, as in Megatron-LM. Other flags refuse an empty value."""

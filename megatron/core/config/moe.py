@@ -117,10 +117,12 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that lists a value. Raises ValueError unless exactly one does."""
+        """Return the name of the router that lists a value. Raises ValueError unless exactly one router lists it."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
-            raise ValueError(f"{value} must be stated by one router, and is by {' and '.join(stating) or 'none'}")
+            raise ValueError(
+                f"{value} must be listed by one router, but is listed by {' and '.join(stating) or 'none'}"
+            )
         return stating[0]
 
     def where(self, value: str) -> str:
@@ -176,8 +178,8 @@ class MoEConfig:
         None,
         at_least=1,
         excludes=(
-            Condition(CAPACITY.text + ": experts that compute nothing have none", CAPACITY.holds),
-            "--moe-router-group-topk: experts that compute nothing are in no group",
+            Condition(CAPACITY.text + ": zero-computation experts have none", CAPACITY.holds),
+            "--moe-router-group-topk: zero-computation experts belong to no group",
         ),
     )
     """Number of zero-computation experts (LongCat-Flash). The router can select them like other experts, but each of

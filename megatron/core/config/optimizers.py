@@ -127,8 +127,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of the update at `samples`, the samples consumed since the start of the run.
 
-        It is called only after the warm-up, `length.warmup` samples, and also after the decay, `length.decay` samples.
-        `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        The schedule is called only after the warm-up of `length.warmup` samples, including after the decay ends at
+        `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 
 

@@ -66,7 +66,7 @@ class HostMemory(Protocol):
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Registered `HostMemory` by name. The trunk registers none. An extension registers one as follows:
+"""Registered implementations of `HostMemory`, by name. The trunk registers none. An extension registers one as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
                          with_layers=...)
@@ -123,14 +123,14 @@ class StageSplit(Protocol):
         """Return the number of stages; None if other flags determine it."""
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
-        """Return the costs of embedding and output layer, in layers, given their costs by FLOPs."""
+        """Return the costs of the embedding and the output layer, in layers, given their costs estimated from FLOPs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
         """Map each stage to its number of layers, for the stages whose number is given."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registered `StageSplit` by name. The trunk registers none."""
+"""Registered implementations of `StageSplit`, by name. The trunk registers none."""
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class _Builder:
     ) -> TextDataset | None:
         prefix, share = split_share(prefix)
         indexed = self.open(prefix)
-        assert indexed.checked, "raises ValueError where it is not"
+        assert indexed.checked, "`checked` raises ValueError if the index is invalid"
         documents: range | Pieces
         if share is None:
             documents = self._documents(prefix, indexed, shares)[number]

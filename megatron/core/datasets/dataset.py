@@ -79,7 +79,7 @@ class BuildDatasets(Protocol):
 
 
 DATASETS = Registry("--dataset-type", NoFacts, protocol=BuildDatasets)
-"""Registered `BuildDatasets` by name."""
+"""Registered dataset builders (`BuildDatasets`), by name."""
 
 DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
 DATASETS.register("mock", "megatron.core.datasets.build:build_mock")

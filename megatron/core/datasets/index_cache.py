@@ -4,7 +4,7 @@ The name contains a hash of everything that determines the content, so a stale f
 under a temporary name, synced and renamed, so an existing file is complete. It ends with a checksum of its array, which
 each process verifies. A changed or damaged file is built again. Each process checks by itself whether the files exist,
 which works with one disk per node and with a shared disk. A lock on the folder lets one process build while the others
-wait. Without locks, as on some network disks, processes build equal files concurrently.
+wait. Without locks, as on some network disks, processes build the same files concurrently.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class GPTIndex(NamedTuple):
 
 
 MANY_SAMPLES = 4
-"""Samples per document from which sample starts are computed on access.
+"""Number of samples per document above which sample starts are computed on access instead of stored.
 
 Storing all starts, two numbers each, would take more memory and time than everything else, no matter how few samples a
 run reads.

@@ -75,5 +75,5 @@ class SampleFormat:
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise ValueError(
                 f"{where} has token id {worst}, outside the vocabulary of {self.vocab_size} tokens (--vocab-size or "
-                "the tokenizer's); train with the tokenizer that the data was made with"
+                "the tokenizer's); train with the tokenizer that created the data"
             )

@@ -49,5 +49,5 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
 
 
 def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
-    """Return `TextDataset.documents_of`, or nothing if the dataset does not know the parts."""
+    """Return `TextDataset.documents_of`, or an empty list if the dataset does not know the parts."""
     return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []

@@ -121,7 +121,7 @@ class DataIterator:
         if end > self.end:
             raise ValueError(
                 f"the {self.name} data ended: a step takes samples {consumed_samples} to {end - 1} and the dataset has "
-                f"{self.end}; ask for more samples (--train-iters or --train-samples for training, "
+                f"{self.end}; request more samples (--train-iters or --train-samples for training, "
                 "--eval-iters for evaluation), which repeats the data, or stop earlier"
             )
         wanted = self._deal(range(consumed_samples, end))

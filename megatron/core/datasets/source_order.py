@@ -57,7 +57,7 @@ class SourceOrder:
         self.cache = cache
         self.segments: list[DocumentSamples] = []
         self.taken = 0
-        """Consumed samples of the segments."""
+        """Number of consumed samples in the segments."""
         self._begun = 0
 
     @property

@@ -160,7 +160,7 @@ class CheckpointWriter:
 
 
 def _failure(fn: Callable[[], object]) -> str | None:
-    """Run `fn` and return the message of its CheckpointError, which is equal on every rank; None on success."""
+    """Run `fn` and return the message of its CheckpointError, which is the same on every rank; None on success."""
     try:
         fn()
     except CheckpointError as error:

@@ -3,7 +3,7 @@
 With many small tensors, a save would spend most of its time in `torch.save`, which makes a zip archive and a pickle per
 tensor, and a load in `torch.load`. Archives of tensors with the same dtype, shape and strides differ only in the
 tensor's data, so the writer assembles them from a template. The bytes in the file are the same. A reader that finds a
-template's bytes around the data does not unpickle.
+template's bytes around the data does not unpickle the archive.
 """
 
 from __future__ import annotations

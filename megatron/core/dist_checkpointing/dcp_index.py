@@ -119,7 +119,7 @@ class IndexReader(dcp.FileSystemReader):
         return contiguous(dtype, chunk.sizes) if 0 < size <= min(SMALL, info.length) else None
 
     def _template(self, kind: Kind) -> Template | None:
-        with suppress(RuntimeError, TypeError, ValueError):  # a dtype in a forged index
+        with suppress(RuntimeError, TypeError, ValueError):  # a forged index may contain a dtype without a template
             return self._templates.of(kind)
         return None
 
@@ -171,4 +171,4 @@ class IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which no index of tensors needs")
+        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which no tensor index needs")

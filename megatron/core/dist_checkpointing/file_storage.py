@@ -209,7 +209,7 @@ class StorageClass(Protocol):
 
 
 STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
-"""Registered `StorageClass` by URL scheme."""
+"""Registered storage classes (`StorageClass`), by URL scheme."""
 
 
 class LocalStorage(Storage):

@@ -77,7 +77,7 @@ class DataReader(Protocol):
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Creates the dataset if necessary.
 
-        Raises ValueError, which names the flag.
+        Raises ValueError with the name of the flag.
         """
 
 
@@ -93,7 +93,7 @@ class DataKind(ABC):
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """Return a line about the files of a path. Raises ValueError, which names the flag."""
+        """Return a line about the files of a path. Raises ValueError with the name of the flag."""
 
     @abstractmethod
     def reader(
@@ -179,7 +179,7 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
         ("empty", _is_empty, "is an empty folder", ""),
         ("folder", _is_folder, "is a folder without a model, a run or text", ""),
         ("missing", _is_missing, "is missing: there is no such file or folder", ""),
-        ("file", lambda path: True, "is a file of no known kind", ""),
+        ("file", lambda path: True, "is a file of unknown kind", ""),
     )
 ):
     PATH_KINDS.register(_name, _holds, about=_about, order=10 * _order, loaded_as=_loaded_as)
@@ -280,7 +280,7 @@ def read_latest(root: PurePath) -> int | None:
     text = storage.read(path).decode(errors="replace").strip() if is_file else "something other than a file"
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise ValueError(
-            f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
+            f"{path} must contain an iteration number, not {text[:40]!a}; write the number of one of "
             f"{[name for name in storage.names(root) if name.startswith('iter_')]} into it, or delete it"
         )
     return int(text)

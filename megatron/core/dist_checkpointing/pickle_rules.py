@@ -124,7 +124,7 @@ def _natural(value: object) -> TypeGuard[int]:
 
 
 def _with_type(call: Call) -> str | None:
-    """(function, type, arguments, state): checks the call of `function`."""
+    """Check a call with (function, type, arguments, state): the inner call of `function` must be permitted."""
     if len(call.given) != 4:
         return "with arguments other than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])
@@ -132,12 +132,12 @@ def _with_type(call: Call) -> str | None:
 
 
 def _empty_array(call: Call) -> str | None:
-    """(ndarray, (0,), ...): shape and values follow as state."""
+    """Check a call with (ndarray, (0,), ...), which creates an empty array; its shape and values are set later."""
     return None if call.given[1:2] == ((0,),) else "with a shape"
 
 
 def _one_number(call: Call) -> str | None:
-    """(dtype, bytes): without bytes, numpy allocates a value of the dtype."""
+    """Check a call with (dtype, bytes). Without the bytes, numpy would allocate a value of the dtype."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 

@@ -79,7 +79,8 @@ class ShardedBoxes(Tensor):
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the data of a box. A load looks it up by position in the chunk list, a save by offset."""
+        """Return the data of a box. A load identifies the box by its position in the chunk list, and a save by its
+        offset."""
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
