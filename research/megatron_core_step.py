@@ -3,11 +3,13 @@
     python research/megatron_core_step.py RANK FOLDER FAULT     once for each of the ranks 0 and 1, at the same time
 
 The model has a dense layer, a layer of 4 experts and one module of multi-token prediction, with TP 2 and sequence
-parallelism, in fp32. The folder gets `checkpoint/` (torch_dist, before the step), `batch.npz`, `loss.txt`, and
-`wgrads/iter_0000001/mp_rank_XX.pth`, as `save_grads` of Megatron-LM writes them for --save-wgrads-interval.
+parallelism, in fp32. The script writes to the folder: `checkpoint/` (torch_dist, before the step), `batch.npz`,
+`loss.txt`, and `wgrads/iter_0000001/mp_rank_XX.pth`, in the format in which Megatron-LM's `save_grads` writes them for
+--save-wgrads-interval.
 
-FAULT is "none", or "norms": gradients of norms, which each rank sums over its part of the sequence, are not reduced.
-This module imports nothing of this program, whose package has the same name as megatron-core's.
+FAULT is "none" or "norms". With "norms", the gradients of norms, which each rank sums over its part of the sequence,
+are not reduced. This module imports nothing from this program, because its package has the same name as
+megatron-core's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     **{"moe_aux_loss_coeff": 0.0, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"},
     **{"moe_router_dtype": "fp64", "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
 }
-"""The model, with the argument names of Megatron-LM."""
+"""Model arguments, under Megatron-LM's names."""
 
 RUN: dict[str, Any] = {
     **{"iteration": 1, "consumed_train_samples": SAMPLES, "world_size": 2, "data_parallel_size": 1},
@@ -80,14 +82,14 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def replace_private(module: Any, **functions: Any) -> None:
-    """Replace the functions of megatron-core whose names are the given ones with a leading underscore."""
+    """Replace the megatron-core functions whose names are the given names with a leading underscore."""
     for name, function in functions.items():
         assert hasattr(module, f"_{name}"), f"this megatron-core has no _{name}"
         setattr(module, f"_{name}", function)
 
 
 def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """Return torch's norm, marked like Transformer Engine's: its gradient is a sum over the ranks' parts of the
+    """Return torch's norm, marked like Transformer Engine's, whose gradient is a sum over the ranks' parts of the
     sequence."""
     norm: Any = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
     norm.weight.sequence_parallel = config.sequence_parallel
@@ -95,7 +97,7 @@ def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, ep
 
 
 def build_model() -> tuple[Any, Any]:
-    """Return (configuration, GPTModel) with large weights that are equal on every run."""
+    """Return (configuration, GPTModel), with large weights that are equal in every run."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig

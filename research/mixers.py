@@ -6,7 +6,8 @@ layers, in turns.
     python research/mixers.py --only deepseek_v32 --seq-length 8192
 
 The models have a small vocabulary, so that layers take most of the time. Our model is built from the configuration of
-theirs. "products" are only the GEMMs of our forward and backward, each with the shapes and strides of its operands.
+the transformers model. "products" are only the GEMMs of our forward and backward, each with the shapes and strides of
+its operands.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__, 5, seq_length=(2048, "tokens of a sample"))
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of a contestant (default: all cores)")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="these families")
-    parser.add_argument("--compile", action="store_true", help="compile our regions, and the whole of their models")
+    parser.add_argument("--compile", action="store_true", help="compile our regions, and transformers' whole models")
     args = parser.parse_args(argv)
     facts, rows = machine("transformers") | {"threads": args.threads}, []
     for family in args.only:

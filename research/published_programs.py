@@ -1,8 +1,8 @@
-"""Differences of published programs from this one, expressed as another list of the same step's events.
+"""Differences between published programs and this one, expressed as another list of the same step's events.
 
 A plan records the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
 gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Each difference
-is derived from their code, none from their times.
+is derived from the code of these programs, and none from their step times.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ program's kernel moves are subtracted."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
-    """Return the events of attention with as many heads and tokens, computed by GEMMs over the whole square.
+    """Return the events of attention with the same numbers of heads and tokens, computed by GEMMs over the whole
+    square.
 
     The bytes per score are as follows. The softmax reads the half that the mask leaves and writes the square; its
     backward reads two such halves. Dropout reads and writes the square and its mask.
@@ -98,11 +99,11 @@ def attention_with_scores(event: Attention) -> list[Event]:
 
 @dataclass
 class ProgramCache(PlannerCache):
-    """Parts of stages as a published program computes them."""
+    """Stage parts as a published program computes them."""
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Cache of converted events. A key has the id of a part, which stays alive, and True if the part has the output
+    """Cache of converted events. A key is the id of a part, which stays alive, and whether the part has the output
     layer."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:

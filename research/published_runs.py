@@ -9,9 +9,10 @@ errors, separately for runs that constants were fitted to and for runs held out.
 research/published_runs.yaml.
 
 With --memory, prints each run's published and planned peak on the rank with the most memory. It also prints the derived
-size of the attention scores that the published program keeps, unlike this one, and the relative error without and with
-them. Then it prints the median and the largest of the errors that count. The plans are those of `pretrain_gpt.py
---dry-run`. The runs, their sources and the differences of the published programs are in research/published_memory.yaml.
+size of the attention scores, which the published program keeps and this one does not, and the relative error without
+and with the scores. Then it prints the median and the maximum of the errors that count. The plans are those of
+`pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
+research/published_memory.yaml.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run for run in published_runs(table) if args.only in f"{run.device} {run.source} {run.model} {run.precision}"
     ]
     if not runs:
-        parser.error(f"--only {args.only}: no run has this in its device, source, model, precision; see {table}")
+        parser.error(f"--only {args.only}: no run has this text in its device, source, model or precision; see {table}")
     columns = f"{'published':>13}{'planned' if args.memory else 'predicted':>13}{'error':>8}"
     more = f"{'+ scores':>13}{'error':>8}" if args.memory else "  bound by"
     print(f"{PublishedRun.HEAD}{columns}{more}")

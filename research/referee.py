@@ -2,8 +2,7 @@
 
     python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
     python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches
-    python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault: see FAULTS
-
+    python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
 megatron-core's package has the same name as this program's. Install it into its own folder, which only the two
 processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
 referee's.
@@ -69,7 +68,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str])
             if any(codes):
                 break
             if time.monotonic() > end:
-                raise SystemExit(f"the step is not done after {LIMIT} s; run it again on a machine that is not busy")
+                raise SystemExit(f"the step has not ended after {LIMIT} s; run it again on a machine that is not busy")
             time.sleep(0.1)
     finally:
         for rank in ranks:
@@ -93,7 +92,7 @@ def judge(model: Path, batch: Path, gradients: Path, loss: str) -> int:
 
 
 LIMIT = 300
-"""Seconds that a step may take; it takes seconds on a machine that is not busy."""
+"""Time limit of a step in seconds; on a machine that is not busy, a step takes a few seconds."""
 
 JUDGED = {"megatron-core": judged_megatron_core, "trainer": judged_trainer}
 

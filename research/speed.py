@@ -3,7 +3,7 @@
     python research/speed.py --only "llama float32 eager" --rounds 7
     python research/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two rows of another
 
-Adds the other programs to the cells of tools/bench/speed.py, whose other options apply here too. Each program needs its
+Adds the other programs to the cells of tools/bench/speed.py, whose options apply here too. Each program needs its
 package: `pip install -r research/requirements.txt`, in a separate environment.
 
 In one process, the models of the other programs (research/peers.py) train with torch's fused AdamW and gradient
@@ -43,7 +43,7 @@ TORCHS = {
     "ours ZeRO-2": "torch FSDP2 ZeRO-2",
     "ours ZeRO-3": "torch FSDP2 ZeRO-3",
 }
-"""Row of PyTorch's own parallelism for each row of this program."""
+"""Row of PyTorch's own parallelism that is compared with each row of this program."""
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -77,7 +77,7 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
-    """Return the cells of tools/bench/speed.py to which other programs can be added, with these programs."""
+    """Return the cells of tools/bench/speed.py to which other programs can be added, together with these programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):

@@ -55,8 +55,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [b, s] -> logits [b, s, V]. If another pipeline stage owns the embedding or the output layer, it is
-    None."""
+    """Tokens [b, s] -> logits [b, s, V]. `embedding` or `output` is None if another pipeline stage owns it."""
 
     def __init__(self, shape: Style) -> None:
         super().__init__()
@@ -130,8 +129,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Return the forward and backward passes of every `size`-th sample. Before each, `begin` is called with True if it
-    is the last one."""
+    """Return the forward and backward passes of every `size`-th sample. Before each micro-batch, `begin` is called with
+    True for the last micro-batch and False otherwise."""
 
     def backward() -> None:
         batch = next(batches)

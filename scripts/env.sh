@@ -3,8 +3,8 @@
 
 # Sets PYTHON to an interpreter with the packages of the given requirements file: the interpreter of .venv in the
 # repository, which is created on first use and updated whenever the file has changed. To use your own environment (a
-# container, a cluster module), set PYTHON to its interpreter. Then nothing is installed, and it must be able to import
-# the modules named after the file.
+# container, a cluster module), set PYTHON to its interpreter. Nothing is then installed, and this interpreter must be
+# able to import the modules named after the file.
 ensure_environment() {
     local requirements="$1" venv=.venv installed
     if [[ -n "${PYTHON:-}" ]]; then
@@ -21,7 +21,7 @@ ensure_environment() {
             "or set PYTHON to an environment of your own" >&2
         return 1
     fi
-    # A copy of the installed requirements: nothing needs to be done while the files are equal.
+    # A copy of the installed requirements; while it equals the requirements file, nothing needs to be installed.
     installed="$venv/$requirements"
     if ! cat requirements.txt "$requirements" | cmp -s - "$installed"; then
         echo "installing $requirements into $venv (a minute or two; torch is large)"

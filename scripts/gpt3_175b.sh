@@ -7,7 +7,7 @@
 #   bash scripts/gpt3_175b.sh --dry-run --world-size 1024
 #
 # Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags override those
-# below. Unlike the paper's model, attention is dense in every layer; the paper alternates dense and banded sparse ones.
+# below. Attention is dense in every layer, whereas the paper alternates dense and banded sparse attention.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

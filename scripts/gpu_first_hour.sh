@@ -13,8 +13,10 @@
 #
 # FOLDER, by default $OUT or otherwise runs/gpu (runs/gpu-trial with --cpu), receives JSON files, a log for each part,
 # calls.jsonl (every command, its exit code and seconds) and, after every part, page.md. A part that runs again first
-# removes its own files. A command that fails or takes too long is named at the end, and the other commands still run.
-# Figures are written as they become known, so a killed command leaves those that it had. SIGINT, SIGTERM and SIGHUP end
+# removes its own files. If a command fails or takes too long, the other commands still run, and the script names it at
+# the end.
+# Figures are written as they become known, so a killed command leaves the figures known so far. SIGINT, SIGTERM and
+# SIGHUP end
 # the running command, and the page is written.
 #
 # PYTHON is the interpreter, by default python3. DEVICE is the GPU of the predictions, by default h100. SHARE is the
@@ -84,7 +86,7 @@ absolute() {
 OUT="$(absolute "${positional[1]:-${OUT:-$PWD/runs/gpu${cpu:+-trial}}}")"
 DEVICE_FILE="$(absolute "${DEVICE_FILE:-$OUT/device.yaml}")"
 
-# Runs a command for at most so many seconds; its output goes to the screen and to the log of the part, or to log_name.
+# Runs a command with a time limit in seconds; its output goes to the screen and to the part's log, or to log_name.
 # It runs in the background: bash handles a signal only after a command in the foreground ends.
 limited() {
     local log="$OUT/${log_name:-$current.log}" code
@@ -122,7 +124,7 @@ note_call() {
     if [[ "$current" == page ]]; then
         return
     fi
-    if [[ -f "$calls" && -n "$(tail -c 1 "$calls")" ]]; then # its last line was cut off
+    if [[ -f "$calls" && -n "$(tail -c 1 "$calls")" ]]; then # the last line was cut off
         echo >>"$calls"
     fi
     text="${text//\\/\\\\}"
@@ -143,7 +145,7 @@ stop() {
     trap '' INT TERM HUP
     running=$(jobs -pr)
     if [[ -n "$running" ]]; then
-        kill "$running" 2>/dev/null # timeout passes it on to the process group, and kills that after ten seconds
+        kill "$running" 2>/dev/null # timeout signals the process group, and kills it after ten seconds
         wait "$running"
     fi
     if [[ -n "$copier" ]]; then
@@ -231,7 +233,7 @@ tests() {
         --num-workers 0 ${cpu:+"$cpu"}
 }
 
-# Eight layers of Llama 3.1 8B, whose plan is 58 to 60 GiB.
+# Eight layers of Llama 3.1 8B, with planned memory of 58 to 60 GiB.
 llama() {
     local layers=(--config llama-8b-layers --layers 8 --steps 1 --rounds 5 --warm-up 3)
     measure 200 llama-bf16.json "${layers[@]}"
@@ -248,7 +250,7 @@ headline() {
         --compare=--no-compile
 }
 
-# 2,000 steps of a 124M-parameter model compared with transformers, in bf16 and in fp8.
+# 2,000 steps of a 124M-parameter model in bf16 and in fp8, compared with transformers.
 curve() {
     limited 540 "$PYTHON" tools/bench/curve.py --output "$OUT" ${cpu:+"$cpu"} ${tiny:+--tiny}
 }
@@ -281,7 +283,7 @@ models() {
     fi
     measure 160 gpt-bf16.json --config gpt-1.3b --steps 2 --rounds 3
     measure 170 gpt-graphs.json --config gpt-1.3b --steps 2 --rounds 3 --compare "$graphs"
-    # Contestants share the memory: few layers, and a small vocabulary.
+    # Contestants share the memory, so models have few layers and a small vocabulary.
     measure 240 recipes.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
         --precision fp8 --compare "--fp8-recipe tensorwise" --compare "--fp8-recipe rowwise" \
         --compare "--fp8-recipe blockwise"
@@ -312,7 +314,7 @@ features() {
     limited 47 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads_params
     limited 47 "$PYTHON" "${ranks[@]}" --pp 2 --untie-embeddings-and-output-weights --pipeline-schedule zb-h2 \
         --optimizer-post-validation --log-interval 5 --trace --trace-step-start 2 --trace-step-end 4 --save "$OUT/traced"
-    if "$PYTHON" -c "import matplotlib" 2>/dev/null; then  # a GPU machine may lack it; the folder can be drawn elsewhere
+    if "$PYTHON" -c "import matplotlib" 2>/dev/null; then  # a GPU machine may lack it; figures can be drawn elsewhere
         limited 45 "$PYTHON" tools/report.py "$OUT/traced" --output "$OUT/traced.html"
     fi
     limited 47 "$PYTHON" "${train[@]}" --deterministic-mode --attention-dropout 0.1
@@ -359,7 +361,7 @@ elif [[ "$part" == page ]]; then
     todo=()
 fi
 for current in "${todo[@]}"; do
-    # Files of an earlier run of this part.
+    # Remove the files of an earlier run of this part.
     rm -f "$OUT/$current.log"
     for file in ${WRITTEN[$current]:-}; do
         rm -f "$OUT/$file"

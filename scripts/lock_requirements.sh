@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Writes scripts/requirements.lock: the packages of the image (scripts/Dockerfile) and what they need, with hashes. Needs uv.
+# Writes scripts/requirements.lock: the packages of the image (scripts/Dockerfile) and their dependencies, with hashes.
+# Requires uv.
 #
 #   bash scripts/lock_requirements.sh
 #
-# The versions are those of requirements.txt and requirements-dev.txt; --upgrade renews the packages that these need.
+# The versions are those in requirements.txt and requirements-dev.txt; --upgrade upgrades their dependencies.
 # torch and its libraries are left out, because the right build, and so the hash, depends on the machine and the index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

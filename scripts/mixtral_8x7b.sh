@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Mixtral 8x7B (arXiv 2401.04088, table 1): 32 layers, width 4096, 32 heads over 8 key/value heads, in each layer 8
-# experts of width 14336 of which each token uses 2; vocabulary 32,000, RoPE base 1,000,000. 46.7B parameters, 12.9B active.
+# Mixtral 8x7B (arXiv 2401.04088, table 1): 32 layers of width 4096, with 32 query heads and 8 key/value heads. In each
+# layer, every token uses 2 of 8 experts of width 14336. Vocabulary 32,000, RoPE base 1,000,000, 46.7B parameters, 12.9B
+# active.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.model \
 #       sbatch --nodes 8 scripts/train_gpt_slurm.sh scripts/mixtral_8x7b.sh
 #   bash scripts/mixtral_8x7b.sh --dry-run --world-size 64
 #
 # Settings in capitals come from the environment (DATA_PATH and others: scripts/env.sh); further flags override those
-# below. The training of the model is not published: sequence length, batch and learning rate are common choices for the
-# size, and the coefficient of the balancing loss is that of its published configuration.
+# below. The model's training settings are not published: sequence length, batch size and learning rate are common
+# choices for its size, and the balancing-loss coefficient comes from its published configuration.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

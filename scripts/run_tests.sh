@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests on CPU (and tests/gpu if there is a GPU) in .venv, which is created if it is missing. Test files run in
 # parallel, in three workers for two cores, because some tests wait (WORKERS=N; WORKERS=1 runs them one by one). Without
-# arguments it runs the core suite: every contract once. --all adds the campaigns: documents' commands, SLURM, hosts,
-# faults, searches, Triton's interpreter and more layouts. Further arguments go to pytest: bash scripts/run_tests.sh
+# arguments it runs the core suite: every contract once. --all adds the campaigns: commands in the documentation, SLURM,
+# hosts, faults, searches, Triton's interpreter and more layouts. Further arguments go to pytest: bash
+# scripts/run_tests.sh
 # tests/pure -k rank. --whole runs whole grids of layouts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Trains on several hosts without a scheduler. If a host is lost, the run continues on the others; if it returns, it joins
-# again. Run the same command on every host, and again after a reboot (from a systemd unit with Restart=always, or cron):
+# Trains on several hosts without a scheduler. If a host is lost, the run continues on the others; when the host
+# returns, it rejoins the run. Run the same command on every host, and again after a reboot (from a systemd unit with
+# Restart=always, or cron):
 #
 #   HOSTS="node1 node2 node3 node4" scripts/train_gpt_elastic.sh pretrain_gpt.py --save runs/a --load runs/a ...
 #
-# HOSTS lists the hosts that may take part, in the same order everywhere, by names that every host can resolve. --save and
-# --load name one folder that all hosts see. Data parallelism follows the number of hosts: the model-parallel sizes must
-# divide the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. If they do not, the run ends once on
-# all hosts, with code 2 and the rule; start it again with other sizes, or when the host is back.
+# HOSTS lists the hosts that may take part, in the same order everywhere, by names that every host can resolve. --save
+# and --load name one folder that all hosts share. The data-parallel size follows the number of hosts. For MIN_HOSTS or
+# more hosts, the number of ranks must be divisible by the model-parallel sizes, and --global-batch-size by the number
+# of replicas. Otherwise the run ends once on all hosts, with code 2 and the rule; start it again with other sizes, or
+# when the host is back.
 #
 #   MIN_HOSTS        fewest hosts to continue with. Default: more than half, so that two halves of a cluster cannot both
 #                    continue; 1 of 2 hosts, where the lease on --save decides (docs/reliability.md)
@@ -47,7 +49,7 @@ if [[ -z "${PYTHON:-}" ]]; then
 fi
 gpus="${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Each start of the ranks gets its own store, because torchrun's disappears with its host.
+# Each start of the ranks gets its own store, because torchrun's store disappears with its host.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
@@ -171,7 +173,7 @@ while true; do
     LAUNCH+=" --rdzv-endpoint $at:$port --rdzv-id elastic --rdzv-conf $conf --local-addr $here"
     export LAUNCH
     if [[ "$1" == *.sh ]]; then
-        command=(bash "$@") # it starts under LAUNCH by itself
+        command=(bash "$@") # the script itself uses LAUNCH
     else
         read -r -a command <<<"$LAUNCH"
         command+=("$@")
@@ -187,7 +189,7 @@ while true; do
     wait "$launcher" || code=$?
     while kill -0 "$launcher" 2>/dev/null; do
         code=0
-        wait "$launcher" || code=$? # a signal ended the wait before
+        wait "$launcher" || code=$? # a signal ended the previous wait
     done
     if [[ -n "$watcher" ]]; then
         kill "$watcher" 2>/dev/null || true

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on one GPU: the largest preset of configs/one_gpu that fits the card of this machine.
+# Trains on one GPU, with the largest preset of configs/one_gpu that fits this machine's card.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_TYPE=SentencePieceTokenizer TOKENIZER_MODEL=tokenizer.model \
 #       bash scripts/train_gpt_one_gpu.sh
@@ -7,14 +7,14 @@
 #
 # GPU_MEMORY_GIB is the memory of the card, by default as nvidia-smi or rocm-smi states it; PRESET is the name of a preset
 # (8gb, 12gb, 16gb, 24gb or 48gb) in its place. DATA_PATH and other variables of scripts/env.sh name the data; without
-# them tokens are synthetic. Further flags are passed on and win over those of the preset.
+# them tokens are synthetic. Further flags are passed on and override the preset's flags.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-# Prints the memory in GiB, rounded, of the GPU with most of it; nothing if none states a number, as GPUs that share the
-# memory of the host do.
+# Prints the rounded memory in GiB of the GPU with the most memory. Prints nothing if no GPU reports a number, as with
+# GPUs that share the host's memory.
 gpu_memory_gib() {
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
         nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits

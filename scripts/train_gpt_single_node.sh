@@ -5,7 +5,8 @@
 #       bash scripts/train_gpt_single_node.sh
 #
 # Settings in capitals come from the environment (DATA_PATH and other variables of scripts/env.sh). Further flags are
-# passed on and win over those below: `--train-iters 100`, or `--dry-run --world-size 8` to see the layout without running it.
+# passed on and override those below: `--train-iters 100`, or `--dry-run --world-size 8` to see the layout without
+# running it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

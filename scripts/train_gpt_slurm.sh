@@ -33,7 +33,8 @@
 #   scancel JOB                 ends at once, without a save
 #
 # With `sbatch --no-kill`, the job keeps its other nodes when one is lost, and the run continues on them from the latest
-# checkpoint, with fewer replicas: the model-parallel sizes must divide their ranks, and --global-batch-size the replicas.
+# checkpoint, with fewer replicas: their number of ranks must be divisible by the model-parallel sizes, and
+# --global-batch-size by the number of replicas.
 # If they do not, or if the lost node is the first one, which runs this script, the job is requeued.
 #
 # A crash is retried too. The job ends with state FAILED after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10) consecutive
@@ -126,7 +127,7 @@ job_state() {
     echo "$(job_field JobState)/$(job_field Reason)"
 }
 
-# Requeues the job, unless it was cancelled or SLURM is about to requeue it. SLURM ends this script to do so.
+# Requeues the job, unless it was cancelled or SLURM is about to requeue it. To requeue a job, SLURM ends this script.
 requeue() {
     local state latest
     latest="$(latest_checkpoint)"
@@ -149,14 +150,14 @@ ask_ranks() {
         say "got a signal, passes it on to the ranks"
         kill -USR1 "$step" 2>/dev/null || true
         if [[ "$(job_state)" == COMPLETING/TimeLimit ]]; then
-            requeue # the ranks have missed all that comes before, and this script may end before they do
+            requeue # the ranks have missed all earlier signals, and this script may end before they do
         fi
     fi
 }
 
 export OUTCOME_FILE="$log_dir/outcome"
 if [[ "$(outcome name)" == RUNNING && ! "$log_dir/progress" -nt "$OUTCOME_FILE" ]]; then
-    count 0 # the start before ended with its node, or was killed before it could save
+    count 0 # the previous start ended with its node, or was killed before it could save
 fi
 rm -f "$OUTCOME_FILE" "$OUTCOME_FILE.asked"
 
@@ -198,7 +199,7 @@ train() {
     LAUNCH+=" --rdzv-id $SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$lost"
     export LAUNCH
     if [[ "$1" == *.sh ]]; then
-        command=(bash "$@") # it starts under LAUNCH by itself
+        command=(bash "$@") # the script itself uses LAUNCH
     else
         read -r -a command <<<"$LAUNCH"
         command+=("$@")
@@ -211,7 +212,7 @@ train() {
     wait "$step" || code=$?
     while kill -0 "$step" 2>/dev/null; do
         code=0
-        wait "$step" || code=$? # a signal ended the wait before
+        wait "$step" || code=$? # a signal ended the previous wait
     done
     step=""
 }
@@ -224,7 +225,7 @@ shrink() {
     say "lost a node of $nodelist: continues on $left from iteration $(latest_checkpoint)"
     nodelist="$left" nodes="$(scontrol show hostnames "$left" | wc -l)" lost=$((lost + 1))
     unset SLURM_TASKS_PER_NODE SLURM_NTASKS SLURM_NPROCS # of all nodes
-    export SLURM_OVERLAP=1                               # the step before has its processors until the lost node answers
+    export SLURM_OVERLAP=1                               # the previous step holds its CPUs until the lost node answers
 }
 
 trap ask_ranks USR1 USR2 TERM

@@ -27,8 +27,8 @@ def dropout(
         p: Probability of dropping a value.
         key: The `site_key`.
         sample_index: [b], numbers of the samples in the run.
-        seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks with parts of one
-            sequence apply parts of one mask.
+        seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks that hold parts of a
+            sequence apply the corresponding parts of one mask.
         compiled: True to use a compiled kernel.
     """
     if p == 0.0:
@@ -168,7 +168,7 @@ def _low_bits(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
-    """Shift right logically. torch's own shift is arithmetic: it copies the sign."""
+    """Logical right shift. torch's own shift is arithmetic: it copies the sign."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
@@ -191,6 +191,6 @@ def mixed(bits: Tensor) -> Tensor:
 
 
 def uniform_of(key: Tensor, salt: int) -> Tensor:
-    """Return numbers in [0, 1) from 32-bit keys; other salts give other numbers."""
+    """Return numbers in [0, 1) from 32-bit keys; different salts give different numbers."""
     bits = mixed(key ^ salt)
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24

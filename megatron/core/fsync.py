@@ -20,8 +20,8 @@ def name_full_file(error: BaseException, path: Path | str) -> None:
 
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces it at the end, so that readers never see a partial file. If
-    writing fails, nothing is left behind. With `synced`, the content is on disk before the replacement.
+    """Yield a temporary path in the same folder; the file replaces `path` at the end, so readers never see a partial
+    file. If writing fails, nothing is left behind. With `synced`, the content is on disk before the replacement.
 
     Yields `path` itself if it is a link or not a regular file, such as /dev/null or a named pipe."""
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -51,8 +51,8 @@ N = TypeVar("N", int, float)
 class HostCopy(Generic[N]):
     """A copy of `values` to the host, in progress.
 
-    Reading it waits only for work launched before it. If `values` has no values, as in memory plans, `expected` is
-    used.
+    Reading it waits only for work launched before it. If `values` is a tensor without values, as in memory plans,
+    `expected` takes its place.
     """
 
     def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:
@@ -63,7 +63,7 @@ class HostCopy(Generic[N]):
             self._copied.record()
 
     def read(self) -> list[N]:
-        """Return the values of a tensor [n]."""
+        """Wait for the copy and return its values, for a tensor [n]."""
         if isinstance(self._values, Tensor):
             if self._copied is not None:
                 self._copied.synchronize()

@@ -39,12 +39,13 @@ class Block:
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """Elements of the block, shape of the box that they form, and the common part within the box and within the
-    shard."""
+    """The block's elements, the shape of the box that they form, and the part that the box shares with the shard, as an
+    index into each."""
 
 
 def alloc_storage(tensor: Tensor) -> None:
-    """Allocate memory for a tensor whose storage was freed; the values are undefined. Its views are valid again."""
+    """Reallocate memory for a tensor whose storage was freed; the values are undefined. The tensor's views become valid
+    again."""
     resize_storage(tensor, tensor.numel() * tensor.itemsize)
 
 
@@ -156,6 +157,6 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
 
 
 def site_key(seed: int, name: str) -> int:
-    """Return a seed in [0, 2**63) for one use of random numbers, such as one dropout of one layer, named by `name`."""
+    """Return a seed in [0, 2**63) for one named use of random numbers, such as a certain dropout of a certain layer."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -10,10 +10,10 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class Kernel(Protocol):
-    """A kernel that can replace plain torch for an operation. It takes the operands of the operation."""
+    """A kernel that can replace plain torch for an operation. It is called with the operands of the operation."""
 
     def suits(self, *operands: Any) -> bool:
-        """Return whether it supports these operands: their device, precision and sizes."""
+        """Return whether the kernel supports the device, precision and sizes of these operands."""
 
     def __call__(self, *operands: Any) -> Any: ...
 
@@ -36,7 +36,8 @@ def kernel_for(name: str, *operands: object) -> Kernel | None:
 
 
 def operation(plain: Function) -> Function:
-    """Decorator of a plain torch function, called with positional arguments, that a kernel of its name may replace."""
+    """Decorate a plain torch function that a kernel registered under its name may replace; call it with positional
+    arguments."""
 
     @wraps(plain)
     def compute(*operands: object) -> object:

@@ -2,7 +2,7 @@
 
 The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp), the expert view
 (pp, expt_dp, ep, expt_tp), outermost first, so that rank order and group membership are Megatron-LM's order
-tp-cp-ep-dp-pp; with `use_tp_pp_dp_mapping`, dp and pp are swapped in both views.
+tp-cp-ep-dp-pp; `use_tp_pp_dp_mapping` swaps dp and pp in both views.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ParallelDims:
     instances: int = 1
     """Number of instances: groups of data-parallel ranks that shard states separately."""
     cp_inner: int | None = None
-    """Number of neighbouring context-parallel ranks that divide heads; None without two levels."""
+    """Number of neighbouring context-parallel ranks that divide heads; None without two-level context parallelism."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:

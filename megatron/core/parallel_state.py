@@ -30,7 +30,7 @@ JOINT_AXES = {
 }
 
 LANES = ("pp", "pp_lane_1", "pp_lane_2", "pp_lane_3")
-"""Groups of the same ranks for pipeline messages that must not wait for each other (`pipeline_parallel.p2p`)."""
+"""Groups over the same ranks for pipeline messages that must not wait for each other (`pipeline_parallel.p2p`)."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """True if ranks exchange and add up CPU tensors themselves for sums, because gloo's own collectives are slower."""
+    """True if ranks sum CPU tensors by exchanging and adding them themselves, because gloo's own collectives are
+    slower."""
 
     levels: tuple[Axis, ...] = ()
-    """The two axes that form this one, the inner one first; only for nested context-parallel ranks."""
+    """The two axes that form this axis, inner axis first; set only for nested context-parallel ranks."""
 
     @property
     def first(self) -> bool:
@@ -58,14 +59,14 @@ class Axis:
 
 
 ALONE = Axis()
-"""An axis along which the rank is alone."""
+"""Axis of size 1."""
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """One rank's position in a layout, and its groups.
+    """One rank's position in a layout, and its process groups.
 
-    Two models with different layouts in one process have one ParallelState each.
+    If one process holds two models with different layouts, each model has its own ParallelState.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -225,7 +226,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions: this rank's number in its group along an axis, the group's size, and the group."""
+    """Return three functions, which return this rank's number in its group along an axis, the group's size, and the
+    group."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Literal, Protocol, get_args
 
 HISTORY = "_history"
-"""Suffix of the names of tensors that record earlier steps, such as fp8 amax histories.
+"""Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks them or has another length, they start empty. A run may ignore them.
+If a checkpoint lacks them or has another length, they start empty. A run may ignore these tensors.
 """
 
 
@@ -152,7 +152,8 @@ class ParamMeta:
     """Number of leading dimensions that index matrices: 1 for experts stacked as [E, ffn, h]."""
 
     fused: Fused | None = None
-    """Linear maps whose weights are concatenated in the parameter; None if it is the weight of a single one."""
+    """Linear maps whose weights are concatenated in the parameter; None if the parameter is the weight of a single
+    map."""
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
@@ -242,7 +243,7 @@ class ParamMeta:
 
 
 class InitRule(Protocol):
-    """Changes the initial values of parameters, as `megatron.core.config.param_groups.ParameterRule` does."""
+    """Rule that changes the initial values of parameters, such as `megatron.core.config.param_groups.ParameterRule`."""
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """Return the initial values of a parameter, given its values without the rule."""
@@ -250,7 +251,7 @@ class InitRule(Protocol):
 
 @dataclass(frozen=True)
 class InitPolicy:
-    """Initial values of every role. A `ParamMeta` sets `init` only if its values differ."""
+    """Initial values of every role. A `ParamMeta` sets `init` only if its values differ from these."""
 
     std: float = 0.02
     """Standard deviation of weights and sinks."""

@@ -1,10 +1,10 @@
-"""Registries: the named choices for each kind of part, both built in and added by extensions.
-This module does not import torch.
+"""Registries of named parts: the choices for each kind of part, built in or added by extensions. This module does not
+import torch.
 
 A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
 built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so that
 `--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether an
-activation function is gated, are registered with it as `facts`."""
+activation function is gated, are registered together with the part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the methods that a base class marks with `must_write`, if the part inherits all of them; else empty."""
+    """Return the methods that a base class marks with `must_write`, if the part inherits all of them; otherwise
+    nothing."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -64,8 +65,8 @@ def _members(protocol: type) -> list[str]:
 
 
 def _call_form(protocol: type) -> str | None:
-    """Return the argument names of a Protocol's `__call__`, with `=` after keyword-only arguments. None if it has no
-    `__call__`, or if the arguments are variadic."""
+    """Return the argument names of a Protocol's `__call__`, with `=` appended to keyword-only arguments. Returns None
+    if the Protocol has no `__call__`, or if the arguments are variadic."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -76,7 +77,8 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Return rule and remedy if a part cannot be called with the arguments of `form`; otherwise empty."""
+    """Return the rule and the remedy if a part cannot be called with the arguments of `form`; otherwise an empty
+    text."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
@@ -94,7 +96,8 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Return the methods of `protocol` that a class lacks or that have other arguments, and the remedy; else empty."""
+    """Return the methods of `protocol` that a class lacks or defines with other arguments, and the remedy; otherwise an
+    empty text."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
     for name in _members(protocol):
@@ -120,8 +123,8 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check a function among a part's facts. Returns the problem if it cannot be called like `protocol`, else an empty
-    text."""
+    """Check a function that is registered as one of a part's facts. Returns the problem if the function cannot be
+    called like `protocol`, otherwise an empty text."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
@@ -131,10 +134,10 @@ class Registry(Collection[str], Generic[P, F, K]):
     Args:
         flag: the flag that chooses a part on the command line, for messages.
         facts: makes the facts of a part from the keyword arguments of `register`.
-        protocol: the Protocol of the parts. Each part must accept the arguments of its `__call__`, and have its other
-            members. If it is a plain class instead, the parts must be instances of the class.
-        makes: the Protocol of the objects that parts return when they are called. A part that is a class must have its
-            members, with methods that accept the same arguments.
+        protocol: the Protocol of the parts. Each part must accept the arguments of the Protocol's `__call__`, and have
+            its other members. If `protocol` is a plain class instead, the parts must be instances of the class. makes:
+        the Protocol of the objects that parts return when they are called. A part that is a class must have this
+        Protocol's members, with methods that accept the same arguments.
     """
 
     def __init__(
@@ -193,7 +196,8 @@ class Registry(Collection[str], Generic[P, F, K]):
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
         """Make `build` call `part`, "module:attribute", instead of the part `name` if `when(*args)` is true.
 
-        A substitute computes the same function of the same parameters in another way. Configurations keep `name`.
+        A substitute computes the same function of the same parameters with another implementation. Configurations keep
+        `name`.
         """
         self._substitutes.setdefault(name, []).append((part, when))
 
@@ -241,16 +245,16 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Return the properties of a part without importing it. Raises ValueError as `registry[name]` does."""
+        """Return the properties of a part without importing it. Raises the same ValueError as `registry[name]`."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:
-        """Return the names of the parts that a run uses, which are the parts for which the fact `when(*args)` is
-        true."""
+        """Return the names of the parts that a run uses: those whose fact `when(*args)` is true."""
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first name in `wanted`, for kinds of which a run uses at most one part; None if there is none."""
+        """Return the first name in `wanted`, or None if it is empty; for kinds of parts of which a run uses at most
+        one."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

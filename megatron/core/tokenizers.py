@@ -43,7 +43,7 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and EOD 256. Lossless, without a file."""
+    """UTF-8 bytes as tokens 0 to 255, and EOD 256. The encoding is lossless and needs no file."""
 
     vocab_size = 257
     eod = eos = 256
@@ -140,7 +140,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if model is not None and not Path(model).exists():  # a name, which may refer to other files the next time
+    if model is not None and not Path(model).exists():  # a model name, which may refer to other files the next time
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
@@ -151,7 +151,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
 @cache
 def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | None, Tokenizer]:
-    """Return the cached tokenizers by the --vocab-size with which they were built."""
+    """Return the cached tokenizers, keyed by the --vocab-size with which they were built."""
     return {}
 
 

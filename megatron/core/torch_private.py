@@ -67,7 +67,8 @@ foreach_zero_ = torch._foreach_zero_
 """Sets each tensor of a list to zero. torch 2.13."""
 
 foreach_norm = torch._foreach_norm
-"""The norm of each tensor of a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm` for one norm of all."""
+"""Computes the norm of each tensor of a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, for a single norm
+over all tensors."""
 
 # Operators without a public function
 
@@ -120,8 +121,8 @@ cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_
 
 
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
-    """Return an id that is equal for tensors that share memory, and for their storage; fake and meta tensors have one
-    too.
+    """Return an id that tensors sharing memory, and their storage, have in common; fake and meta tensors have such an
+    id too.
 
     `UntypedStorage._cdata`, torch 2.13. Fallback: `id` of a storage that the caller keeps alive.
     """
@@ -164,8 +165,8 @@ def wrapper_tensor(
 
 
 disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""Value for a subclass' `__torch_function__`, with which operations do not look for an override. torch 2.13. Fallback:
-a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
+"""Value for a subclass's `__torch_function__` with which operations skip the search for an override. torch 2.13.
+Fallback: a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
 
 
 def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
@@ -216,9 +217,10 @@ tree_unflatten = _pytree.tree_unflatten
 
 @contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Suspend the `TorchFunctionMode`s of the caller, `with torch.device(...)` among them.
+    """Suspend the caller's `TorchFunctionMode`s, including `with torch.device(...)`.
 
-    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. Fallback: run the body in a thread, which has none.
+    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. Fallback: run the body in a new thread, which has no
+    modes.
     """
     modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
     try:

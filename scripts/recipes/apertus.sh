@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Apertus (arXiv 2509.14233, section 2): dense layers with the activation function xIELU, norms of the heads' queries and
-# keys, trained by AdEMAMix on the Goldfish loss, which leaves out one of 50 tokens.
+# Apertus (arXiv 2509.14233, section 2): dense layers with the xIELU activation function and QK norms. Training uses
+# AdEMAMix and the Goldfish loss, which drops one of every 50 tokens.
 #
 #   SIZE=8b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json SEPARATE_DOCUMENTS=1 \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/apertus.sh
 #   SIZE=70b bash scripts/recipes/apertus.sh --dry-run
 #
-# SIZE is 8b (default) or 70b. Shapes are those of the published config.json files. From the report and the published
-# launch scripts: 15T tokens of 4,096-token sequences that attend to their own document, rotary base 500,000 with scaled
-# frequencies, a learning rate of 1.1e-4 (8b) or 1.5e-5 (70b) that falls with a square root to a tenth from 13.5T tokens
-# on, a batch of 4.2M (8b) or 8.4M tokens (70b) that doubles, AdEMAMix with alpha 8 and beta3 0.9999 that rise for 100,000
-# steps, Goldfish with k and h 50, weight decay 0.1, clipping at 0.1, initial weights. Ours are the point at which the batch
-# doubles (8T tokens), the warm-up and Adam's epsilon. The tokens that Goldfish leaves out follow from a hash of our own.
+# SIZE is 8b (default) or 70b. The shapes are those of the published config.json files. The following settings come from
+# the report and the published launch scripts: 15T tokens in 4,096-token sequences, in which tokens attend only to their
+# own document; rotary base 500,000 with scaled frequencies; a learning rate of 1.1e-4 (8b) or 1.5e-5 (70b) that decays
+# to a tenth along a square root, starting at 13.5T tokens; a batch of 4.2M (8b) or 8.4M tokens (70b) that doubles;
+# AdEMAMix with alpha 8 and beta3 0.9999, which ramp up over 100,000 steps; Goldfish with k and h 50; weight decay 0.1,
+# clipping at 0.1, and initial weights. We chose the point at which the batch doubles (8T tokens), the warm-up and
+# Adam's epsilon. Our own hash selects the tokens that the Goldfish loss drops.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168 with multi-latent attention, the first 3 dense, in
-# each other one 256 experts of width 2048 of which each token uses 8 in 4 of 8 groups, and a shared one that every
-# token uses; sigmoid scores, balanced by a bias and a small loss within each sequence; a module that predicts one token more.
+# DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168 with multi-latent attention. The first 3 layers
+# are dense. Every other layer has a shared expert, which processes every token, and 256 experts of width 2048. Each
+# token uses 8 of them, from at most 4 of 8 groups. Scores are sigmoids; a bias and a small loss within each sequence
+# balance the experts. One multi-token prediction module predicts one further token.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v3.sh
 #   bash scripts/recipes/deepseek_v3.sh --dry-run
 #
-# Unlike in the paper, training is in bf16; --fp8-format e4m3 --fp8-recipe blockwise adds its fp8 on Hopper, but for the
-# weight gradients of experts. Whole layers are recomputed, the factor of the second token's loss stays at 0.3 (there 0.1
-# for the last 4.8T tokens), and so does the rate of the bias (there 0 for the last 0.5T). The batch grows from 3,072 to
-# 15,360 sequences over 469B tokens; the learning rate is constant up to 10T tokens, then falls to a tenth over 4.3T and
-# stays there.
+# Unlike in the paper, training is in bf16. On Hopper, --fp8-format e4m3 --fp8-recipe blockwise adds the paper's fp8,
+# except for the weight gradients of experts. Whole layers are recomputed. The multi-token prediction factor stays at
+# 0.3 (in the paper it is 0.1 for the last 4.8T tokens), and the bias update rate is constant too (in the paper it is 0
+# for the last 0.5T tokens). The batch grows from 3,072 to 15,360 sequences over 469B tokens. The learning rate is
+# constant up to 10T tokens, then decays to a tenth over 4.3T tokens and stays there.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1): DeepSeek-V3 with sparse attention, continued from DeepSeek-V3.1 on
-# sequences of 128K tokens. An indexer of 64 heads selects 2,048 keys for each query; YaRN stretches positions 40 times.
+# sequences of 128K tokens. An indexer with 64 heads selects 2,048 keys for each query. YaRN extends the positions by a
+# factor of 40.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v32.sh --finetune --load WARM_UP
 #   bash scripts/recipes/deepseek_v32.sh --dry-run
 #
-# This is the sparse stage: 15,000 steps of 480 sequences, 944B tokens, at a constant learning rate. The warm-up before
-# it trains the indexer alone, with dense attention: --freeze '^(?!.*indexer)' --dsa-indexer-topk 131072
-# --no-dsa-indexer-use-sparse-loss --lr 1e-3 --min-lr 1e-3 --global-batch-size 16 --train-samples 16000, from weights of
-# V3.1 to which those of a new indexer were added, which no command here does. Unlike in the paper, gradients of the
-# indexer's loss are clipped with all others. MTP and balancing are as in DeepSeek-V3.
+# This recipe is the sparse stage: 15,000 steps of 480 sequences, 944B tokens in all, at a constant learning rate. In
+# the preceding warm-up stage, only the indexer is trained, with dense attention: --freeze '^(?!.*indexer)'
+# --dsa-indexer-topk 131072 --no-dsa-indexer-use-sparse-loss --lr 1e-3 --min-lr 1e-3 --global-batch-size 16
+# --train-samples 16000. It starts from the weights of V3.1 with those of a new indexer added; no command here adds
+# them. Unlike in the paper, the gradients of the indexer's loss are clipped together with all others. Multi-token
+# prediction and load balancing are the same as in DeepSeek-V3.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# DeepSeek-V4 (arXiv 2606.19348): compressed attention of windows of 128 tokens beside keys of 4 tokens each, of which an
-# indexer selects some, or of 128, layer by layer; four residual streams; experts chosen by tables of tokens in the first 3
-# layers, and by scores of sqrtsoftplus, balanced by a bias, in others; a module that predicts one token more.
+# DeepSeek-V4 (arXiv 2606.19348): compressed attention. Every layer attends to a window of 128 tokens and to compressed
+# keys. Each compressed key covers 4 tokens in some layers, where an indexer selects among the keys, and 128 tokens in
+# the others. There are four residual streams. Experts are chosen by token tables in the first 3 layers, and by
+# sqrtsoftplus scores with a balancing bias in the others. One multi-token prediction module predicts one further token.
 #
 #   SIZE=flash DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v4.sh
 #   SIZE=pro bash scripts/recipes/deepseek_v4.sh --dry-run
 #
-# SIZE is flash (default) or pro. Shapes are those of the published config.json files. Sequences have 4,096 tokens here,
-# the first length of pretraining; YaRN stretches positions 16 times later. Training is in bf16 with Muon, whole layers are
-# recomputed, and the indexer learns from the start. Learning rate, batch and length of training are choices of ours.
+# SIZE is flash (default) or pro. The shapes are those of the published config.json files. Sequences have 4,096 tokens
+# here, the first length used in pretraining; YaRN extends positions by a factor of 16 later. Training is in bf16 with
+# Muon, whole layers are recomputed, and the indexer is trained from the start. Learning rate, batch size and training
+# length are our own choices.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Falcon-H1 0.5B (arXiv 2507.22448), pretraining: attention and Mamba-2 side by side in each layer, and fixed factors of
-# their inputs and outputs, of keys, of the MLP, of embeddings and of logits.
+# Falcon-H1 0.5B (arXiv 2507.22448), pretraining: each layer runs attention and Mamba-2 side by side. Fixed multipliers
+# scale their inputs and outputs, the keys, the MLP, the embeddings and the logits.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 8 scripts/train_gpt_slurm.sh scripts/recipes/falcon_h1.sh
 #   bash scripts/recipes/falcon_h1.sh --dry-run
 #
-# SIZE is 0.5b. Shapes and factors are those of the published config.json. 2.5T tokens in sequences of 16,384, and a
-# learning rate that falls to an eighth at the end of a WSD schedule, are quoted from memory of the report; check them
-# before a real run. Batch, peak learning rate, warm-up, length of the decay, weight decay, clipping and initial weights
-# are ours.
+# SIZE is 0.5b. Shapes and multipliers are those of the published config.json. The 2.5T tokens in sequences of 16,384,
+# and the WSD schedule that decays the learning rate to an eighth, are quoted from memory of the report; check them
+# before a real run. Batch size, peak learning rate, warm-up, decay length, weight decay, clipping and initial weights
+# are our own choices.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

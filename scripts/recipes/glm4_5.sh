@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# GLM-4.5 (arXiv 2508.06471, table 1, sections 2.1 and 2.4): deep and narrow, 96 heads of 128 channels of which half are
-# rotated, biases of queries, keys and values; after the first layers sigmoid scores choose 8 experts by a bias, beside a
-# shared one; a module that predicts one token more. Trained with Muon.
+# GLM-4.5 (arXiv 2508.06471, table 1, sections 2.1 and 2.4): a deep and narrow model with 96 heads of 128 channels, half
+# of them rotated, and biases for queries, keys and values. After the first, dense layers, each token uses a shared
+# expert and 8 experts chosen by sigmoid scores plus a bias. One multi-token prediction module predicts one further
+# token. The optimizer is Muon.
 #
 #   SIZE=355b-a32b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/recipes/glm4_5.sh
 #   SIZE=106b-a12b bash scripts/recipes/glm4_5.sh --dry-run
 #
-# SIZE is 355b-a32b (default) or 106b-a12b (GLM-4.5-Air, without norms of queries and keys). Shapes are those of the
-# published config.json files, which Megatron Bridge's page of the family repeats, with the factor of 0.3 for the second
-# token's loss. Muon, the cosine and 15T and 7T tokens are in public summaries of the report. The rest is quoted from
-# memory of it; check it before a real run: 22T tokens of 4,096-token sequences (15T general, 7T code and reasoning), a
-# batch that grows from 16M to 64M tokens over 500B, a cosine from 2.5e-4 to 2.5e-5 that ends with the mid-training behind
-# this run (23.1T), Muon with momentum 0.95 and updates of RMS 0.2, weight decay 0.1, a balancing loss of 1e-4 within
-# sequences, and for the first 15T tokens a bias rate of 1e-3 and a factor of 0.3 for the second token's loss, which stay
-# so here (there 0 and 0.1 afterwards).
-# Warm-up, clipping and initial weights are not published: ours. The report gives these settings for GLM-4.5 and no
-# others for Air.
+# SIZE is 355b-a32b (default) or 106b-a12b (GLM-4.5-Air, which has no QK norms). The shapes are those of the published
+# config.json files. Megatron Bridge's page on the family repeats them, and gives the multi-token prediction factor of
+# 0.3. Public summaries of the report mention Muon, the cosine schedule, and 15T and 7T tokens. The other settings are
+# quoted from memory of the report; check them before a real run: 22T tokens of 4,096-token sequences (15T general, 7T
+# code and reasoning); a batch that grows from 16M to 64M tokens over 500B tokens; a cosine from 2.5e-4 to 2.5e-5 that
+# ends with the mid-training after this run (23.1T tokens); Muon with momentum 0.95 and updates of RMS 0.2; weight decay
+# 0.1; and a balancing loss of 1e-4 within sequences. For the first 15T tokens, the report has a bias update rate of
+# 1e-3 and a multi-token prediction factor of 0.3, which become 0 and 0.1 afterwards; here both stay constant. Warm-up,
+# clipping and initial weights are not published and are our own choices. The report gives these settings for GLM-4.5,
+# and no separate ones for Air.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

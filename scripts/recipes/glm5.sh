@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# GLM-5 (arXiv 2602.15763, and the configuration of zai-org/GLM-5 in transformers): multi-latent attention with heads of 256
-# channels and the sparse attention of DeepSeek-V3.2, sigmoid scores that choose 8 of 256 experts by a bias beside a shared
-# one, and a module that predicts one token more. 744B parameters, 40B of them active.
+# GLM-5 (arXiv 2602.15763, and the configuration of zai-org/GLM-5 in transformers): multi-latent attention with heads of
+# 256 channels and the sparse attention of DeepSeek-V3.2. Each token uses a shared expert and 8 of 256 experts, chosen
+# by sigmoid scores plus a bias. One multi-token prediction module predicts one further token. 744B parameters, of which
+# 40B are active.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/glm5.sh --finetune --load MID_TRAINING
 #   bash scripts/recipes/glm5.sh --dry-run
 #
-# This is the sparse stage at the end of the mid-training: 20B tokens on sequences of 202,752. Before it come the warm-up
-# of the indexer alone (deepseek_v32.sh shows the flags), and 28.5T tokens with dense attention: the flags here without
-# those of dsa, with --seq-length 4096. No public file confirms the 20B tokens, the length, or the rotary base of
-# 1,000,000. The report trains with Muon, orthogonalizing each head of the up-projections by itself, which
-# --optimizer muon does not do, and with three modules of multi-token prediction that share their weights, of which this
-# has one. Batch, learning rate, the factor of the second token's loss and the balancing loss are ours: none was found in
-# public.
+# This recipe is the sparse stage at the end of mid-training: 20B tokens in sequences of 202,752 tokens. It follows
+# 28.5T tokens with dense attention (the flags here without the dsa flags, with --seq-length 4096), and a warm-up that
+# trains only the indexer (deepseek_v32.sh shows the flags). No public file confirms the 20B tokens, the sequence
+# length, or the rotary base of 1,000,000. The report trains with Muon and orthogonalizes each head of the
+# up-projections separately, which --optimizer muon does not do. It also has three multi-token prediction modules that
+# share their weights; this recipe has one. Batch size, learning rate, multi-token prediction factor and balancing loss
+# are our own choices, because we found no published values.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# gpt-oss (model card, arXiv 2508.10925): layers of width 2880 that see a window of 128 tokens and all tokens in turn, 64
-# heads of 64 channels and 8 of keys and values, a learned sink in each head's softmax, biases in all linear layers; in
-# every layer 4 of 32 or 128 experts, whose gates are clamped at 7, weighted by a softmax over those 4.
+# gpt-oss (model card, arXiv 2508.10925): layers of width 2880 that alternate between a window of 128 tokens and full
+# attention, with 64 query heads and 8 key/value heads of 64 channels, a learned sink in each head's softmax, and biases
+# in all linear layers. Each token uses 4 of 32 or 128 experts in every layer. The experts' gates are clamped at 7, and
+# a softmax over the 4 selected experts weights their outputs.
 #
 #   SIZE=20b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 16 scripts/train_gpt_slurm.sh scripts/recipes/gpt_oss.sh
 #   SIZE=120b bash scripts/recipes/gpt_oss.sh --dry-run
 #
-# SIZE is 20b (default, 20.9B parameters, 3.6B active) or 120b (116.8B, 5.1B). Shapes are the defaults of GptOssConfig in
-# transformers, which is the 120b, and for the 20b those of NVIDIA's Megatron-Bridge documentation. The model card says
-# that tokens are trillions and that the 120b took 2.1 million hours of H100 GPUs, and nothing else of the pretraining:
-# length, tokens, batch, learning rate, optimizer and balancing are common choices of ours. The published context of
-# 131,072 tokens is an extension: for it add --seq-length 131072 --max-position-embeddings 131072 --rope-type yarn
-# --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int.
+# SIZE is 20b (default, 20.9B parameters, 3.6B active) or 120b (116.8B, 5.1B). The shapes of the 120b are the defaults
+# of GptOssConfig in transformers; the shapes of the 20b come from NVIDIA's Megatron-Bridge documentation. The model
+# card says only that pretraining used trillions of tokens, and that the 120b took 2.1 million H100 GPU hours. Sequence
+# length, number of tokens, batch size, learning rate, optimizer and load balancing are common choices of ours. The
+# published context of 131,072 tokens is an extension; for it, add --seq-length 131072 --max-position-embeddings 131072
+# --rope-type yarn --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

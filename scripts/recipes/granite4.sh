@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Granite 4.0 H (model cards of ibm-granite/granite-4.0-h-tiny-base and -h-small-base, and their published config.json),
-# stage I of four: nine layers with Mamba-2 to one with attention and no positions, each with small experts beside a shared
-# one, and factors of embeddings, residual stream, attention and logits.
+# stage I of four: for each attention layer, which has no position embedding, there are nine Mamba-2 layers. Every layer
+# has small experts and a shared expert. Multipliers scale the embeddings, the residual stream, attention and the
+# logits.
 #
 #   SIZE=small DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 32 scripts/train_gpt_slurm.sh scripts/recipes/granite4.sh
 #   SIZE=tiny bash scripts/recipes/granite4.sh --dry-run
 #
-# SIZE is tiny (default) or small. Stage I has 15T tokens with warm-up and IBM's power schedule, in which the learning rate
-# falls with a power of the tokens; here it stays constant after the warm-up. Batch, learning rate, weight decay, warm-up
-# and the coefficient of the balancing loss are ours: none is published. Initial weights have config.json's deviation.
+# SIZE is tiny (default) or small. Stage I has 15T tokens, with a warm-up followed by IBM's power schedule, in which the
+# learning rate falls as a power of the number of tokens; here it stays constant after the warm-up. Batch size, learning
+# rate, weight decay, warm-up and balancing-loss coefficient are our own choices, because none is published. Initial
+# weights have the standard deviation given in config.json.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# K-EXAONE (arXiv 2601.01739): 48 layers of width 6144 of which three of four see a window of 128 tokens with a rotary
-# embedding, and each fourth all tokens without positions; norms of the heads' queries and keys; after one dense layer
-# sigmoid scores choose 8 of 128 experts by a bias, beside a shared one. Trained with Muon.
+# K-EXAONE (arXiv 2601.01739): 48 layers of width 6144. Three of every four layers attend to a window of 128 tokens with
+# a rotary embedding, and the fourth attends to all tokens without a position embedding. The model has QK norms. After
+# one dense layer, each token uses a shared expert and 8 of 128 experts, chosen by sigmoid scores plus a bias. The
+# optimizer is Muon.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/k_exaone.sh
 #   bash scripts/recipes/k_exaone.sh --dry-run
 #
-# 236B parameters with 23B active, the window and its period are those of the publisher's page
-# (github.com/LG-AI-EXAONE/K-EXAONE); experts and the first length of 8,192 tokens are in public summaries of the report.
-# Other shapes and settings are quoted from memory of config.json and the report; check them before a real run: 11T
-# tokens, Muon, a peak learning rate of 3e-4 in a WSD schedule, a balancing loss of 1e-4 within sequences, and a rate of
-# the bias of 1e-4. Batch, warm-up, length of the decay and weight decay are ours. Training is in bf16 here, in fp8 there,
-# and there is no module of multi-token prediction: theirs has a dense MLP where the last layer has experts.
+# The publisher's page (github.com/LG-AI-EXAONE/K-EXAONE) gives the 236B parameters, 23B of them active, the window and
+# its period. Public summaries of the report give the experts and the first sequence length of 8,192 tokens. The other
+# shapes and settings are quoted from memory of config.json and the report; check them before a real run: 11T tokens,
+# Muon, a peak learning rate of 3e-4 in a WSD schedule, a balancing loss of 1e-4 within sequences, and a bias update
+# rate of 1e-4. Batch size, warm-up, decay length and weight decay are our own choices. Training is in bf16 here and in
+# fp8 in the report. The multi-token prediction module is left out, because the published one has a dense MLP and the
+# last layer has experts.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Kimi K2 (arXiv 2507.20534, sections 2.1, 2.3 and 2.5): the layers of DeepSeek-V3 with 64 heads and 384 experts in one
-# group, only the first layer dense, trained with Muon.
+# Kimi K2 (arXiv 2507.20534, sections 2.1, 2.3 and 2.5): the layers of DeepSeek-V3, but with 64 heads, 384 experts in a
+# single group, and only the first layer dense. The optimizer is Muon.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/kimi_k2.sh
 #   bash scripts/recipes/kimi_k2.sh --dry-run
 #
-# QK-clip bounds attention logits at 100; plain torch computes attention for it. The report gives no coefficient of a
-# balancing loss: experts are balanced by the bias of their scores, whose rate here is DeepSeek-V3's. A batch has 67M tokens; the
-# learning rate is constant for 10T tokens after 500 steps of warm-up, then falls by a cosine to a tenth over 5.5T.
+# QK-clip bounds attention logits at 100; it requires attention in plain torch. The report gives no balancing-loss
+# coefficient, so only the score bias balances the experts, with DeepSeek-V3's update rate. A batch has 67M tokens.
+# After 500 warm-up steps, the learning rate is constant for 10T tokens, then decays to a tenth along a cosine over 5.5T
+# tokens.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Kimi Linear 48B-A3B (arXiv 2510.26692), pretraining: three layers with Kimi Delta Attention to one with multi-latent
-# attention and no positions, and the experts of DeepSeek-V3 in all layers but the first one, trained with Muon.
+# Kimi Linear 48B-A3B (arXiv 2510.26692), pretraining: for each layer with multi-latent attention, which has no position
+# embedding, there are three layers with Kimi Delta Attention. All layers except the first have DeepSeek-V3's experts.
+# The optimizer is Muon.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/kimi_linear.sh
 #   bash scripts/recipes/kimi_linear.sh --dry-run
 #
-# Shapes are those of the published config.json. 5.7T tokens in sequences of 4,096, batches of 32M tokens, MuonClip, WSD and
-# a peak of 1.1e-3 are quoted from memory of the report; check them before a real run. Warm-up, the decay, the rate of the
-# bias of experts (DeepSeek-V3's) and initial weights are ours.
+# The shapes are those of the published config.json. The 5.7T tokens in sequences of 4,096, batches of 32M tokens,
+# MuonClip, WSD and the peak learning rate of 1.1e-3 are quoted from memory of the report; check them before a real run.
+# The warm-up, the decay, the expert bias update rate (DeepSeek-V3's) and the initial weights are our own choices.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

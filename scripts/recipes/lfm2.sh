@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# LFM2 (arXiv 2511.23404, and the published config.json files of LiquidAI), pretraining: gated short convolutions of three
-# tokens, attention with norms of queries and keys in every third or fourth layer, and tied embeddings. 8b-a1b has experts
-# after its first two layers: sigmoid scores choose 4 of 32 by a bias.
+# LFM2 (arXiv 2511.23404, and the published config.json files of LiquidAI), pretraining: gated short convolutions over
+# three tokens, attention with QK norms in every third or fourth layer, and tied embeddings. In 8b-a1b, the layers after
+# the first two have experts: each token uses 4 of 32, chosen by sigmoid scores plus a bias.
 #
 #   SIZE=1.2b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 16 scripts/train_gpt_slurm.sh scripts/recipes/lfm2.sh
 #   SIZE=8b-a1b bash scripts/recipes/lfm2.sh --dry-run
 #
-# SIZE is 350m, 700m, 1.2b (default), 2.6b or 8b-a1b. The model cards give the parameters of the dense sizes exactly, 8.3B
-# for 8b-a1b, and 10T and 12T tokens. The report trains on sequences of 4,096 tokens (quoted from memory) with a loss of
-# distillation from a larger model beside the usual one, which is left out here. Batch, learning rate, schedule, weight
-# decay, initial weights, the rate of the experts' bias and the balancing loss are ours: none is published.
+# SIZE is 350m, 700m, 1.2b (default), 2.6b or 8b-a1b. The model cards give exact parameter counts for the dense sizes,
+# 8.3B for 8b-a1b, and 10T and 12T tokens. The report trains on sequences of 4,096 tokens (quoted from memory). It adds
+# a distillation loss from a larger model to the usual loss; that loss is left out here. Batch size, learning rate,
+# schedule, weight decay, initial weights, expert bias update rate and balancing loss are our own choices, because none
+# is published.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

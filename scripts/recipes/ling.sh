@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Ling 2.0 (arXiv 2510.22115, section 2): norms of the heads' queries and keys, of whose channels half are rotated; after
-# the first layers sigmoid scores choose 8 of 256 experts in 4 of 8 groups by a bias, beside a shared one; a module that
-# predicts one token more.
+# Ling 2.0 (arXiv 2510.22115, section 2): QK norms, and rotary embeddings on half of each head's channels. After the
+# first, dense layers, each token uses a shared expert and 8 of 256 experts from at most 4 of 8 groups, chosen by
+# sigmoid scores plus a bias. One multi-token prediction module predicts one further token.
 #
 #   SIZE=flash DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/ling.sh
 #   SIZE=1t bash scripts/recipes/ling.sh --dry-run
 #
-# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). Shapes of mini,
-# and for all sizes rotary base, z-loss, rate of the bias, factor of the second token, initial weights, Adam's betas,
-# weight decay and clipping are those of examples/pretrain/run_pretrain_4k.sh in github.com/inclusionAI/Ling-V2, which goes
-# on with the pretraining of mini. Shapes of flash and 1t are quoted from memory of config.json; check them before a real
-# run. The report has 20T tokens and a learning rate that stays constant, since checkpoints are merged in place of a decay;
-# merging is not part of this script. Length, learning rate and batch are ours, training is in bf16 here and in fp8 there
-# (--fp8-format e4m3 --fp8-recipe blockwise adds it), and the mean of the bias's updates is not taken out.
+# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). The shapes of
+# mini come from examples/pretrain/run_pretrain_4k.sh in github.com/inclusionAI/Ling-V2, which continues the pretraining
+# of mini. So do the following settings for all sizes: rotary base, z-loss, bias update rate, multi-token prediction
+# factor, initial weights, Adam's betas, weight decay and clipping. The shapes of flash and 1t are quoted from memory of
+# config.json; check them before a real run. The report has 20T tokens and a constant learning rate, because checkpoints
+# are merged instead of decaying the rate; this script does not merge them. Sequence length, learning rate and batch
+# size are our own choices. Training is in bf16 here and in fp8 in the report (--fp8-format e4m3 --fp8-recipe blockwise
+# adds it). The mean of the bias updates is not subtracted here.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

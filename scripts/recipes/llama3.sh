@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Llama 3 (arXiv 2407.21783, tables 3 and 4, section 3.4), pretraining at 8,192 tokens.
+# Llama 3 (arXiv 2407.21783, tables 3 and 4, section 3.4), pretraining with sequences of 8,192 tokens.
 #
 #   SIZE=8b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 16 scripts/train_gpt_slurm.sh scripts/recipes/llama3.sh
 #   SIZE=405b bash scripts/recipes/llama3.sh --dry-run
 #
-# SIZE is 8b (default), 70b or 405b. What the paper states for its 405B only is taken from there: 8,000 warm-up steps, a
-# cosine down to a hundredth of the peak, and a batch of 8M tokens for half of the run before it grows to 16M; here it
-# stays at 8M (1,024 samples), and 1.8M steps are 15T tokens. Documents do not attend to each other, as in the paper.
+# SIZE is 8b (default), 70b or 405b. Settings that the paper states only for 405B are used for all sizes: 8,000 warm-up
+# steps, a cosine down to a hundredth of the peak, and a batch of 8M tokens. In the paper the batch grows to 16M tokens
+# after half of the run; here it stays at 8M (1,024 samples), so 1.8M steps are 15T tokens. As in the paper, tokens
+# attend only to their own document.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

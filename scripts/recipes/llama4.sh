@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Llama 4, its text model: layers of width 5120 with 40 heads of 128 channels. Three of four rotate queries and keys in
-# pairs of neighbouring channels and see chunks of 8,192 tokens, each fourth has no positions, sees all tokens, and scales
-# its queries with their position. One expert chosen by a sigmoid, which scales its input, beside a shared one.
+# Llama 4, text model only: layers of width 5120 with 40 heads of 128 channels. Three of every four layers rotate
+# queries and keys in pairs of adjacent channels and attend within chunks of 8,192 tokens. The fourth has no position
+# embedding, attends to all tokens, and scales its queries by position. Each token uses a shared expert and one expert
+# chosen by a sigmoid score, which scales that expert's input.
 #
 #   SIZE=scout DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/llama4.sh
 #   SIZE=maverick bash scripts/recipes/llama4.sh --dry-run
 #
-# SIZE is scout (default; 109B parameters with its vision encoder, 17B active) with 16 experts in every layer and norms of
-# queries and keys, or maverick (400B, 17B active) with 128 experts in every second layer and without these norms. Shapes
-# of scout are the defaults of Llama4TextConfig in transformers. Those of maverick that differ are quoted from memory of
-# its config.json, and the tokens, 40T and 22T, from memory of the model card: check both before a real run. Learning rate
-# (theirs follows from their rule MetaP), batch, warm-up, decay and balancing are common choices of ours. Training is in
-# bf16 here, in fp8 there, and there are no images.
+# SIZE is scout (default; 109B parameters with its vision encoder, 17B active), which has 16 experts in every layer and
+# QK norms, or maverick (400B, 17B active), which has 128 experts in every second layer and no QK norms. The shapes of
+# scout are the defaults of Llama4TextConfig in transformers. Where maverick differs, its shapes are quoted from memory
+# of its config.json. The numbers of tokens, 40T and 22T, are quoted from memory of the model card. Check both before a
+# real run. Learning rate (set by the MetaP rule in the original), batch size, warm-up, decay and load balancing are
+# common choices of ours. Training is in bf16 here and in fp8 in the original, and there are no images.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

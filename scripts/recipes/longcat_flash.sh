@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# LongCat-Flash (arXiv 2509.01322; published config.json of meituan-longcat/LongCat-Flash-Chat, whose values are the defaults
-# of transformers' configuration), pretraining: layers of two latent attentions and two MLPs each, beside which 512 experts
-# work across half a layer, and 256 choices of the router that compute nothing.
+# LongCat-Flash (arXiv 2509.01322; the published config.json of meituan-longcat/LongCat-Flash-Chat has the default
+# values of transformers' configuration), pretraining: each published layer has two multi-latent attentions and two
+# MLPs. In parallel with half of the layer, 512 experts process the tokens; the router can also choose among 256
+# zero-computation experts.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/recipes/longcat_flash.sh
 #   bash scripts/recipes/longcat_flash.sh --dry-run
 #
-# SIZE is 560b. A published layer is two here: the first one has the experts, with the first MLP as a shared one. The rotary
-# base there, 10,000,000, is for a context of 131,072 tokens; here sequences have 4,096 tokens and the base is 10,000. The
-# module of multi-token prediction is left out. The published run, of more than 20T tokens, adapts the expert bias by a PID
-# controller to the number of experts that compute; here it moves by a constant rate to even loads. That rate, batch,
-# learning rate, weight decay and initial weights are ours.
+# SIZE is 560b. A published layer is two layers here: the first has the experts, with the first MLP as the shared
+# expert. The published rotary base of 10,000,000 is for a context of 131,072 tokens; here sequences have 4,096 tokens
+# and the base is 10,000. The multi-token prediction module is left out. The published run, of more than 20T tokens,
+# uses a PID controller to adapt the expert bias to the number of real experts selected per token; here the bias moves
+# at a constant rate toward even loads. This rate, the batch size, learning rate, weight decay and initial weights are
+# our own choices.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# MiMo-V2-Flash (Xiaomi, 2026): 48 layers of which the first and each sixth see all tokens, and the others a window of
-# 128 with attention sinks, twice the key/value heads and another rotary base; keys of 192 channels and values of 128;
-# after one dense layer sigmoid scores choose 8 of 256 experts by a bias.
+# MiMo-V2-Flash (Xiaomi, 2026): 48 layers with keys of 192 channels and values of 128. The first layer and every sixth
+# layer attend to all tokens. The others attend to a window of 128 tokens and have attention sinks, twice as many
+# key/value heads and another rotary base. After one dense layer, each token uses 8 of 256 experts, chosen by sigmoid
+# scores plus a bias.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/mimo_v2.sh
 #   bash scripts/recipes/mimo_v2.sh --dry-run
 #
-# Shapes (309B parameters, 15B active as published) are the defaults of the class in transformers, which sees one token
-# more in windows. Settings are quoted from memory of the report; check them before a real run: 27T tokens of
-# 32,768-token sequences, AdamW with a peak learning rate of 3.2e-4, and a balancing loss of 1e-5 within sequences. Batch,
-# warm-up, decay and weight decay are ours. Training is in bf16 here and in fp8 there, and there is no module of
-# multi-token prediction: theirs has a dense MLP and a window where the last layer has experts and none.
+# The shapes (309B parameters, 15B active as published) are the defaults of the class in transformers, whose windows
+# include one token more. The settings are quoted from memory of the report; check them before a real run: 27T tokens of
+# 32,768-token sequences, AdamW with a peak learning rate of 3.2e-4, and a balancing loss of 1e-5 within sequences.
+# Batch size, warm-up, decay and weight decay are our own choices. Training is in bf16 here and in fp8 in the report.
+# Multi-token prediction is left out: the published module has a dense MLP and a window, whereas the last layer has
+# experts and no window.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

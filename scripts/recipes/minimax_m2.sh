@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# MiniMax M2: 62 layers of width 3072 with full attention, 48 heads of 128 channels of which half are rotated, one norm
-# over all queries of a token and another over all keys; in every layer sigmoid scores choose 8 of 256 experts by a bias.
+# MiniMax M2: 62 layers of width 3072 with full attention and 48 heads of 128 channels, half of them rotated. One norm
+# covers all queries of a token and another covers all keys. In every layer, each token uses 8 of 256 experts, chosen by
+# sigmoid scores plus a bias.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/minimax_m2.sh
 #   bash scripts/recipes/minimax_m2.sh --dry-run
 #
-# Shapes are those of the published config.json (230B parameters, 10B active). It also names three modules of multi-token
-# prediction, which the published weights lack and of whose training nothing is known: add --mtp-num-layers 3. No report
-# describes the pretraining. Length, tokens, batch, learning rate, optimizer and balancing are common choices of ours, and
-# so is the rotary base of 10,000: that of config.json, 5,000,000, is for 196,608 tokens.
+# The shapes are those of the published config.json (230B parameters, 10B active). It also lists three multi-token
+# prediction modules. The published weights lack them, and nothing is known about their training; --mtp-num-layers 3
+# adds them. No report describes the pretraining. Sequence length, number of tokens, batch size, learning rate,
+# optimizer and load balancing are common choices of ours. So is the rotary base of 10,000: the base in config.json,
+# 5,000,000, is for 196,608 tokens.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

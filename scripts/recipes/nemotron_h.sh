@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Nemotron-H 8B (arXiv 2504.03624) and Nemotron 3 Nano (arXiv 2512.20848), pretraining: layers of one sublayer, Mamba-2 in
-# place of most attention, no positions, and MLPs, or small experts, with squared ReLU.
+# Nemotron-H 8B (arXiv 2504.03624) and Nemotron 3 Nano (arXiv 2512.20848), pretraining: layers with a single sublayer
+# each. Mamba-2 replaces most attention layers, there is no position embedding, and MLPs, or small experts, use squared
+# ReLU.
 #
 #   SIZE=8b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 32 scripts/train_gpt_slurm.sh scripts/recipes/nemotron_h.sh
 #   SIZE=nano3 bash scripts/recipes/nemotron_h.sh --dry-run
 #
-# SIZE is 8b (default) or nano3. Shapes are those of the published config.json files and of Megatron Bridge's providers;
-# transformers raises step sizes below 0.001 (--mamba-min-step-size), Megatron-LM, in which the models were trained, does
-# not. Tokens, the peak, end, warm-up and decay of nano3's learning rate, Adam's betas and weight decay are on NVIDIA's page
-# of its recipe. The rest is quoted from memory of the reports; check it before a real run: sequences of 8,192 tokens, 768
-# (8b) and 3,072 (nano3) of them in a batch; 8b: 15T tokens, 8e-4 to 8e-6, 8.3B tokens of warm-up, decay over the last
-# 3.6T; nano3: a balancing loss of 1e-4 and a bias rate of 1e-3. The shape of the decay, clipping and initial weights are
-# ours.
+# SIZE is 8b (default) or nano3. The shapes are those of the published config.json files and of Megatron Bridge's
+# providers. transformers raises step sizes below 0.001 (--mamba-min-step-size); Megatron-LM, in which the models were
+# trained, does not. NVIDIA's page on the nano3 recipe gives its number of tokens, the peak, end, warm-up and decay of
+# its learning rate, Adam's betas and weight decay. The other settings are quoted from memory of the reports; check them
+# before a real run. Both sizes: sequences of 8,192 tokens, 768 (8b) or 3,072 (nano3) of them per batch. 8b: 15T tokens,
+# a learning rate from 8e-4 to 8e-6, 8.3B tokens of warm-up, and decay over the last 3.6T tokens. nano3: a balancing
+# loss of 1e-4 and a bias update rate of 1e-3. The shape of the decay, clipping and initial weights are our own choices.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# OLMo 3 (arXiv 2512.13961), pretraining at 8,192 tokens: three of four layers see a window of 4,096 tokens, norms are of
-# the sublayers' outputs, and one norm covers all queries, another all keys of a token.
+# OLMo 3 (arXiv 2512.13961), pretraining with sequences of 8,192 tokens: three of every four layers attend to a window
+# of 4,096 tokens. Norms apply to the sublayers' outputs. One norm covers all queries of a token and another covers all
+# keys.
 #
 #   SIZE=7b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/olmo3.sh
 #   SIZE=32b bash scripts/recipes/olmo3.sh --dry-run
 #
-# SIZE is 7b (default) or 32b. Shapes are those of the published config.json files. The learning rates (3e-4 and 6e-4),
-# batches (4M and 8M tokens), 2,000 warm-up steps, the cosine down to a tenth and the z-loss of 1e-5 follow the published
-# training scripts, in which embeddings do not decay. 7b: 5.9T tokens, 32b: 5.5T.
+# SIZE is 7b (default) or 32b. The shapes are those of the published config.json files. The learning rates (3e-4 and
+# 6e-4), the batches (4M and 8M tokens), the 2,000 warm-up steps, the cosine down to a tenth and the z-loss of 1e-5
+# follow the published training scripts, which apply no weight decay to embeddings. The 7b uses 5.9T tokens and the 32b
+# 5.5T.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

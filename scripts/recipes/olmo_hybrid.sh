@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# OLMo Hybrid 7B (configuration of allenai/Olmo-Hybrid-7B in transformers, and OLMo-core's script of the run,
-# src/scripts/train/linear-rnns/OLMo3.1-7B-hybrid.py), pretraining at 8,192 tokens: three layers with gated delta nets, whose
-# writing strengths reach 2, to one with attention; norms as in OLMo 3 around attention, of the inputs around delta nets.
+# OLMo Hybrid 7B (configuration of allenai/Olmo-Hybrid-7B in transformers, and OLMo-core's training script,
+# src/scripts/train/linear-rnns/OLMo3.1-7B-hybrid.py), pretraining with sequences of 8,192 tokens: for each attention
+# layer there are three gated delta net layers, whose write strengths reach 2. Norms apply to the outputs of attention,
+# as in OLMo 3, and to the inputs of delta nets.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/olmo_hybrid.sh
 #   bash scripts/recipes/olmo_hybrid.sh --dry-run
 #
-# SIZE is 7b. The learning rate, batches of 4M tokens, 2,000 warm-up steps, the cosine down to a tenth, the z-loss of 1e-5,
-# no decay of embeddings and rotary positions (of OLMo 3) are the script's, 6T tokens the announcement's. The published
-# model has no positions: its extension to long contexts removes them.
+# SIZE is 7b. The script gives the learning rate, batches of 4M tokens, 2,000 warm-up steps, the cosine down to a tenth,
+# the z-loss of 1e-5, embeddings without weight decay, and rotary positions (OLMo 3's). The announcement gives the 6T
+# tokens. The published model has no position embedding, because its extension to long contexts removes it.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Qwen3 (arXiv 2505.09388, tables 1 and 2, section 3.2), general stage of pretraining: 4,096 tokens, 30T of them.
+# Qwen3 (arXiv 2505.09388, tables 1 and 2, section 3.2), general stage of pretraining: 30T tokens in sequences of 4,096.
 #
 #   SIZE=8b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 16 scripts/train_gpt_slurm.sh scripts/recipes/qwen3.sh
 #   SIZE=235b-a22b bash scripts/recipes/qwen3.sh --dry-run
 #
-# SIZE is 8b (default), 30b-a3b or 235b-a22b. Shapes are those of the published config.json files; the rotary base is
-# 10,000 until the long-context stage raises it to 1,000,000. The report gives no learning rate, batch or weight decay:
-# those here are common choices of ours. Experts are balanced over the global batch, as in the report, with a
-# coefficient that it does not give (1e-3, the one in config.json).
+# SIZE is 8b (default), 30b-a3b or 235b-a22b. The shapes are those of the published config.json files. The rotary base
+# is 10,000 until the long-context stage raises it to 1,000,000. The report gives no learning rate, batch size or weight
+# decay; these are common choices of ours. Experts are balanced over the global batch, as in the report, which gives no
+# coefficient; the one here (1e-3) comes from config.json.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

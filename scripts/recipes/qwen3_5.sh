@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Qwen3.5 (published config.json files, text_config; transformers' configurations of the family have those of 9B and
-# 35B-A3B as defaults), pretraining of the text models: three layers with gated delta nets to one with gated attention, as
-# in Qwen3-Next, dense or with experts, and a module of multi-token prediction.
+# Qwen3.5 (published config.json files, text_config; the defaults of the family's configurations in transformers are
+# those of 9B and 35B-A3B), pretraining of the text models: for each layer with gated attention there are three gated
+# delta net layers, as in Qwen3-Next. The models are dense or have experts, and have one multi-token prediction module.
 #
 #   SIZE=397b-a17b DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/recipes/qwen3_5.sh
 #   SIZE=9b bash scripts/recipes/qwen3_5.sh --dry-run
 #
-# SIZE is 9b, 35b-a3b (default) or 397b-a17b. Shapes are those of config.json; images and their encoder are left out. The
-# rotary base there, 10,000,000, is for a context of 262,144 tokens; here sequences have 4,096 tokens and the base is
-# 10,000, as in the general stage of Qwen3. Number of tokens, learning rate, batch, weight decay, the coefficient of the
-# balancing loss and the weight of multi-token prediction are ours: none is published. Norm weights decay too, as in
-# Qwen3-Next.
+# SIZE is 9b, 35b-a3b (default) or 397b-a17b. The shapes are those of config.json; images and their encoder are left
+# out. The published rotary base of 10,000,000 is for a context of 262,144 tokens; here sequences have 4,096 tokens and
+# the base is 10,000, as in the general stage of Qwen3. Number of tokens, learning rate, batch size, weight decay,
+# balancing-loss coefficient and multi-token prediction factor are our own choices, because none is published. Weight
+# decay applies to norm weights too, as in Qwen3-Next.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

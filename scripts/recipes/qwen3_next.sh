@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Qwen3-Next (published config.json of Qwen/Qwen3-Next-80B-A3B-Instruct, and the announcement of September 2025,
-# qwenlm.github.io/blog/qwen3_next), pretraining: 15T tokens, three layers with gated delta nets to one with gated
-# attention, 10 of 512 experts and a shared one for each token, and a module of multi-token prediction.
+# qwenlm.github.io/blog/qwen3_next), pretraining on 15T tokens: for each layer with gated attention there are three
+# gated delta net layers. Each token uses a shared expert and 10 of 512 experts. The model has one multi-token
+# prediction module.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 32 scripts/train_gpt_slurm.sh scripts/recipes/qwen3_next.sh
 #   bash scripts/recipes/qwen3_next.sh --dry-run
 #
-# SIZE is 80b-a3b. Shapes are those of config.json. The rotary base there, 10,000,000, is for its context of 262,144
-# tokens; here sequences have 4,096 tokens and the base is 10,000, as in the general stage of Qwen3. Learning rate, batch,
-# weight decay and the weight of multi-token prediction are common choices of ours: none is published. The coefficient of
-# the balancing loss, over the global batch as in Qwen3, is config.json's. Norm weights decay too, as the
-# announcement says.
+# SIZE is 80b-a3b. The shapes are those of config.json. The published rotary base of 10,000,000 is for a context of
+# 262,144 tokens; here sequences have 4,096 tokens and the base is 10,000, as in the general stage of Qwen3. Learning
+# rate, batch size, weight decay and multi-token prediction factor are common choices of ours, because none is
+# published. Experts are balanced over the global batch, as in Qwen3, with the coefficient from config.json. Weight
+# decay applies to norm weights too, as the announcement says.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

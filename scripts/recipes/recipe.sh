@@ -4,7 +4,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-# Refuses a SIZE that a recipe does not have.
+# Refuses a SIZE that a recipe does not support.
 unknown_size() {
     echo "SIZE=$1: the sizes of this recipe are $2" >&2
     exit 2
@@ -12,8 +12,8 @@ unknown_size() {
 
 # Trains or plans the recipe NAME, whose vocabulary has VOCAB tokens. If --dry-run or --rehearse is given without
 # --world-size, the variable GPUS is the number of ranks. TP, PP, CP and EP come from the environment or the recipe.
-# With SEPARATE_DOCUMENTS, tokens of real data attend only to their own document. Further flags override those of the
-# recipe.
+# With SEPARATE_DOCUMENTS, tokens of real data attend only to their own document. Further flags override the recipe's
+# flags.
 run_recipe() {
     local name="$1" vocab="$2" save parallel output data world=()
     shift 2

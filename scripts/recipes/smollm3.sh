@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# SmolLM3 3B, stages 1 to 3 of pretraining at 4,096 tokens (the team's report of July 2025 and its training files):
-# no rotary embedding in every fourth layer, tied embeddings, documents do not attend to each other.
+# SmolLM3 3B, stages 1 to 3 of pretraining with sequences of 4,096 tokens (the team's report of July 2025 and its
+# training files): every fourth layer has no rotary embedding, embeddings are tied, and tokens attend only to their own
+# document.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 48 scripts/train_gpt_slurm.sh scripts/recipes/smollm3.sh
 #   bash scripts/recipes/smollm3.sh --dry-run
 #
-# The learning rate of 2e-4 warms up over 2,000 steps, stays, and falls linearly to 0 over the last tenth of 11.2T tokens;
-# a batch has 2.36M tokens (576 samples). Embeddings do not decay.
+# The learning rate of 2e-4 warms up over 2,000 steps, stays constant, and decays linearly to 0 over the last tenth of
+# the 11.2T tokens. A batch has 2.36M tokens (576 samples). Weight decay does not apply to embeddings.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Step-3.5-Flash (StepFun, 2026): 45 layers of which the first of each four sees all tokens with 64 heads, and the
-# others a window of 512 with 96; norms of the heads' queries and keys, gates of heads, half of the channels rotated in
-# layers that see all tokens; after three dense layers sigmoid scores choose 8 of 288 experts by a bias, beside a shared
-# one. Trained with Muon.
+# Step-3.5-Flash (StepFun, 2026): 45 layers with QK norms and a gate for each head. The first of every four layers
+# attends to all tokens with 64 heads and rotates half of the channels; the others attend to a window of 512 tokens with
+# 96 heads. After three dense layers, each token uses a shared expert and 8 of 288 experts, chosen by sigmoid scores
+# plus a bias. The optimizer is Muon.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/step3_5.sh
 #   bash scripts/recipes/step3_5.sh --dry-run
 #
-# Shapes (196B parameters, 11B active as published) are those of the text model's class in transformers, which has none
-# with a head of words alone; the vocabulary, the order of layers and the rotary bases are quoted from memory of
-# config.json, and all settings from memory of the report. Check them before a real run: 17.2T tokens, Muon, 4,096-token
-# sequences. Learning rate, batch, warm-up, decay and weight decay are ours. Training is in bf16. Left out: the clamps of
-# the experts of the last two layers, and the three modules of multi-token prediction, of which each is dense with a
-# window.
+# The shapes (196B parameters, 11B active as published) are those of the text model's class in transformers, which has
+# no class with only a language-model head. The vocabulary, the layer order and the rotary bases are quoted from memory
+# of config.json, and all settings from memory of the report. Check them before a real run: 17.2T tokens, Muon,
+# 4,096-token sequences. Learning rate, batch size, warm-up, decay and weight decay are our own choices. Training is in
+# bf16. The clamps in the experts of the last two layers are left out, and so are the three multi-token prediction
+# modules, each of which is dense and has a window.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

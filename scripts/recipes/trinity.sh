@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Trinity Nano and Mini (arXiv 2602.17004): norms before and behind each sublayer, norms of the heads' queries and keys, a
-# gate for each channel of attention's output; three of four layers see a window with a rotary embedding, each fourth all
-# tokens without positions; after two dense layers sigmoid scores choose 8 of 128 experts by a bias, beside a shared one.
+# Trinity Nano and Mini (arXiv 2602.17004): norms before and after each sublayer, QK norms, and a gate for each channel
+# of the attention output. Three of every four layers attend to a window with a rotary embedding, and the fourth attends
+# to all tokens without a position embedding. After two dense layers, each token uses a shared expert and 8 of 128
+# experts, chosen by sigmoid scores plus a bias.
 #
 #   SIZE=mini DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/trinity.sh
 #   SIZE=nano bash scripts/recipes/trinity.sh --dry-run
 #
-# SIZE is mini (default, 26B parameters, 3B active) or nano (6B, 1B active). Shapes, the window, the factor of routed
-# outputs and the rate of the bias are those of the published config.json files; 10T tokens and Muon come from the report.
-# Length, learning rate, batch and schedule are ours. Weights of the norms behind sublayers start at 1; there they start
-# at 1 / sqrt(layers).
+# SIZE is mini (default, 26B parameters, 3B active) or nano (6B, 1B active). Shapes, window, routed-output scaling
+# factor and bias update rate are those of the published config.json files; the 10T tokens and Muon come from the
+# report. Sequence length, learning rate, batch size and schedule are our own choices. The weights of the norms after
+# sublayers start at 1; in the report they start at 1 / sqrt(layers).
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -23,7 +23,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
         referee.run_ranks([waits, fails], os.environ)
     referee.run_ranks([[sys.executable, "-c", ""]], os.environ)
     monkeypatch.setattr(referee, "LIMIT", 0)
-    with pytest.raises(SystemExit, match="the step is not done after 0 s"):
+    with pytest.raises(SystemExit, match="the step has not ended after 0 s"):
         referee.run_ranks([waits, waits], os.environ)
 
 

@@ -92,7 +92,7 @@ class Bucket:
         return self.owned_grads[start : start + piece.stop - piece.start]
 
     def start_grad_sync(self) -> None:
-        """Start to sum the gradients over the data-parallel ranks. Collective over the axis."""
+        """Start summing the gradients over the data-parallel ranks. Collective over the axis."""
         assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
@@ -118,7 +118,7 @@ class Bucket:
             self._rounded = None
 
     def start_param_sync(self) -> None:
-        """Start to all-gather `owned_params` into `params`; does nothing if each rank owns the whole bucket."""
+        """Start all-gathering `owned_params` into `params`; do nothing if each rank owns the whole bucket."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
         if self._bytes is not None:
             shard = self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -148,7 +148,7 @@ class Bucket:
 class WholeUnits:
     """Hooks around the passes of units (transformer layers, and modules outside layers).
 
-    This class does nothing, for gradients and parameters that are always whole. Sharding strategies derive from it.
+    This base class does nothing: its gradients and parameters are always whole. Sharding strategies derive from it.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -221,7 +221,7 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class BufferKind:
-    """Dtypes of a buffer's gradients, and what is sharded over data-parallel ranks."""
+    """Gradient dtypes of a buffer, and whether gradients and parameters are sharded over data-parallel ranks."""
 
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -232,12 +232,12 @@ class BufferKind:
 
 
 class ParamAndGradBuffer:
-    """Memory of one `BufferLayout`.
+    """Flat memory for one `BufferLayout`.
 
-    Moves `params`, the list from which the layout was planned, into it. Values, shapes and the Parameter objects stay
-    the same; `initialize` sets the values of parameters without memory, one bucket at a time. `param.data` becomes a
-    view, and `param.main_grad` a view of zeroed gradients. `copies` are ranks that hold the same shards, whose
-    gradients are summed once per step. `store` makes the buckets of units.
+    The constructor moves `params`, the list from which the layout was planned, into this memory. Values, shapes and the
+    Parameter objects stay the same; `initialize` sets the values of parameters without memory, one bucket at a time.
+    `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients. `copies` is the axis of ranks that
+    hold the same shards; their gradients are summed once per step. `store` makes the buckets of units.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """The padding between parameters in the gradients' memory, if it is persistent."""
+        """Padding between parameters in gradient memory; empty if that memory is not persistent."""
 
     @property
     def on_host(self) -> bool:
@@ -290,7 +290,7 @@ class ParamAndGradBuffer:
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
-        """Start to sum gradient shards over the ranks that hold the same shards."""
+        """Start summing gradient shards over the ranks that hold the same shards."""
         if self.copies.size == 1:
             return []
         shards = [self.grad_data] if self.layout.by_unit else [bucket.grad_shard for bucket in self.buckets]
@@ -298,7 +298,7 @@ class ParamAndGradBuffer:
 
 
 LARGEST = 2**16
-"""Largest number of elements of a gradient that is held back."""
+"""Maximum number of elements in a gradient that is held back."""
 
 AT_A_TIME = 256
 
@@ -339,7 +339,7 @@ class SmallGrads:
 
 
 def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients of one dtype to `main_grad`s of one dtype."""
+    """Add gradients to `main_grad`s; each of the two lists has a single dtype."""
     main_dtype = held[0][0].main_grad.dtype  # type: ignore[attr-defined]
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])

@@ -32,16 +32,17 @@ ALIGNMENT = 64
 """Alignment in elements, and the largest block of elements that may share a scale in an optimizer state."""
 
 BucketPlace = tuple[int, int]
-"""Number of a buffer, and of a bucket in it."""
+"""Numbers of a buffer and of one of its buckets."""
 
 DEFAULT = OptimizerConfig()
 
 GroupOf = Callable[[ParamMeta], ParamGroup]
-"""Returns the group of a parameter, as `OptimizerConfig.group_of` does."""
+"""Function that returns a parameter's group, such as `OptimizerConfig.group_of`."""
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the default bucket size in elements, with which bandwidth rather than latency limits reductions."""
+    """Return the default bucket size in elements, large enough that reductions are limited by bandwidth and not by
+    latency."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
@@ -94,10 +95,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One contiguous buffer, of parameters with the same reduction ranks, group and optimizer."""
+    """Contiguous buffer for parameters with the same reduction ranks, group and optimizer."""
 
     expert: bool
-    """True if reduced over "expt_dp" instead of "dp_cp"."""
+    """True if the buffer is reduced over "expt_dp" instead of "dp_cp"."""
 
     group: ParamGroup
     """Parameter group, which determines learning rate and weight decay of the buffer's parameters."""
@@ -106,10 +107,10 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     whole: bool = False
-    """True if its parameters are matrices that the optimizer updates as a whole."""
+    """True if the buffer's parameters are matrices that the optimizer updates as a whole."""
 
     linear: bool = False
-    """True if its parameters are weights of linear layers, which have separate buffers (`linears_apart`)."""
+    """True if the buffer's parameters are weights of linear layers, which have separate buffers (`linears_apart`)."""
 
     by_unit: bool = False
     """True if each bucket holds the matrices of one unit.
@@ -225,11 +226,11 @@ def _fill_buckets(
 
 
 def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
-    """Return the order of reductions: (buffer, bucket) as backward completes them, the same on every data-parallel
+    """Return (buffer, bucket) in the order in which the backward pass completes them, equal on every data-parallel
     rank.
 
-    A bucket is complete once its first registered parameter is. All ranks of a group must start their reductions in
-    this order, regardless of the order in which gradients arrive.
+    A bucket is complete once the gradient of its first registered parameter is. All ranks of a group must start their
+    reductions in this order, regardless of the order in which gradients arrive.
     """
     places = [(b, k) for b, buffer in enumerate(buffers) for k in range(len(buffer.buckets))]
     return sorted(places, key=lambda place: -min(p.index for p in buffers[place[0]].buckets[place[1]].params))
@@ -254,8 +255,8 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Return the places of a rank's optimizer states: its whole part of each bucket in order, or split between device
-    and host (`OptimizerConfig.host_ranges`)."""
+    """Return where a rank's optimizer states are kept: its whole part of each bucket in order, or that part split
+    between device and host (`OptimizerConfig.host_ranges`)."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)

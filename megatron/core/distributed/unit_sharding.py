@@ -10,7 +10,7 @@ section 5, P_g and P_p):
 
 The order of units is learned from the previous step: a schedule uses the units in the same order in each step with the
 same number of micro-batches, recomputation included. All ranks of a group therefore gather and reduce in the same
-order. In the first step, and in an evaluation, nothing is gathered ahead.
+order. Nothing is gathered ahead in the first step or during evaluation.
 
 The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
 """
@@ -46,10 +46,10 @@ WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced
 
 
 class UnitBucket(Bucket):
-    """Bucket of one unit, of which this rank keeps the gradient shard (ZeRO-2), and the parameter shard (ZeRO-3).
+    """Bucket of one unit. This rank keeps its gradient shard (ZeRO-2) and also its parameter shard (ZeRO-3).
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist between a first `acquire` and the last `release`. Their memory is allocated and
+    `grad_shard`. Whole parameters exist from the first `acquire` to the last `release`. Their memory is allocated and
     freed under the same views, so references that autograd saved are valid whenever the parameter is whole.
     """
 
@@ -77,21 +77,21 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def start_gather(self) -> None:
-        """Start to gather the parameters, unless they are whole or a gather is in progress. Collective."""
+        """Start gathering the parameters, unless they are whole or a gather is in progress. Collective."""
         if not self.whole_params:
             alloc_storage(self.params)
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for one more pass. Collective unless they are already whole."""
+        """Gather the parameters for another pass. Collective unless they are already whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """End the use of one pass. After the last one the memory is freed, unless the next pass is to `keep` it."""
+        """End a pass. The last pass frees the whole parameters, unless `keep` keeps them for the next pass."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
@@ -127,14 +127,14 @@ class UnitBucket(Bucket):
             self.whole_grads = True
 
     def zero_stale_grads(self) -> None:
-        """Zero whole gradients to which nothing has been added."""
+        """Zero the whole gradients to which nothing has been added."""
         for owner in self.owners:
             if is_stale(owner):
                 mark_stale(owner, False)
                 owner.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self) -> None:
-        """Start to reduce the whole gradients, if anything was added to them. Collective over the axis."""
+        """Start reducing the whole gradients, if anything was added to them. Collective over the axis."""
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
@@ -176,7 +176,7 @@ AHEAD = 3
 """Number of passes to search ahead for the unit to gather; units in use are skipped."""
 
 IN_FLIGHT = 1
-"""Number of buckets whose gradients are reduced while others are computed."""
+"""Number of buckets whose gradients may be reduced while other gradients are computed."""
 
 
 @dataclass(eq=False)
@@ -224,15 +224,15 @@ class Order(Generic[T]):
                 del self.known[self.microbatches]  # the order has changed, so learn it again
 
     def following(self, count: int) -> list[T]:
-        """Return the next `count` units, as far as they are known."""
+        """Return the next `count` units, or fewer if fewer are known."""
         if not self.microbatches:
             return []
         return self.known.get(self.microbatches, [])[len(self.asked) : len(self.asked) + count]
 
 
 class UnitSharding(WholeUnits):
-    """Hooks of the units of one rank's modules. With `shards_params`, parameters are gathered and freed; otherwise only
-    gradients. Casts of parameters are freed with them."""
+    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Casts of
+    parameters are freed with them."""
 
     buckets: Sequence[UnitBucket]
 
@@ -273,7 +273,7 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """Return the unit whose backward is the last to add to a bucket: the first in the model among units on this
+        """Return the unit whose backward pass is the last to add to a bucket: the first such unit in the model on this
         rank."""
 
     def begin_step(self, microbatches: int) -> None:
@@ -332,7 +332,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Hook after a forward. It is also called if a recomputed forward stops early; `output` is then None."""
+        """Hook after a forward pass, also if a recomputed pass stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)
@@ -346,8 +346,8 @@ class UnitSharding(WholeUnits):
         The backward starts when the gradient of an output is known, and has ended when the input's gradient is known.
         Autograd first runs the operations that were recorded last, so nothing of the unit is left at that point. If no
         operation has produced an input, the unit's backward ends with the whole backward pass. A layer may leave its
-        last addition to the next norm. It then has two outputs, one of which was computed in its middle. Of several
-        outputs, the first gradient counts; of several inputs, the one that was computed last.
+        last addition to the next norm. It then has two outputs, one of which was computed in its middle. The first
+        known output gradient marks the start, and the gradient of the last computed input the end.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -401,7 +401,7 @@ class UnitSharding(WholeUnits):
             self._reducing.popleft().finish_grad_sync()
 
     def _open(self, bucket: UnitBucket) -> None:
-        """Prepare for a contribution to the gradients of a bucket."""
+        """Prepare a bucket for a contribution to its gradients."""
         if bucket in self._reducing:
             self._finish(0)
         bucket.open_grads()
@@ -429,7 +429,7 @@ def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.devi
     """Return the store for a rank's units that a configuration selects."""
     if (name := parallel.unit_store) is not None:
         store = UNIT_STORES[name](parallel, device)
-        assert isinstance(store, UnitStore), f"{name} makes no store of units"
+        assert isinstance(store, UnitStore), f"{name} does not create a unit store"
         return store
     return ShardedUnits() if ddp.shards_gradients else UnitStore()
 

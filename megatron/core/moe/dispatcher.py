@@ -71,7 +71,7 @@ class Exchange:
     """Number of rows from each rank."""
 
     pair: PassPair
-    """Another micro-batch that may compute in the meantime."""
+    """Another micro-batch, which may compute during the exchange."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """x [sum(send), ...] -> [sum(receive), ...] for each x"""
@@ -103,7 +103,7 @@ class Routes:
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """Result of the exchange: rows [rows, ...] of the local experts, sorted by expert."""
+    """Map of the exchange's result to rows [rows, ...] of the local experts, sorted by expert."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
@@ -126,8 +126,8 @@ class Routes:
 class Dispatcher(ABC):
     """Plans the dispatch of tokens to their selected experts.
 
-    Token counts stay on the device if no message and no large buffer depends on them. In this case the maximum number
-    of rows is allocated, with the rows in use first.
+    Token counts stay on the device if neither message sizes nor large buffers depend on them. In this case the maximum
+    number of rows is allocated, with the rows in use first.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -152,7 +152,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
-        """Start to plan a dispatch. Collective.
+        """Start planning a dispatch. Collective.
 
         `chosen` [n, k] are the experts of this rank's tokens; `num_experts` marks a dropped assignment. An expert
         accepts at most `most` assignments, if given. Call the returned function to end the plan. The host waits for the
@@ -179,16 +179,16 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Maximum allocated rows of an all-gather dispatch, relative to an even load, for which the host need not know the
-actual number.
+"""Maximum rows, relative to an even load, that an all-gather dispatch allocates without the host knowing their actual
+number.
 
-If more rows could arrive, the host waits for their number.
+If more rows could arrive, the host waits for the actual number.
 """
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gathers the tokens, from which each rank selects the tokens of its experts. Suitable for few experts, and for
-    k about as large as ep."""
+    """All-gathers the tokens; each rank then selects the tokens of its experts. Suitable for few experts, and for k
+    about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -216,7 +216,8 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Sends each token only to the ranks of its experts: all-to-all over ep, then all-gather over expt_tp.
+    """Sends each token only to the ranks of its experts, with an all-to-all over ep and then an all-gather over
+    expt_tp.
 
     The host needs the message sizes, unless no all-to-all is needed or all messages are padded.
     """
@@ -322,7 +323,7 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """y [slots, ...] -> [n, ...]: sum each token's k slots, [n * k], as far as they are valid. One kernel if
+    """y [slots, ...] -> [n, ...]: sum the valid ones among each token's k slots [n * k]. A single kernel if
     compiled."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)

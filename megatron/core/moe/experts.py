@@ -98,7 +98,7 @@ class _GroupedBiasContext(AutogradContext):
 class GroupedBiasFunction(torch.autograd.Function):
     """Adds to each row of y [n, out] its expert's bias [experts, ..., columns], from column `first` on.
 
-    The bias is multiplied by the row's factor [n] if there are factors.
+    If there are factors [n], the bias is multiplied by the row's factor.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ class _WeightedContext(AutogradContext):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """activation(x) * weight, row by row; saves only x and the weights for backward.
+    """activation(x) * weight, row by row; saves only x and the weights for the backward pass.
 
     A token's routing weight is applied before the second layer instead of after it, so that its gradient needs no
     expert output.
@@ -202,7 +202,7 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """`_WeightedActivation` for a function with known gradient: compiled, and no intermediate product is stored."""
+    """`_WeightedActivation` for a function whose gradient is known: compiled, without storing intermediate products."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:

@@ -49,7 +49,7 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. The host waits for the device if it does not know them."""
+        """Number of rows of each expert. The host waits for the device if it does not know the numbers yet."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
@@ -97,8 +97,8 @@ def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out]; each row is multiplied by its expert's matrix,
-spare rows are 0."""
+"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out]; each row is multiplied by its expert's matrix, and
+spare rows of y are 0."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
@@ -130,14 +130,14 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
 @operation
 @torch_function
 def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """Like `add_each_product_`, with a single kernel for all experts."""
+    """Compute the same as `add_each_product_`, with a single kernel for all experts."""
     add_each_product_(out, dy, x, segments)
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
     """Return True if torch has a grouped GEMM for this dtype on the device, and for matrices of these widths: rows must
-    be multiples of 16 bytes. On other GPUs, torch's function reads the numbers of rows and computes one product per
-    expert, as `gemm_each` does."""
+    be multiples of 16 bytes. On other GPUs, torch's function reads the row counts on the host and computes one product
+    per expert, like `gemm_each`."""
     if device.type == "cuda":
         kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     else:
@@ -155,7 +155,7 @@ class GroupedGemms:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
         """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
         self.add_bias_grad_ = add_weight_grad_
-        """Like the weight's function, for the gradient of a bias, which is the weight of one input."""
+        """Equivalent of `add_weight_grad_` for the gradient of a bias, which acts as the weight of one input."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""

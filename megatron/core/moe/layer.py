@@ -75,7 +75,7 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # between start and finish, so that a host that waits for sizes has already launched this
+        # between start and finish, so that the host has launched this before it waits for sizes
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)
@@ -90,9 +90,9 @@ class MoELayer(nn.Module):
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], under Megatron-LM's names.
+    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], which have Megatron-LM's names.
 
-    They have biases if linear layers have them. None without a latent.
+    They have biases if linear layers have them. Returns None without --moe-latent-size.
     """
     if config.moe_latent_size is None:
         return None

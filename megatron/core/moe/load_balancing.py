@@ -1,7 +1,7 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
-Auxiliary losses are means over the tokens of the global batch. They are added to the loss once, so that layouts and
-micro-batch sizes cannot change them. This takes two measures.
+Auxiliary losses are means over the tokens of the global batch. Each is added to the loss once, so layouts and
+micro-batch sizes cannot change it. This requires two measures.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during backward, so they carry that number in advance: it is known before the
@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
-"""Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
+"""Entries of a tally that are not counted per expert: balancing loss, z-loss, dropped assignments."""
 
 PER_EXPERT = 4
 """Entries of a tally for each expert: assignments, accepted assignments, assignments without expert bias, and
@@ -39,7 +39,7 @@ probabilities."""
 
 
 class RunningLoads:
-    """Running share of each expert in the assignments of the global batch, sample by sample.
+    """Running share of assignments that each expert receives in the global batch, sample by sample.
 
     The reduction of a micro-batch's counts starts in its forward pass and completes in its backward pass, which needs
     it. A recomputation uses the loads of the first pass.
@@ -145,7 +145,7 @@ class Balance(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """Create the balance of a router.
 
-        `weight` is the router's weight; if it is frozen, so is the expert bias.
+        `weight` is the router's weight; if the weight is frozen, so is the expert bias.
         """
         super().__init__()
         self.num_experts, self.topk = config.moe_choices, config.moe_router_topk
@@ -203,7 +203,8 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return sums over these tokens of E sum_i f_i p_i, times their coefficients, and the value for sequences.
+        """Return the sums of E sum_i f_i p_i over these tokens, times their coefficients, and the loss value for
+        sequences.
 
         Under an even load a token's term is 1; if one expert gets all tokens, it is E. counts [b, E] are the
         assignments of these tokens in micro-batch `number`. The value is known only for sequences.
@@ -221,7 +222,8 @@ class Balance(nn.Module):
         return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return the one-hot selection: chosen [s, b, k] -> [s, b, E], only for `kept` [s, b, k] ones if given."""
+        """Return the one-hot selection: chosen [s, b, k] -> [s, b, E]. If `kept` [s, b, k] is given, omit all other
+        assignments."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 
@@ -248,7 +250,7 @@ class Balance(nn.Module):
 
 
 def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Create a model state of zeros that is not trained but saved in checkpoints. Every rank holds it whole."""
+    """Create an untrained model state of zeros that checkpoints save. Every rank holds it whole."""
     state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state

@@ -67,7 +67,8 @@ class RouterFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice."""
+    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all experts before the
+    choice."""
 
     before_choice: bool
 
@@ -95,7 +96,7 @@ class OwnScores:
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
     epsilon: float = 1e-20
-    """Added to the sum of weights before the division."""
+    """Epsilon added to the sum of weights before the division."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
@@ -115,7 +116,7 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """Create the scores of a model; registered by the router that lists them."""
+    """Function that creates a model's scores; the router that lists the scores registers it."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
@@ -131,7 +132,7 @@ class Choice:
     """[s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
-    """Maximum number of these tokens that an expert accepts; None if unlimited and each token has k experts."""
+    """Maximum number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
 
     kept: Tensor | None = None
     """[s, b, 1]: weight of the token itself in the output, which zero-computation experts return."""
@@ -191,7 +192,7 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if context.cache is not None:  # padding of a generated text must not count, and later tokens do not exist yet
+        if context.cache is not None:  # the padding of generated text must not count, and later tokens do not exist yet
             factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
@@ -214,11 +215,12 @@ class TopKRouter(nn.Module):
         return logits if self.bias is None else logits + self.bias.to(self.dtype)
 
     def ranked(self, logits: Tensor, context: BatchContext) -> Tensor:
-        """Return the scores [s, b, E] that are ranked, without expert bias and groups."""
+        """Return the scores [s, b, E] for ranking experts, before expert bias and groups."""
         return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
-        """Return the selection [s, b, k] with expert bias and groups; `unbiased` is the selection without either."""
+        """Return the selection [s, b, k] with expert bias and groups. `unbiased` is the selection without bias and
+        groups."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:
             ranked = summed = (logits if self.biased_logits else self.scores.positive(logits)) + bias
@@ -232,8 +234,8 @@ class TopKRouter(nn.Module):
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
     def _capacity(self, rows: int, factor: float) -> int:
-        """Return the number of tokens per sequence, of which this rank has `rows`, that an expert accepts with a
-        capacity factor."""
+        """Return the number of tokens per sequence that an expert accepts under a capacity factor; this rank holds
+        `rows` of the sequence's tokens."""
         length = rows * self.sequence.size
         return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
 
@@ -266,7 +268,7 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
 def without_rounding(scores: Tensor) -> Tensor:
     """Round scores to a grid far coarser than their rounding errors, which differ between layouts.
 
-    Tokens with equal context, such as the first tokens of documents, have equal weights: they must tie, so that their
+    Tokens with equal context, such as the first tokens of documents, have equal scores. They must tie, so that their
     positions decide. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
@@ -280,8 +282,8 @@ def within_capacity(
     """Apply expert capacity: bool [s, b, k], True for the `capacity` tokens of a sequence with the highest priority.
 
     Priorities are >= 0; among equal ones the earlier token wins. chosen, priorities [s, b, k] and positions `places`
-    [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence, which ranks along
-    `sequence` hold.
+    [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence, which is sharded over
+    the ranks of `sequence`.
     """
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)

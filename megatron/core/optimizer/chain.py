@@ -1,10 +1,11 @@
 """Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is such a chain.
 
 Fused links update flat shards. The other links of a chain run before and after it, on single parameters. The updates of
-a batch of parameters run concurrently, as generators. When each has finished or made a request, all requests are
-answered together: sums by one reduce-scatter and one all-gather over the stage, whole matrices by one exchange with
-their owners (`MatrixExchange`). Between reduce-scatter and all-gather, each rank applies its part of the sums to its
-part of the reduced states. Sharded states therefore cost no more communication than replicated ones.
+a batch of parameters run concurrently, as generators. Once each update has finished or made a request, all requests are
+answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
+matrices' owners (`MatrixExchange`) answers requests for whole matrices. Between reduce-scatter and all-gather, each
+rank applies its part of the sums to its part of the reduced states. Sharded states therefore cost no more communication
+than replicated ones.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from megatron.core.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class _Links:
-    """The links of a parameter, divided at its fused link."""
+    """Links of a parameter, divided at its fused link."""
 
     before: Sequence[Transform]
-    """All links if there is no fused link."""
+    """Links before the fused link; all links if there is no fused link."""
 
     fused: FusedTransform | None
     after: Sequence[Transform]
@@ -59,13 +60,13 @@ class _Links:
 
 @dataclass
 class _Param:
-    """A parameter of the stage on this rank."""
+    """This rank's part of one parameter of the stage."""
 
     planned: PlannedParam
     links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
-    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) for none."""
+    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if there are none."""
 
     span: slice
     """Range of the `held` elements in the shard."""
@@ -76,16 +77,16 @@ class _Param:
     """This rank's part of each state, flat."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """States of each matrix that this rank owns, in their shapes, by matrix number."""
+    """States of the matrices that this rank owns, in their shapes, by matrix number."""
 
 
 _Elements = tuple[_Param, slice]
-"""A parameter, and some of the elements that this rank updates."""
+"""A parameter with some of its elements that this rank updates."""
 
 
 @dataclass
 class _Run:
-    """The update of some elements of a parameter, in progress."""
+    """Running update of some elements of a parameter."""
 
     param: _Param
     cut: slice
@@ -98,7 +99,7 @@ class _Run:
     done: bool = False
 
     def advance(self, results: Sequence[Tensor] | None) -> None:
-        """Run up to the next requests, given the results of the previous ones."""
+        """Run until the next requests, given the results of the previous requests."""
         try:
             self.requests = next(self.steps) if results is None else self.steps.send(results)
         except StopIteration:
@@ -106,7 +107,7 @@ class _Run:
 
 
 class Chain(ShardUpdate):
-    """The chains of the parameters of `shards`, which are all on the device or all on the host.
+    """Chains for the parameters of `shards`, which are all on the device or all on the host.
 
     Collective over the stage, unless each element is updated independently. `shards` hold main parameters, gradients
     and the states of fused links; the states of other links are kept here.
@@ -230,7 +231,8 @@ class Chain(ShardUpdate):
             self._update(batch, values, after=True)
 
     def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
-        """Update the parameters of a batch concurrently, by the links before their fused link or `after` it."""
+        """Update the parameters of a batch concurrently, with the links before their fused link or the links `after`
+        it."""
         skipped = values.skip > 0
         runs = [self._begin(*each, values, after) for each in batch]
         for run in runs:
@@ -301,7 +303,7 @@ class Chain(ShardUpdate):
         ]
 
     def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
-        """Call the requested functions of whole matrices on the ranks that own the matrices."""
+        """Call the functions requested for whole matrices on the ranks that own the matrices."""
         if not asked:
             return []
         plan = self.plan.matrices

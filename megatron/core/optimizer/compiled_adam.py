@@ -1,7 +1,6 @@
-"""AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters.
-
-torch's fused kernel stores the scaled gradient, and a copy reads the main parameters again to write the 16-bit ones: 8
-of 38 bytes per element.
+"""AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters. torch's fused
+kernel stores the scaled gradient, and a separate copy reads the main parameters again to write the 16-bit parameters.
+These two steps move 8 of 38 bytes per element.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Number of shard shapes up to which each shape has its own kernel; buckets of equal layers have equal shapes."""
+"""Maximum number of shard shapes that get their own kernels; buckets of equal layers have equal shapes."""
 
 
 class CompiledAdamKernel(ShardUpdate):
@@ -53,7 +52,7 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Return the scalars of one update that follows `updates` earlier ones. `skip` and `updates` are float64
+        """Return the scalars for the update that follows `updates` earlier updates. `skip` and `updates` are float64
         scalars on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
@@ -69,7 +68,7 @@ class AdamScalars(NamedTuple):
     """Factor of the gradients."""
 
     skip: Tensor
-    """1 if nothing is to change, else 0."""
+    """1 to skip the update, else 0."""
 
     decay: Tensor
     """1 - learning rate * weight decay"""
@@ -91,7 +90,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Make one update (arXiv 1711.05101, algorithm 2) of fp32 tensors of the same shape, in place.
+    """Update fp32 tensors of the same shape once, in place (arXiv 1711.05101, algorithm 2).
 
     Args:
         main: Main parameters.
@@ -101,7 +100,7 @@ def adamw_(
         params: Receives the new main parameters in its own dtype.
         scalars: Values of this update.
         betas: Decays of the moments.
-        eps: Added to the root of the second moment.
+        eps: Epsilon added to the root of the second moment.
     """
     keeps = scalars.skip > 0
     g = grad * scalars.factor

@@ -3,9 +3,9 @@
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without
 sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
 
-A step waits for the device only to change a dynamic loss scale, and for the gradients of states that are updated on the
-host. A non-finite loss or gradient leaves parameters and moments unchanged, in every precision: the update kernels read
-the overflow flag on the device.
+A step waits for the device only to change a dynamic loss scale, or to read the gradients of states that are updated on
+the host. A non-finite loss or gradient leaves parameters and moments unchanged, in every precision: the update kernels
+read the overflow flag on the device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Norm over the whole model before clipping; not finite if a gradient was not."""
+        """Gradient norm of the whole model before clipping; not finite if a gradient was not finite."""
         return self._read()[0]
 
     @property
@@ -69,17 +69,17 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if nothing was updated because of non-finite values or the judge."""
+        """True if the update was skipped because of non-finite values or by the judge."""
         return bool(self._read()[2])
 
     @property
     def spike(self) -> bool:
-        """True if the judge found the step exceptional, skipped or not."""
+        """True if the judge classified the step as a spike; its update may have been applied."""
         return bool(self._read()[3])
 
     @property
     def sums(self) -> list[float]:
-        """The argument `sums`, summed over the world."""
+        """Argument `sums` of the step, summed over the world."""
         return self._read()[4:]
 
     @property
@@ -110,7 +110,7 @@ def _build_host_update(
     chains: Sequence[Chain],
     threads: int | None,
 ) -> HostUpdateRule | None:
-    """Return the rule that updates the shards in host memory, each by its chain; None if there are no such shards."""
+    """Return the object that updates the shards in host memory with their chains; None if there are no such shards."""
     if not shards:
         return None
     assert config.host_store is not None
@@ -126,7 +126,7 @@ device."""
 
 @dataclass(frozen=True)
 class Update:
-    """Arguments of one step of `DistributedOptimizer`. A repeated update receives the same ones."""
+    """Arguments of one step of `DistributedOptimizer`. A repeated update receives the same arguments."""
 
     rates: Rates
 
@@ -134,7 +134,7 @@ class Update:
     """Factor of the gradients that `reduce_model_grads` returned."""
 
     sums: Tensor | None = None
-    """[n] float64 of each rank, such as the loss. They are summed together with the norm and must also be finite."""
+    """[n] float64 on each rank, such as the loss. They are summed together with the norm and must also be finite."""
 
     judge: Judge | None = None
     """Decides whether to skip the update."""
@@ -145,7 +145,7 @@ class Update:
 
 
 class DistributedOptimizer:
-    """Optimizer that --optimizer names, over the main-precision shards of one rank, on the device or on the host.
+    """Optimizer named by --optimizer, applied to one rank's main-precision shards on the device or the host.
 
     Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
     values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
@@ -181,7 +181,7 @@ class DistributedOptimizer:
         chains_on_host = [Chain(config, [shard], plan, ddp, state) for shard in on_host]
         self.host_update = _build_host_update(config, on_host, chains_on_host, host_threads)
         self.chains = [self._chain, *chains_on_host]
-        """The chains of all shards, on the device and on the host."""
+        """Chains of all shards, on the device and on the host."""
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
@@ -189,12 +189,12 @@ class DistributedOptimizer:
         `meters`.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        """Number of updates so far, on the device."""
+        """Number of updates so far, as a tensor on the device."""
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
-        """Make one update from finished gradients, or from the result of `reduce_model_grads` and its `factor`. The
-        factor and clipping scale gradients in place; fused optimizers apply them when they read gradients.
+        """Update once with finished gradients, or with the result of `reduce_model_grads` and its `factor`. The factor
+        and clipping scale gradients in place; fused optimizers apply them when they read gradients.
 
         With `overlap_param_gather` the parameters are whole again only after a forward pass or `finish_param_sync` has
         waited for them. If the ddp has a `param_gather`, only `finish_param_sync` makes them whole.
@@ -207,8 +207,8 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm, given this rank's term `own`, and update. Subclasses may leave part of the update
-        to `end_update`."""
+        """Wait for the gradient norm, to which this rank contributes `own`, and update. Subclasses may leave part of
+        the update to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
@@ -289,7 +289,7 @@ class DistributedOptimizer:
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Return everything that this rank owns, to read: live views, or copies on the host of states with scales.
+        """Return everything that this rank owns, for reading: live views, or host copies of states with scales.
 
         Main parameters are omitted if the parameters themselves are the main parameters.
         """

@@ -23,15 +23,14 @@ from megatron.core.param_meta import ParamMeta
 
 @dataclass(frozen=True)
 class FusedPart:
-    """Kernel of one fused link, and the shards that it updates."""
+    """Kernel of one fused link, with the shards that it updates."""
 
     kernel: ShardUpdate
     shards: Sequence[Shard]
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """Return the fused link that the chains of a buffer's parameters have in common. Raises ValueError if links
-    differ."""
+    """Return the fused link that the chains of a buffer's parameters share. Raises ValueError if links differ."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
@@ -92,7 +91,7 @@ class FusedSGD(FusedTransform):
 
 
 def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
-    """Return the same shards, whose main parameters and states must be plain tensors."""
+    """Return the shards unchanged, after checking that their main parameters and states are plain tensors."""
     plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
     assert len(plain) == len(shards), "the kernel of this link cannot read the format of the states"
     return plain
@@ -110,7 +109,8 @@ class TorchKernel(ShardUpdate):
     def scale_gradients(self, factor: Tensor) -> None:
         """Scale gradients.
 
-        The kernels divide by a float32 scalar while reading and storing the gradient; float64 needs a more precise one.
+        The kernels divide by a float32 scalar while reading and storing the gradient; float64 needs a more precise
+        scalar.
         """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)

@@ -1,9 +1,9 @@
 """The global gradient norm, computed without waiting for the device.
 
 Each element of the model counts once. Every data-parallel rank sums its own shard, with or without the distributed
-optimizer. Among replicas over model axes, and between a tied embedding's two copies, only one counts. Rows of `ROW`
-elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a flat shard of
-10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be converted, which
+optimizer. Only one of the replicas along model axes counts, and only one of a tied embedding's two copies. Rows of
+`ROW` elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a flat shard
+of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be converted, which
 takes forty times as long on CPU.
 """
 
@@ -24,7 +24,7 @@ ROW = 4096
 
 
 class GradNorm:
-    """Tensors whose squares this rank sums, and the norm over the world.
+    """Gradient norm over the world, from the tensors whose squares this rank sums.
 
     A single collective also sums `sums` [n] of each rank.
     """

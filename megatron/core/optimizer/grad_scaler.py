@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 training: the scale is large enough to keep small gradients and small enough not to
+"""Loss scaling for fp16 training: a scale large enough to preserve small gradients, and small enough not to
 overflow."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 
 
 class LossScaler:
-    """A fixed scale; 1 if no scaling is needed."""
+    """Fixed loss scale; 1 if no scaling is needed."""
 
     dynamic = False
 
@@ -30,7 +30,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves on overflow and doubles after `window` consecutive good steps.
+    """Dynamic loss scale, which halves on overflow and doubles after `window` consecutive good steps.
 
     `hysteresis` overflows are tolerated before the scale decreases. From then on each overflow halves it, until a full
     window of good steps doubles it and restores the allowance. The scale never falls below `min_scale`.

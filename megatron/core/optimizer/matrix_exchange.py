@@ -17,7 +17,7 @@ Read = Callable[[Part, Tensor], None]
 """Writes this rank's values of a part into a tensor of its shape."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
-"""Stores the transformed values of a part."""
+"""Stores a part's transformed values."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
 """Maps matrices [n, rows, columns] to the same shape, each independently, given their numbers in the plan."""
@@ -58,7 +58,7 @@ class MatrixExchange:
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
-        """Return the round of the matrices with these numbers."""
+        """Return the exchange round for the matrices with these numbers."""
         key = tuple(numbers)
         if key not in self._rounds:
             self._rounds[key] = self._planned_round(numbers)
@@ -83,9 +83,11 @@ class MatrixExchange:
         return _Round(read, arriving, returned, written, stacks)
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
-        """Transform every matrix x of the stage, or the matrices `numbers` in one round, and write direction(x).
+        """Transform every matrix x of the stage, or the matrices `numbers` in one round, and write the results
+        direction(x).
 
-        The next matrices are gathered during a transformation, and the results are sent back during the following one.
+        While one round is transformed, the next round's matrices are gathered and the previous round's results are sent
+        back.
 
         Args:
             read: Reads this rank's parts of x.

@@ -3,8 +3,8 @@ import torch.
 
 Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
 operation on whole matrices gathers them: each matrix of a stage has one owner among the ranks of the stage, which
-receives the parts, transforms the whole, and sends the parts back. Every matrix is therefore transformed once, instead
-of on each rank that holds a part, and each rank sends and receives its own shard once in each direction.
+receives the parts, transforms the whole, and sends the parts back. Every matrix is therefore transformed once, and not
+on each rank that holds a part. Each rank sends its own shard once and receives it back once.
 
 All ranks of a stage have parameters of the same names and shapes, so each computes the same plan from integers.
 """
@@ -23,8 +23,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of elements that a rank gathers at a time, or one matrix if that is larger. Bounds the exchange's
-memory."""
+"""Maximum number of elements that a rank gathers at a time, or one matrix if that is larger. The limit bounds the
+exchange's memory."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Part:
 
     start: int
     stop: int
-    """End of the elements of that shard, which contain a box of shape `held` in row-major order."""
+    """End of the range of that shard's elements that holds a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]

@@ -34,7 +34,7 @@ CHUNK = 2**22
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Part of a bucket that a rank updates, with the optimizer states that it keeps for the part."""
+    """Part of a bucket that a rank updates, with the optimizer states for this part."""
 
     bucket: Bucket
     layout: BufferLayout
@@ -70,7 +70,7 @@ class Shard:
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
-        """Tensors that an update writes and reads; for a shard on the host, the attached copies."""
+        """Tensors that an update reads and writes; for a shard on the host, these are the attached copies."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
@@ -125,8 +125,8 @@ class Shard:
 class OptimizerShard(Shard):
     """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
 
-    On the device, main parameters share the parameter memory if that has the main dtype; otherwise they are a copy in
-    the main dtype.
+    On the device, main parameters share the parameters' memory if the parameters have the main dtype; otherwise they
+    are a copy in the main dtype.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -169,7 +169,7 @@ class OptimizerShard(Shard):
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates and weight decay of a step."""
+    """Learning rates and weight decay for one step."""
 
     lr: float
     weight_decay: float = 0.0
@@ -183,11 +183,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepValues:
-    """Values of one update. The tensors are float64 scalars on the device; the host does not wait for them."""
+    """Scalars of one update. The tensors are float64 scalars on the device; the host does not wait for them."""
 
     rates: Rates
     skip: Tensor
-    """1 if nothing is to change, else 0."""
+    """1 to skip the update, else 0."""
 
     updates: Tensor
     """Number of earlier updates."""
@@ -217,23 +217,23 @@ def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:
 
 @runtime_checkable
 class HostUpdateRule(Protocol):
-    """Interface of updates of shards in host memory, for `DistributedOptimizer`."""
+    """Interface through which `DistributedOptimizer` updates shards in host memory."""
 
     nbytes: int
-    """Bytes of host memory in addition to the states."""
+    """Bytes of host memory used in addition to the states."""
 
     def start(self) -> None:
-        """Start to copy the first gradients.
+        """Start copying the first gradients.
 
-        They must be final except for a factor, and no later kernel may read the parameters before `update` has been
-        called.
+        The gradients must be final except for a factor, and no later kernel may read the parameters before `update` has
+        been called.
         """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start to copy the inputs of `update`, so that it does not wait for kernels launched later."""
+        """Start copying the inputs of `update`, so that it does not wait for kernels launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Make one update after `start`, with the `scalars` of this step. Waits for the gradients.
+        """Update once after `start`, with the `scalars` of this step. The call waits for the gradients.
 
         With `scaled`, gradients are multiplied by their factor. Kernels launched afterwards see the new parameters.
         """
@@ -242,8 +242,8 @@ class HostUpdateRule(Protocol):
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
     """Freeze the parameters that a rule freezes, before gradient buffers are built.
 
-    Returns lines about the groups of the other parameters, if there are custom groups. A frozen parameter has no
-    gradient, no place in a bucket and no optimizer state. Collective if there are rules or custom groups. Raises
+    If there are custom groups, returns text lines that describe the groups of the other parameters. A frozen parameter
+    has no gradient, no place in a bucket and no optimizer state. Collective if there are rules or custom groups. Raises
     ValueError, on every rank, for a rule that does not fit the parameters of the whole model.
     """
     if not config.parameter_rules and not config.has_own_groups:

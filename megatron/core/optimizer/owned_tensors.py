@@ -49,9 +49,9 @@ def with_main_weights(
 def owned_zeros(
     ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
 ) -> list[OptimizerPiece]:
-    """Return zeros for the elements of `owned_weights`, for each of `names`.
+    """Return, for each of `names`, zeros for the elements of `owned_weights`.
 
-    The memory has the padding of buckets, as plans count it.
+    The memory includes bucket padding, which plans count too.
 
     Args:
         ddp: Parameters of the rank.
@@ -77,8 +77,8 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     """Set the parameters to the values of `offered`, rounded to their dtype, within the block.
 
     After the block, parameters have exactly their previous values. Elements that no rank offers keep their values.
-    `offered` are pieces of the elements that this rank updates, on any device. The block may run forward passes but no
-    updates. Collective over the data-parallel ranks; needs the memory of a copy of `owned_weights`.
+    `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
+    but no updates. Collective over the data-parallel ranks; needs the memory of a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)
@@ -97,7 +97,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
 
 def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
-    """Copy the elements that both pieces have."""
+    """Copy the elements that the two pieces have in common."""
     start, stop = max(source.start, target.start), min(source.stop, target.stop)
     if start < stop:
         values = source.data[start - source.start : stop - source.start]

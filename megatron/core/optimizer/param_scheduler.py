@@ -1,8 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
 Progress is counted in samples of steps that updated the weights. If a run is given in iterations, an iteration counts
-as its global batch, so a batch-size ramp stretches the schedule in iterations but not in samples. The formulas are
-Megatron-LM's.
+as its global batch, so a batch-size ramp stretches the schedule in iterations but not in samples. The formulas are the
+same as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# likewise for the final anneal of warmup-stable-decay
+# the same for the final anneal of warmup-stable-decay
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -73,7 +73,7 @@ class ScheduleLength:
 
 
 def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Keep the peak until the end."""
+    """Keep the peak rate until the end."""
     assert config.lr is not None
     return config.lr
 

@@ -33,16 +33,16 @@ DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the dtypes that a state may have."""
 
 FLOAT8 = "float8_e4m3fn"
-"""A one-byte dtype, only for states of fused links, which have scales."""
+"""One-byte dtype, allowed only for states of fused links, which can have scales."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a transform keeps for one parameter. It starts at zero. Make one with `elements`, `reduced` or
-    `of_matrices`."""
+    """A tensor that a transform keeps for one parameter. It starts at zero. Create a state with `elements`, `reduced`
+    or `of_matrices`."""
 
     name: str
-    """Kind of state in checkpoints, the same for all parameters: `optimizer.NAME.<parameter>`."""
+    """Kind of state in checkpoints, equal for all parameters: `optimizer.NAME.<parameter>`."""
 
     shape: tuple[int, ...]
     """Shape in the whole model."""
@@ -96,7 +96,7 @@ def matrix_size(meta: ParamMeta) -> tuple[int, int]:
 
 
 def reduced_shape(meta: ParamMeta, dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the parameter's shape with 1 in `dims`, or in all dims if none are given."""
+    """Return the parameter's shape with size 1 in `dims`, or in all dims if `dims` is empty."""
     rank = len(meta.global_shape)
     chosen = {dim % rank for dim in dims} if dims else set(range(rank))
     return tuple(1 if dim in chosen else size for dim, size in enumerate(meta.global_shape))
@@ -124,7 +124,7 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """A parameter of a stage, its location, and its states."""
+    """A parameter of a stage, with its location and states."""
 
     meta: ParamMeta
     place: tuple[int, int]
@@ -212,7 +212,7 @@ class ChainPlan:
         `main` bytes."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """Bytes of reduced states from a rank on, and of single ranks."""
+        """Bytes of reduced states on all ranks from an index on, and further bytes on single ranks."""
         for param in self.params:
             for state in param.states:
                 width = state.nbytes(1, main)

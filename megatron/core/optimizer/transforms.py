@@ -95,7 +95,7 @@ class SumRequest(Request):
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Request for a function of each whole matrix of a parameter, of which this rank holds elements."""
+    """Request to apply a function to each whole matrix of a parameter, of which this rank holds some elements."""
 
     values: Tensor
     function: MatrixFunction
@@ -115,10 +115,10 @@ class ParameterUpdate:
 
     meta: ParamMeta
     param: Tensor
-    """[n]: the parameter before the update. Links must not change it."""
+    """Parameter before the update, [n]. Links must not change it."""
 
     update: Tensor
-    """[n]: initially the clipped gradient, or zeros in a skipped step. After the last link it is added to the
+    """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link it is added to the
     parameter."""
 
     states: Mapping[str, Tensor]
@@ -178,7 +178,7 @@ class ParameterUpdate:
     def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
         """Request function(matrix, states) for each whole matrix, given `values` [n] of it.
 
-        `function` runs on the matrix's owner. The result is [n] again.
+        `function` runs on the matrix's owner. The result has shape [n] too.
         """
         return MatrixRequest(values, function)
 
@@ -224,7 +224,8 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """Return the part of a tensor of shape `whole`, which broadcasts to the parameter's, that belongs to a box."""
+    """Return the part of a tensor that belongs to a box of the parameter; its shape `whole` broadcasts to the
+    parameter's."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -259,7 +260,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class StageOfUpdate:
-    """Properties of a rank's pipeline stage for fused links."""
+    """Properties of a rank's pipeline stage that fused links use."""
 
     layouts: Sequence[BufferLayout]
     """The buffers of the rank's parameters."""
@@ -373,7 +374,7 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """Return the states of the other links, which the chain itself keeps."""
+    """Return the states of links that are not fused, which the chain itself keeps."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 

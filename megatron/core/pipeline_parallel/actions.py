@@ -11,19 +11,19 @@ from typing import NamedTuple
 class Kind(Enum):
     """Kinds of actions.
 
-    Compute: F is a forward, B a whole backward, I the half of a backward that computes the input gradient, and W the
-    half that computes weight gradients.
+    Compute: F is a forward pass and B a whole backward pass. I is the half of a backward pass that computes the input
+    gradient, and W the half that computes weight gradients.
 
     Communication: SEND_F sends a stage's output to the next stage, which receives it with RECV_F. SEND_B sends the
     gradient of a stage's input to the previous stage, which receives it with RECV_B. Each action carries the number of
     its own stage, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
 
-    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. There the rank
-    learns whether the previous step's update is kept, or applies it (`StepFacts.kept` of
+    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At this action, the
+    rank learns whether the previous step's update is kept, or applies it (`StepFacts.kept` of
     `megatron.training.step_parts`).
 
-    FB carries the stage and micro-batch of the forward. It precedes an F and a B or I of different micro-batches that
-    run in turns: one pass computes during the expert all-to-alls of the other.
+    FB carries the stage and micro-batch of the forward pass. It precedes an F and a B or I of different micro-batches
+    that run in turns: one pass computes during the expert all-to-alls of the other.
     """
 
     F = "F"
@@ -57,7 +57,7 @@ class Action(NamedTuple):
 
 
 Lists = Sequence[Sequence[Action]]
-"""The actions of every pipeline rank, in execution order."""
+"""Actions of every pipeline rank, in execution order."""
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:

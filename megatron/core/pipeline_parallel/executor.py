@@ -46,7 +46,7 @@ class Held:
     """Pending receives, by receive action."""
 
     saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """Input and autograd graph of each forward pass, kept for its backward, by stage and micro-batch."""
+    """Input and autograd graph of each forward pass, kept for its backward pass, by stage and micro-batch."""
 
     def __bool__(self) -> bool:
         return bool(self.outbox or self.arriving or self.saved)
@@ -55,7 +55,8 @@ class Held:
 class PipelineExecutor(Generic[Module, Micro]):
     """Runs the stages of one rank and exchanges their messages with other ranks.
 
-    A stage's output is kept only until it is sent, because the backward needs its autograd node but not its values.
+    A stage's output is kept only until it is sent, because the backward pass needs its autograd node but not its
+    values.
 
     Subclasses in extensions may override `handle` to support more kinds of actions or to wrap every action.
     """
@@ -79,7 +80,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             p2p: Sends and receives messages.
             queue: Queue in which linear layers leave their weight gradients; required by lists with I and W.
             casts: Low-precision weight copies of the stages, kept for one run.
-            pair: Runs a forward and a backward in turns.
+            pair: Runs a forward and a backward pass in turns.
         """
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
@@ -99,7 +100,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Contexts entered around each action, including the wait for its message."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Contexts around the "forward" and "backward" computation of training actions, without the wait for messages.
-        A forward and a backward that run in turns are timed as one backward."""
+        A forward and a backward pass that run in turns are timed as one backward pass."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -124,15 +125,15 @@ class PipelineExecutor(Generic[Module, Micro]):
     ) -> list[Tensor]:
         """Run one step over `batches`.
 
-        A list without backwards runs without autograd. An exception carries a note that names the action.
+        A list without backward passes runs without autograd. An exception carries a note that names the action.
 
         Args:
             actions: The rank's action list.
             batches: One batch per micro-batch, the same on every pipeline rank.
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
                 loss_scale_seed`, summed over micro-batches.
-            last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward in a list without
-                backwards. Its results, of any shape, are returned instead of the loss sums.
+            last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward pass in a list without
+                backward passes. Its results, of any shape, are returned instead of the loss sums.
 
         Returns:
             The detached loss sum of each micro-batch on the rank of the last stage, [] on other ranks.
@@ -225,7 +226,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
-        """Run a forward and a backward in turns with the executor's `pair`."""
+        """Run a forward and a backward pass in turns with the executor's `pair`."""
 
         def run(action: Action) -> None:
             with record_function(str(action)):
@@ -261,7 +262,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             forward = partial(self._last_forward, self.stages[stage])
         with self._clock("forward") if self.training else nullcontext():
             output = forward(hidden, self._batches[microbatch])
-        # A first stage whose parameters are all frozen has no backward.
+        # A first stage whose parameters are all frozen has no backward pass.
         edge = get_gradient_edge(output) if self.training and output.requires_grad else None
         return output.detach(), edge
 
@@ -278,14 +279,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
-        """Run the backward, but leave the weight gradients of linear layers in the queue."""
+        """Run the backward pass, but leave the weight gradients of linear layers in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         self.queue.begin((action.stage, action.microbatch))
         self._backward(action)
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
-        """Compute the weight gradients that the I of this stage and micro-batch left in the queue."""
+        """Compute the weight gradients that this stage's I action for the same micro-batch left in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))

@@ -1,4 +1,4 @@
-"""Splits layers over pipeline stages by cost.
+"""Split of layers over pipeline stages by cost.
 
 The model builder, the printed plan and the planner all call this module.
 """
@@ -68,8 +68,8 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Return the cost of each single-sublayer layer by FLOPs, in units of the mean layer. Layers with two sublayers
-    count as equal."""
+    """Return the cost of each single-sublayer layer by FLOPs, in units of the mean layer. Layers with two sublayers are
+    assigned equal costs."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
         return (1.0,) * config.num_layers

@@ -27,8 +27,8 @@ class Stage:
 class PipelineLayout:
     """Placement of stages on ranks.
 
-    Each rank holds `chunks` stages. They are dealt round-robin (stage = chunk * pp + rank), or in a V with `v_shaped`,
-    so that rank 0 holds the first and the last stage.
+    Each rank holds `chunks` stages. Stages are placed round-robin (stage = chunk * pp + rank) or, with `v_shaped`, in a
+    V, so that rank 0 holds the first and the last stage.
     """
 
     pp: int = 1

@@ -4,11 +4,11 @@ Waiting blocks the current stream under NCCL and the calling thread under gloo. 
 does not support CUDA tensors in point-to-point messages, so these go through host memory.
 
 Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start
-and torch makes none per pair of ranks. A message starts when the computation before it is done and does not delay later
-computation. A send would, however, wait for an earlier receive, which waits for its peer's computation. There are
-therefore four lanes, which are groups of the same ranks: forward and backward messages, each from even and from odd
-ranks. On each lane a rank only sends or only receives. The exception is the wrap-around of an interleaved schedule over
-an odd number of ranks, where a rank does both, in an order that all ranks share.
+and torch makes none per pair of ranks. A message starts once the computation before it is done, and does not delay
+later computation. A send would, however, wait for an earlier receive, which waits for its peer's computation. There are
+therefore four lanes, which are groups over the same ranks: one each for forward and backward messages from even and
+from odd ranks. On each lane a rank only sends or only receives. The exception is the wrap-around of an interleaved
+schedule over an odd number of ranks, where a rank does both, in an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class PipelineP2P:
         Args:
             pp: The pipeline axis.
             shape: Shape of every message, [s, b, h].
-            dtype: Dtype of every message.
-            device: Device of the stages.
-            lanes: Four groups of the same ranks as `pp`, one per message lane. By default all messages use `pp`.
+            dtype: Data type of every message. device: Device of the stages.
+            lanes: Four groups over the ranks of `pp`, one per message lane. By default, all messages use `pp`.
         """
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
@@ -97,7 +96,7 @@ class PipelineP2P:
     @contextmanager
     def shaped(self, shape: Sequence[int]) -> Iterator[None]:
         """Change the message shape between two pipeline runs, on all pipeline ranks."""
-        assert not self._sends, "messages are on their way"
+        assert not self._sends, "messages are still in flight"
         before, self.shape = self.shape, tuple(shape)
         try:
             yield
@@ -119,7 +118,7 @@ class PipelineP2P:
         while self._sends:
             work, _ = self._sends[0]
             if work is not None and (len(self._sends) > keep or work.is_completed()):
-                _wait(work, self.timeout if self._gloo else None)  # also makes torch let go of the message
+                _wait(work, self.timeout if self._gloo else None)  # also makes torch release the message
                 self._sends.popleft()
             else:
                 break

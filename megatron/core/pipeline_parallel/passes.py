@@ -31,7 +31,7 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Add SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. Stages on the same rank need no messages.
 
     The function visits the actions of all ranks in the order in which they would start. It appends each send to the
-    sender's list, directly after the action that computes the message. At the same moment it appends the receive to the
+    sender's list, directly after the action that computes the message. At the same time, it appends the receive to the
     peer's list. The peer therefore posts the receive while the message is being computed, and continues with its own
     work.
 
@@ -40,7 +40,7 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     unfinished action of this order can always run. Two passes that run in turns form one step of this order, and the
     messages of both follow them.
 
-    With `validates`, every list gets a VALIDATE at the first backward of the global order. No message crosses this
+    With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses this
     point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step, which every rank
     finishes without this rank's help.
     """
@@ -80,7 +80,7 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start together, forwards come first, by rising stage, then backwards, by falling stage. A neighbour
-    needs the first unit's message next, and so posts its receive before it computes.
+    needs the first unit's message next, so it posts the receive before it computes.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]
@@ -157,10 +157,9 @@ def pipeline_lists(
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank; None uses the schedule's default.
-        evaluate: Return forwards only, on the same layout.
-        group: Micro-batches per group; None uses the schedule's default.
-        in_turns: Let forwards and backwards run in turns.
-        validates: Add a VALIDATE to every list.
+        evaluate: Return forward passes only, with the same layout. group: Micro-batches per group; None uses the
+        schedule's default.
+        in_turns: Let forward and backward passes run in turns. validates: Add a VALIDATE to every list.
 
     Raises:
         ValueError: The schedule does not support `v`.

@@ -38,7 +38,7 @@ class ChunkedSchedule(Protocol):
 
 
 class EndlessSchedule(Protocol):
-    """Action lists of one step of a schedule in which a step starts passes of the next step."""
+    """Action lists of one step, for a schedule whose steps start passes of the next step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
         """Return the lists, communication included. `before` and `after` are the micro-batch counts of the adjacent
@@ -56,7 +56,7 @@ class ScheduleFacts:
     """Variant of the schedule for any number of stages per rank; None if the number is always `chunks`."""
 
     any_groups: bool = False
-    """True if the `group` of `with_chunks` has an effect."""
+    """True if the argument `group` of `with_chunks` has an effect."""
 
     v_shaped: bool = False
     """True if stages are placed in a V, so that rank 0 holds the first and the last stage."""
@@ -73,7 +73,8 @@ class ScheduleFacts:
     is no such variant."""
 
     of_step: EndlessSchedule | None = None
-    """Action lists of a step that starts passes of the next step; None if each step ends before the next one starts."""
+    """Function that returns the action lists of a step that starts passes of the next step; None if each step ends
+    before the next one starts."""
 
     asks_for: tuple[object, ...] = ()
     """Options that `config.options` returns for runs with this schedule."""
@@ -109,14 +110,15 @@ def B(stage: int, microbatch: int) -> Action:
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """GPipe (arXiv:1811.06965): all forwards, then all backwards. A rank holds the activations of m micro-batches."""
+    """GPipe (arXiv:1811.06965): all forward passes, then all backward passes. Each rank holds the activations of m
+    micro-batches."""
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
 
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
     """1F1B (arXiv:2006.09503, flushed): rank r never holds more than p - r micro-batches.
 
-    On one rank, `in_turns` lets a forward run in turns with the backward of the previous micro-batch.
+    On one rank, `in_turns` lets a forward pass run in turns with the backward pass of the previous micro-batch.
     """
     assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
     lists = []
@@ -133,8 +135,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
     Micro-batches pass through a rank's stages in groups of about p (`groups_of`), so any m is legal. Groups smaller
     than p would leave bubbles inside; for m from p to 2p - 1 there is one group, and a rank holds all m micro-batches.
 
-    With `in_turns`, a forward and a backward of the steady state run in turns. The forward is one further ahead, so no
-    rank needs one pass to finish the other.
+    With `in_turns`, a forward and a backward pass of the steady state run in turns. Forward passes run one further
+    ahead, so neither of two passes in turns depends on the other.
 
     Args:
         p: Number of pipeline ranks.
@@ -178,7 +180,8 @@ PIPELINE_SCHEDULES.register(
 
 
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
-    """Return forwards only, for evaluation. With several stages per rank, micro-batches run in groups of about p."""
+    """Return forward passes only, for evaluation. With several stages per rank, micro-batches run in groups of about
+    p."""
     return [
         [F(stage, i) for group in groups_of(m, layout.pp) for stage in layout.stages_of(rank) for i in group]
         for rank in range(layout.pp)
@@ -188,7 +191,7 @@ def forward_only(layout: PipelineLayout, m: int) -> Schedule:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, in_turns: bool = False
 ) -> list[Action]:
-    """Return `ahead` forwards, then forward-backward pairs, then the remaining backwards.
+    """Return `ahead` forward passes, then forward-backward pairs, then the remaining backward passes.
 
     With `in_turns`, an FB before each pair marks that the two passes run in turns.
     """
@@ -239,7 +242,7 @@ def splits_backward(schedule: str) -> bool:
 
 
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
-    """Return whether a schedule with v stages on each of p ranks can run a forward and a backward in turns.
+    """Return whether a schedule with v stages on each of p ranks can run a forward and a backward pass in turns.
 
     Neither pass may depend on another rank's result that waits for the other pass.
     """
@@ -257,7 +260,9 @@ def build_schedule(
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)
     if in_turns:
-        assert facts.in_turns is not None and runs_in_turns(schedule, p, v), f"{schedule} has no form in turns"
+        assert facts.in_turns is not None and runs_in_turns(schedule, p, v), (
+            f"{schedule} has no variant that runs passes in turns"
+        )
         return facts.in_turns(p, m, v, group)
     if facts.with_chunks is not None:
         return facts.with_chunks(p, m, v, group)

@@ -22,7 +22,7 @@ from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
-    """Tensors of one part of the model."""
+    """Tensors in one part of the model."""
 
     trained: tuple[ParamMeta, ...]
 
@@ -144,7 +144,7 @@ class ParameterCount:
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Projections of multi-token prediction, and extension parameters with names that no other component matches."""
+    """Multi-token prediction projections, and extension parameters whose names match no other component."""
     output_layer: int = 0
 
     @property
@@ -162,7 +162,7 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Count the active parameters, which multiply a token: only the selected experts count."""
+    """Count the active parameters, those that multiply a token; among experts, only the selected ones count."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

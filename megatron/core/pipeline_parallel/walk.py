@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. An FB takes the time of its two passes, which add none."""
+"""Kinds of actions that take time. An FB takes the time of its two passes, so the passes themselves take none."""
 
 
 class Timed(NamedTuple):
@@ -55,8 +55,8 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 class Walk:
     """Simulates lists, with or without communication; records each rank's position and the end time of each action.
 
-    An action starts when the previous action of its rank has ended and everything it needs has arrived. By default
-    messages take no time and a whole backward takes as long as two forwards; subclasses may change both.
+    An action starts when the previous action of its rank has ended and everything it needs has arrived. By default,
+    messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
     In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
     waits for nothing, and the compute action that uses it waits for the message. With `rendezvous`, sends and receives
@@ -78,13 +78,13 @@ class Walk:
         self.verdicts: dict[int, list[tuple[Action, float]]] = {}
 
     def run(self) -> None:
-        """Run the lists. Raises DeadlockError, naming the cycle, if they cannot finish."""
+        """Run the lists. Raises DeadlockError, naming the cycle, if the lists cannot finish."""
         ready = list(range(len(self.lists)))
         while ready:
             rank = ready.pop()
             while (action := self.head(rank)) is not None:
                 if action.kind not in TIMED and action not in self.done:
-                    self.done[action] = self.free[rank]  # reached: the other end may continue
+                    self.done[action] = self.free[rank]  # this end is reached, so the other end may continue
                     ready += self.waiting.pop(action, [])
                 needs = self.needs(action, rank)
                 missing = next((need for need, _ in needs if need not in self.done), None)
@@ -99,7 +99,7 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. If two passes run in turns, their FB has the time of both."""
+        """Return the duration of an action. If two passes run in turns, their FB has the duration of both."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))

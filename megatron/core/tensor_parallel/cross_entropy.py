@@ -33,9 +33,9 @@ def vocab_parallel_cross_entropy(
     multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
     vocab_size).
 
-    The gradient overwrites logits that are an intermediate result, which halves the memory; autograd then refuses a
-    second backward through them. Clone logits that you read after this call: if `compiled` GPU kernels hold the whole
-    vocabulary, even the forward overwrites them.
+    If the logits are an intermediate result, the gradient overwrites them, which halves the memory; autograd then
+    refuses a second backward pass through them. Clone logits that you read after this call: if `compiled` GPU kernels
+    hold the whole vocabulary, even the forward overwrites them.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -43,7 +43,7 @@ def vocab_parallel_cross_entropy(
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"
-"""A kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n] that overwrites the logits
+"""Kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], which overwrites the logits
 with their gradients.
 
 Plain torch has no such operator: it computes the gradient in the backward pass.
@@ -145,7 +145,7 @@ def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
 
 
 def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: bool) -> Tensor:
-    """Return softmax statistics of the first `columns` logits, [3, s, b]: maximum, sum of exp(logit - maximum), and the
+    """Return softmax statistics [3, s, b] of the first `columns` logits: maximum, sum of exp(logit - maximum), and the
     label's logit."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(3, *local_labels.shape, dtype=dtype, device=logits.device)
@@ -172,6 +172,6 @@ def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """Return the number of rows in a chunk: all of them for compiled regions, which need no temporary memory."""
+    """Return the number of rows in a chunk: all rows for compiled regions, which need no temporary memory."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

@@ -59,9 +59,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers get it in their `TPContext`.
+    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`.
 
-    A plan builds the model with its own instance, which describes an absent device.
+    A plan builds the model with its own instance, which describes a device that is not present.
     """
 
     compiled: bool = False
@@ -77,7 +77,7 @@ class Hardware:
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """Iterate over the parts of a loop with equal passes over the chunks of a sequence.
+        """Iterate over `parts` in a loop whose passes over the chunks of a sequence are all alike.
 
         A plan runs only some passes as representatives, so no tensor created in a pass may outlive it.
         """
@@ -89,7 +89,7 @@ class Hardware:
 
 
 HARDWARE = Hardware()
-"""The default, without compiled regions."""
+"""Default capabilities, without compiled regions."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TPContext(Section):
     """Number format of the GEMMs of linear layers; None for `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """The pass that computes while this pass's collectives are in flight."""
+    """Pass that computes while this pass's collectives are in flight."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the dropout."""
@@ -136,7 +136,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context of transformer layer `number`, without `format` if that layer stays in `dtype`."""
+        """Return the context of transformer layer `number`, without `format` if that layer computes in `dtype`."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
@@ -222,10 +222,10 @@ class LinearContext(AutogradContext):
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
-    With an addend, it returns y + addend; `leave` must then not be a collective. Only the local part of the input is
-    saved, in the form that the dW GEMM reads. The backward gathers it again while it computes dX, and reduces dX while
-    it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there is no backward. `of_output` may then
-    hold casts and the sum of dY.
+    With an addend, it returns y + addend; `leave` must then not be a collective. The function saves only the local part
+    of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it computes dX,
+    and reduces dX while it computes dW, which it passes to `accumulate_weight_grad`. Without `saves`, there is no
+    backward pass. `of_output` may then hold casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -299,7 +299,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
-    """Start to gather the tensors of an operand at the layer's input. A scalar applies to the whole sequence."""
+    """Start gathering the tensors of an operand at the layer's input. A scalar applies to the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
@@ -308,7 +308,7 @@ def entered(started: list[Pending]) -> Operand:
 
 
 class ParallelLinear(nn.Module):
-    """Linear layer y = x Wᵀ + bias: its parameters, described by `metas`, its collectives and its GEMMs."""
+    """Linear layer y = x Wᵀ + bias, made of the parameters that `metas` describe, collectives and GEMMs."""
 
     def __init__(self, name: str, metas: list[ParamMeta], boundary: Boundary, ctx: TPContext) -> None:
         super().__init__()
@@ -338,9 +338,9 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """Return the form of dY that the preceding backward can produce for this layer.
+        """Return the form of dY that the preceding backward operation can produce for this layer.
 
-        Returns None if there is none, if dY must be gathered first, or if a hook is registered.
+        Returns None if there is no such form, if dY must be gathered first, or if a hook is registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -370,7 +370,7 @@ def observed(*modules: nn.Module) -> bool:
 
 
 class RowParallelLinear(ParallelLinear):
-    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum."""
+    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum over the ranks."""
 
     # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
@@ -418,8 +418,9 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Check that every id is in [0, size). No rank owns any other id: it would silently contribute nothing. Raises
-    ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall the host."""
+    """Check that every id is in [0, size). No rank owns an id outside this range, so such an id would silently
+    contribute nothing. Raises ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall
+    the host."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return

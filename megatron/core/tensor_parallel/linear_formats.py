@@ -39,7 +39,7 @@ class LinearFormatFacts:
     """Returns a short description of the format."""
 
     peak_tflops: Mapping[str, float]
-    """Maps part of a GPU's name to the peak TFLOP/s in its data sheet."""
+    """Maps a substring of the GPU's name to the peak TFLOP/s in its data sheet."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
     """Returns True if data-parallel ranks gather the weights of linear layers in this format. The weights then have
@@ -53,14 +53,14 @@ class ParamGather(Protocol):
     """
 
     def cast_(self) -> None:
-        """Cast this rank's shards before the gathers start."""
+        """Cast this rank's shards; called before the gathers start."""
 
 
 class FormatOfProducts(Protocol):
     """Creates the GEMMs and gathers of a number format."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
-        """Return the format of these layers of a model."""
+        """Return the format object for these layers of a model."""
 
     def check(self, config: ModelParallelConfig, device: torch.device) -> None:
         """Raise ValueError if the device does not support it."""
@@ -71,7 +71,7 @@ class FormatOfProducts(Protocol):
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Registered `FormatOfProducts` by name; the trunk registers none."""
+"""Registered `FormatOfProducts` by name; the library itself registers none."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
@@ -93,8 +93,8 @@ def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: 
     Args:
         config: Parallelism settings.
         layers: Number of layers of the model.
-        modules: Number of multi-token prediction modules, whose numbers follow the layers'.
-        casts: Weight copies in the format.
+        modules: Number of multi-token prediction modules, which are numbered after the layers. casts: Weight copies in
+        the format.
     """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)

@@ -1,11 +1,12 @@
 """The three GEMMs of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
 
-`LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
+`LinearFunction` decides when the GEMMs run and which tensors the ranks exchange; a `LinearGemms` decides their
+precision.
 
 Adjacent kernels may cast and sum a layer's tensors while these are in registers. The operation that computes a layer's
 input may cast it, and then replaces the input by a tensor without values (`given_input`). In the backward, the consumer
-of the layer's output casts its gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts, the
-layer does.
+of the layer's output casts its gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts a
+tensor, the layer does.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 from megatron.core.torch_private import storage_id, version_of
 
 Operand = tuple[Tensor, ...]
-"""An activation in the form that a GEMM reads, as tensors whose meaning its `LinearGemms` defines.
+"""An activation in the form that a GEMM reads: tensors whose meaning the `LinearGemms` defines.
 
 A sequence-parallel gather gathers them along dim 0: the first has the activation's shape, the others (fp8 scales) its
-sequence length. A scalar applies to all.
+sequence length. A scalar applies to the whole sequence.
 """
 
 
@@ -50,10 +51,10 @@ class Cuts:
     """The input is sharded along the sequence and gathered before the GEMM."""
 
     inputs: bool = False
-    """The input features are sharded, and the weight along them (row parallel)."""
+    """The input features are sharded, and the weight is sharded along them (row parallel)."""
 
     outputs: bool = False
-    """The output features are sharded, and the weight along them (column parallel)."""
+    """The output features are sharded, and the weight is sharded along them (column parallel)."""
 
     tokens: bool = False
     """Input and output are sharded along the sequence, without a gather; the weight is whole."""
@@ -66,7 +67,8 @@ class GradCasts(Protocol):
         """Return the casts that a kernel should make."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
-        """Return the result of `cast_grad` from such a kernel, for a gradient [*tokens, out]."""
+        """Return casts `pair` that such a kernel made of a gradient [*tokens, out], in the form that `cast_grad`
+        returns."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
         """Return a NaN scalar, from which tensors that have casts instead of values are expanded."""
@@ -102,16 +104,15 @@ class LinearGemms:
     """True if `forward` takes an addend."""
 
     splits_tokens = True
-    """True if the casts and products of some tokens equal the corresponding rows of the casts and products of all
-    tokens.
+    """True if casting and multiplying some of the tokens gives the same rows as casting and multiplying all tokens.
 
     Parts of a sequence can then be gathered and multiplied separately, by `forward_rows_`, `input_grad_rows_`,
     `cast_grad_to_gather` and `gathered_grad`.
     """
 
     grad_casts: GradCasts | None = None
-    """Gradient casts by other kernels; None if the GEMMs read gradients directly, or if scales are not known in
-    advance."""
+    """Gradient casts for other kernels to make; None if the GEMMs read gradients directly, or if scales are not known
+    in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Cast x [s, b, in], before a gather. Without `needs_dw`, no weight gradient will be computed."""
@@ -175,11 +176,11 @@ def rows_of(x: Tensor) -> Tensor:
 Cast = TypeVar("Cast", bound=Operand)
 
 MadeCasts = dict[tuple[int, str], Operand]
-"""Casts by weight (its id) and kind."""
+"""Casts by the weight's id and the kind of cast."""
 
 
 class WeightCasts:
-    """Cache of weights in another format. Within `kept()`, each weight is cast once; outside, at every use."""
+    """Cache of weights in another format. Each weight is cast once within `kept()`, and at every use outside it."""
 
     def __init__(self) -> None:
         self._kept: MadeCasts | None = None
@@ -235,7 +236,7 @@ class LinearFormat(Protocol):
     """Number format for the GEMMs of all linear layers in a model."""
 
     layers: range
-    """Numbers of the transformer layers that use it."""
+    """Numbers of the transformer layers that use the format."""
 
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Any:
         """Return the `LinearGemms` of the linear layer `name`.
@@ -271,7 +272,7 @@ def given_input(x: Tensor) -> Operands | None:
 
 
 class OutputGradient:
-    """The gradient dY of a linear layer's output, to which the preceding backward can attach its casts."""
+    """Gradient dY of a linear layer's output, to which the preceding backward operation can attach its casts."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
@@ -296,7 +297,8 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Like `put`, for a gradient [s, b, ...] that nobody else reads: returns a NaN tensor of its shape."""
+        """Attach results like `put`, for a gradient [s, b, ...] that nothing else reads. Returns a NaN tensor of its
+        shape."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)
@@ -305,8 +307,8 @@ class OutputGradient:
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
         """Return (casts, sum over tokens) of `grad`.
 
-        Each is None if it was not computed, or if it was computed from another tensor: dY is unchanged only if nothing
-        was added to it on its way.
+        Each is None if it was not computed, or if it was computed from another tensor, because another gradient was
+        added to dY in between.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):
@@ -326,7 +328,7 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Return whether `grad` is `made`, or a full view of it, and unchanged since."""
+    """Return whether `grad` is `made` or a full view of it, and has not changed since."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

@@ -20,7 +20,7 @@ def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
     """Return `partial_over` of a replicated parameter used between the linear layers.
 
     Without sequence parallelism, every rank processes all tokens and computes the whole gradient, so replicas agree.
-    With sequence parallelism, a rank processes part of the sequence, and its gradient is one term of a sum.
+    With sequence parallelism, each rank processes part of the sequence, and its gradient is one term of a sum.
     """
     return ("tp",) if sequence_parallel else ()
 
@@ -115,7 +115,7 @@ class MakeLinear(Protocol):
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
-"""Registered `MakeLinear` by name. A substitute computes and communicates the same in another way."""
+"""Registered `MakeLinear` by name. A substitute computes the same result with equivalent communication."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

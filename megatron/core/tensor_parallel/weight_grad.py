@@ -1,7 +1,8 @@
 """Weight gradients: accumulated into `main_grad` during backward, or queued for the W passes of a zero-bubble schedule.
 
-The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient. Nobody waits
-for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would be idle.
+The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient. No rank waits
+for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would otherwise
+be idle.
 
 Every autograd Function with a weight hands its weight gradient to `accumulate_weight_grad`, which decides what to do
 with it. The pipeline executor owns the `WeightGradQueue` and gives it to the layers.
@@ -19,13 +20,13 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Elements of a bf16 sum that are rounded at a time, which bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 sum that are rounded at a time, which bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Elements of a bf16 product converted to fp32 at a time on CPU, as many as fit in its cache."""
+"""Number of elements of a bf16 product that a CPU converts to fp32 at a time, chosen to fit in its cache."""
 
 
 class WeightGradQueue:
@@ -36,7 +37,7 @@ class WeightGradQueue:
         self._key: Hashable | None = None
 
     def begin(self, key: Hashable) -> None:
-        """Start to queue weight gradients under `key`."""
+        """Start queueing weight gradients under `key`."""
         assert key is not None and self._key is None, f"{key} begins before {self._key} has ended"
         assert key not in self._jobs, f"the weight gradients of {key} have not been run"
         self._key = key
@@ -85,8 +86,8 @@ def accumulate_weight_grad(
     may fetch its operands late, for example a sequence-parallel input that must be gathered first.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
-    A frozen weight needs nothing. The gradient of a weight without `main_grad` is returned to autograd. After each
-    contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness` counts the calls).
+    Nothing is done for a frozen weight. The gradient of a weight without `main_grad` is returned to autograd. After
+    each contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness` counts the calls).
     """
     if not weight.requires_grad:
         return None

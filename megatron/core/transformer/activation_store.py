@@ -1,4 +1,4 @@
-"""Interface of extensions that store activations for the backward outside the device."""
+"""Interface of extensions that store activations for the backward pass off the device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class StoredPass(Protocol):
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Return the context for the forward pass of a part: a layer, or layers that are recomputed together.
 
-        If `stored`, its saved tensors are stored elsewhere, except for its `parameters`.
+        With `stored`, the tensors that the part saves are stored off the device, except for its `parameters`.
         """
 
     def watch(self, output: object) -> None:
-        """Receive the output of the last part, whose backward starts when its gradient is known."""
+        """Receive the output of the last part, whose backward pass starts once the output's gradient is known."""
 
     def end(self) -> None:
         """End the pass after the last part."""
 
 
 class Pool(Protocol):
-    """Memory of a store."""
+    """Memory pool of an activation store."""
 
     nbytes: int
     """Number of allocated bytes."""
@@ -47,7 +47,7 @@ class ActivationStore(Protocol):
     """Number of layers per stage, counted from its first layer, whose activations are stored."""
 
     sent: int
-    """Bytes that have been stored so far."""
+    """Number of bytes stored so far."""
 
     @property
     def pool(self) -> Pool:
@@ -66,12 +66,12 @@ def build_store(config: ModelParallelConfig, device: torch.device | str) -> Acti
     if (name := config.activation_store) is None:
         return None
     store = HOST_MEMORY[name].activations(config, torch.device(device))
-    assert isinstance(store, ActivationStore), f"{name} makes no store of activations"
+    assert isinstance(store, ActivationStore), f"{name} does not create an activation store"
     return store
 
 
 class Stored(Protocol):
-    """Placeholder of a saved tensor in the autograd graph."""
+    """Placeholder for a saved tensor in the autograd graph."""
 
     def stored_tensor(self) -> Tensor:
         """Return the tensor on the device."""
@@ -85,7 +85,7 @@ class Saver(Protocol):
 
 
 class _Now(threading.local):
-    """Store that saves this thread's tensors. Passes that run in turns have separate threads."""
+    """Store that receives the tensors saved in this thread. Passes that run in turns have separate threads."""
 
     saver: Saver | None = None
 
@@ -104,7 +104,7 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Store nothing within a function that will be recomputed."""
+    """Store nothing within the block, for a function that will be recomputed."""
     return saving_by(None)
 
 
@@ -120,7 +120,7 @@ def unpacked(x: Tensor | Stored) -> Tensor:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in a tensor, a tuple, a mapping, or an object's attributes."""
+    """Yield the tensors contained in a tensor, a tuple, a mapping, or an object's attributes."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -1,7 +1,7 @@
 """Activation functions of MLPs and experts.
 
-Each is built by a function (name, config, ctx). An activation with its own parameters is a module that uses this name
-for them.
+A function (name, config, ctx) builds each of them. An activation function with parameters is a module whose parameters
+are named after `name`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Groups of rows whose bias gradients are summed separately, which gives GPUs parallel work if there are few
+"""Number of row groups whose bias gradients are summed separately, which gives GPUs parallel work if there are few
 features."""
 
 
@@ -57,7 +57,8 @@ class FusedActivation:
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build the model's activation function with parameters under `name`. Gated functions halve the width."""
+    """Build the model's activation function, whose parameters are named after `name`. Gated functions halve the
+    width."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
@@ -153,7 +154,7 @@ FUNCTIONS: dict[str, Functions] = {
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return forward(x) and backward(x, gradient of the output) of a function that may be bounded."""
+    """Return forward(x) and backward(x, gradient of the output) of a function whose operands may be bounded."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]
@@ -194,7 +195,7 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """x [groups of rows, rows, f] -> gradients of x and of the bias.
 
-    With this shape, torch.compile fuses both in one kernel, which it does not do for x [rows, f].
+    With this shape, torch.compile fuses both into one kernel; with x [rows, f] it does not.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)
@@ -207,7 +208,7 @@ class _ActivationContext(AutogradContext):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """f(x + bias) that saves only its input for the backward."""
+    """f(x + bias), saving only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: _ActivationContext, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:

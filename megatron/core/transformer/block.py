@@ -21,7 +21,7 @@ from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class Pending(Protocol):
-    """A residual stream whose last addition is left to the module that reads it."""
+    """Residual stream whose last addition is left to the module that reads it."""
 
     def added(self) -> Tensor:
         """The sum [s, b, w]."""
@@ -31,7 +31,7 @@ Stream = Tensor | Pending
 """Input or output of layers.
 
 A layer whose `takes_pending()` is true may accept and return a stream with a pending addition, and is then called with
-`pending=True`. A norm after the layers may accept one too.
+`pending=True`. A norm after the layers may accept such a stream too.
 """
 
 
@@ -45,7 +45,8 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """The layers `numbers` of the model, and the final norm if it belongs to this stage. May have no layers.
+    """Layers `numbers` of the model, followed by the final norm if it belongs to this stage. A block may have no
+    layers.
 
     The `first` block converts hidden states to the residual stream, and the block with the norm converts it back.
     Parameters are named after `layer` with the number filled in, and after `norm`.
@@ -81,7 +82,7 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        """Rotary tables of layers, by the rotation with which the tables were built."""
+        """Rotary tables of the layers, keyed by the rotation from which they were built."""
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
@@ -140,7 +141,7 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Add shared inputs of layers: rotary tables and query factors."""
+        """Add the inputs that layers share: rotary tables and query factors."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

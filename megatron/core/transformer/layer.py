@@ -55,7 +55,7 @@ def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> 
 
 
 class TransformerLayer(nn.Module):
-    """Two sublayers f (attention, and an MLP or experts), or one of them.
+    """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single one.
 
     Each adds dropout(post(f(pre(x)))) to the residual stream x. pre and post are norms or identities, according to
     `--norm-placement`. With norms of sums, the layer computes x = post(x + dropout(f(x))).

@@ -63,7 +63,7 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the metadata of query or key norm weights that heads do not share.
+    """Return the metadata of query or key norm weights that differ between heads.
 
     They have one dim for a norm over the channels of all heads, or [heads, channels] for one norm per head. Heads are
     sharded.
@@ -74,8 +74,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, of which a tensor-parallel rank holds some; computed in fp32 for 16-bit
-    inputs."""
+    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks; computed in fp32 for
+    16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class WideRMSNorm(nn.Module):
         """x [s, b, heads/tp, d]"""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
-        # every rank's computation uses the sum of all ranks, so the sum's gradient is a sum over ranks too
+        # every rank uses the sum over all ranks, so the gradient of that sum is a sum over ranks too
         squares = copy_to(reduce_from(squares, self.tp), self.tp)
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
@@ -149,8 +149,8 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x, 1 + weight) for --apply-layernorm-1p, in fp32 for 16-bit x, because small weights would be lost next
-    to 1."""
+    """Return (x, 1 + weight) for --apply-layernorm-1p, in fp32 for 16-bit x, because adding 1 in 16 bits would lose
+    small weights."""
     wide = x.float() if x.itemsize == 2 else x
     return wide, weight.to(wide.dtype) + 1
 

@@ -15,7 +15,7 @@ class PassContext:
     """Objects shared by the passes of all stages of a rank, their gradient buffers and the pipeline."""
 
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
-    """Weight gradients that a split backward leaves for later."""
+    """Queue of weight gradients that a split backward pass computes later."""
 
     casts: WeightCasts = field(default_factory=WeightCasts)
     """Cached casts of parameters."""
@@ -24,4 +24,4 @@ class PassContext:
     """Runs two passes in turns."""
 
     offload: ActivationStore | None = None
-    """Store of activations until the backward; None to keep them on the device."""
+    """Store for activations until the backward pass; None to keep them on the device."""

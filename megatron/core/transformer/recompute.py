@@ -29,7 +29,7 @@ Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Call function(*args) and save only the arguments; the whole function runs again when its backward starts."""
+    """Call function(*args) and save only the arguments; the whole function runs again when its backward pass starts."""
     contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -59,7 +59,7 @@ def computing_again() -> bool:
 
 
 class _View(NamedTuple):
-    """Placeholder in the autograd graph of a view of a freed tensor."""
+    """Placeholder in the autograd graph for a view of a freed tensor."""
 
     number: int
     size: torch.Size
@@ -68,11 +68,11 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """Compute consume(produce(x), *args), saving x where autograd would save produce(x), which is a tensor or several.
+    """Compute consume(produce(x), *args), saving x where autograd would save produce(x), which is one or more tensors.
 
     Suitable for a cheap `produce`, such as a norm or an activation function, whose input is saved anyway. Only
-    `produce` runs again, when the backward of `consume` needs a result that is no longer in memory. Each result must
-    have its own memory.
+    `produce` runs again, when the backward pass of `consume` needs a result that is no longer in memory. Each result
+    must have its own memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -141,7 +141,8 @@ class Segment:
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """Return how the layers of a stage are recomputed. Groups that start in the first `offloaded` layers are offloaded.
+    """Return the groups in which the layers of a stage are recomputed. Groups that start in the first `offloaded`
+    layers are offloaded.
 
     "uniform" saves the input of each group of `recompute_num_layers` layers; "block" saves the inputs of the first
     `recompute_num_layers` layers, and all activations of the others.

@@ -36,8 +36,7 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return [half of the channels with positions]: frequencies computed for the whole head, with 0 for unrotated
-    pairs."""
+    """Return the frequencies [channels with positions / 2], computed for the whole head, with 0 for unrotated pairs."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
@@ -52,7 +51,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """
 
     def pair(rotations: float) -> float:
-        """Return the (fractional) pair that makes this many rotations over the original context length."""
+        """Return the (fractional) index of the pair that makes this many rotations over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(base))
 
@@ -83,7 +82,7 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 class RotaryEmbedding:
     """Cosines and sines of position * frequency, times YaRN's factor.
 
-    Angles are always fp32, as in the training and inference of published models.
+    Angles are always fp32, because published models are trained and run with fp32 angles.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation) -> None:

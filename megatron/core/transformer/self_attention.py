@@ -58,7 +58,8 @@ class SelfAttention(nn.Module):
         self.linear_proj = row_parallel(proj, ctx)
 
     def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-        """Return linear_qkv and linear_proj. A class whose heads have other rows overrides this method and `split`."""
+        """Return linear_qkv and linear_proj. A class whose heads have different rows overrides this method and
+        `split`."""
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
@@ -106,8 +107,7 @@ class SelfAttention(nn.Module):
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
     """Return linear_qkv [groups, heads, channels, h], or [groups, rows, h] if head widths differ, and linear_proj.
 
-    A group's rows of linear_qkv are its query heads, the gates of their outputs if there are any, its key, and its
-    value.
+    A group's rows of linear_qkv are its query heads, their output gates if there are any, its key, and its value.
     """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias

@@ -152,7 +152,7 @@ class PositionEmbedding(nn.Module):
 class SinusoidalEmbedding(nn.Module):
     """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
 
-    The layout is that of tensor2tensor and XGLM (arXiv:1706.03762, section 3.5). With sinusoidal_ctrl, as in CTRL, the
+    tensor2tensor and XGLM use the same layout (arXiv:1706.03762, section 3.5). With sinusoidal_ctrl, as in CTRL, the
     last frequency is 10000^(2 / h) / 10000. Angles are always fp32.
     """
 

@@ -61,7 +61,7 @@ def layer_context(
     weights: WeightSetup,
     hardware: Hardware,
 ) -> TPContext:
-    """Return the context with which every layer of a stage is built.
+    """Return the context for building every layer of a stage.
 
     Args:
         config: The model.
@@ -95,12 +95,12 @@ class GPTModel(nn.Module):
     the last.
 
     Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, with w the width of the residual stream.
-    The first stage takes None instead and reads the batch's tokens. Without groups (`ParallelState()`) and with all
-    layers it is an ordinary module.
+    The first stage receives None instead and reads the batch's tokens. Without process groups (`ParallelState()`) and
+    with all layers, the model is an ordinary module.
 
     With tied embeddings or multi-token prediction the last stage needs the embedding too. If the first and last stage
-    are on different ranks, each stage of `Stage.tied_stages` holds a copy. Otherwise the last stage shares the
-    `embedding` of the first.
+    are on different ranks, each stage of `Stage.tied_stages` holds a copy. Otherwise the last stage shares the first
+    stage's `embedding`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GPTModel(nn.Module):
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the rotary embeddings by the embeddings of `config`.
+        """Replace the rotary embeddings with those that `config` defines.
 
         `config` may differ from the model's only in rotary flags and sequence length.
         """
@@ -184,7 +184,7 @@ class GPTModel(nn.Module):
         self.config = config
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
-        """Return every parameter of this stage with its tag, by name in the whole model."""
+        """Return this stage's parameters with their tags, keyed by name in the whole model."""
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
@@ -202,7 +202,7 @@ class GPTModel(nn.Module):
         """Return hidden states for the next stage.
 
         The last stage returns the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In
-        training, the backward of this scalar also produces the gradients of multi-token prediction.
+        training, the backward pass of this scalar also produces the gradients of multi-token prediction.
         """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:

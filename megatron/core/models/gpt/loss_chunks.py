@@ -3,8 +3,8 @@
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
 is known in advance, so the gradient of a token's loss can be computed as soon as its logits are. For each chunk, the
 forward pass computes the logits, the losses and the gradients of the hidden states and the weight; then it drops the
-logits. Each token needs the same three matrix products as in a separate forward and backward. Only a tensor of the
-hidden states' size remains, which the backward returns.
+logits. Each token needs the same three matrix products as with separate forward and backward passes. Only one tensor of
+the hidden states' size remains, which the backward pass returns.
 
 Under sequence parallelism a chunk consists of the same positions of each rank's sequence shard. Its hidden states are
 gathered during the previous chunk's computation, and their gradient is reduced during the next chunk's.
@@ -102,7 +102,7 @@ class _Chunks:
     """One pass over the chunks of a micro-batch. t is the number of ranks that shard the sequence of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        """Prepare the pass. `needs` says whether the gradients of x, the weight and the bias are needed."""
+        """Prepare the pass. `needs` states whether the gradients of x, the weight and the bias are needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
         self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], this rank's tokens
@@ -160,7 +160,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return a tensor that makes autograd track the logits, which depend on no tensor with a gradient here."""
+        """Return a tensor that makes autograd track the logits, which otherwise depend on no tensor that requires a
+        gradient."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:
@@ -200,7 +201,7 @@ class _LogitsContext(AutogradContext):
 
 
 class _Logits(torch.autograd.Function):
-    """Computes a chunk's logits; its backward passes their gradient to `_Chunks.add_gradients`."""
+    """Compute a chunk's logits; the backward pass hands their gradient to `_Chunks.add_gradients`."""
 
     @staticmethod
     def forward(

@@ -9,9 +9,9 @@ model's embedding and head:
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
 The paper writes the hidden states first; its published weights and Megatron-LM use the order above. All losses are sums
-over tokens, divided once by the number of tokens whose main loss counts, so layouts and micro-batch sizes cannot change
-the gradients. At depth k only s - k of a sample's s tokens have a label. The factor s / (s - k), as in Megatron-LM,
-makes the loss a mean over these tokens; the paper divides by s.
+over tokens. They are divided once, by the number of tokens that count in the main loss, so layouts and micro-batch
+sizes cannot change the gradients. At depth k only s - k of a sample's s tokens have a label. The factor s / (s - k), as
+in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 
 
 class MultiTokenLayer(nn.Module):
-    """The module of one depth, counted from 0.
+    """Multi-token prediction module of one depth, counted from 0.
 
-    Its layer has the kind of the model's last layer, dense or MoE, with the window and rotary embedding of
-    --mtp-layer-kind.
+    Its layer is dense or MoE, like the model's last layer, and has the window and rotary embedding that
+    --mtp-layer-kind selects.
     """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
@@ -83,7 +83,7 @@ class MultiTokenLayer(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The modules of all depths and their accumulated losses."""
+    """Multi-token prediction modules of all depths, with their accumulated losses."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class MultiTokenPrediction(nn.Module):
 
         Args:
             hidden: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
-            batch: The micro-batch; needs its `future_*` fields.
+            batch: The micro-batch, whose `future_*` fields must be set.
             embedding: The model's embedding.
             loss_sum: Computes the loss sum from hidden states.
         """
