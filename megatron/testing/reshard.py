@@ -91,8 +91,8 @@ class Checkpoints:
             config: Configuration under this layout.
             sources: Names of the checkpoints to load.
             train: Train one step and save it as `name` first.
-            rounded: Kinds of state that loading a source rounds, with the allowed relative error of an element (plus
-                that share of a thousandth of the largest element).
+            rounded: Kinds of state that are rounded when a source is loaded, each with a relative tolerance: an element
+                may differ by the tolerance times (its magnitude + 0.001 * the largest magnitude).
 
         Returns:
             For each source, the keys that are not bit-equal after the load, or the reason for refusing the checkpoint.

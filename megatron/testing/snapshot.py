@@ -214,7 +214,7 @@ class _Activations:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Return the positions of the runs of consecutive numbers in a list."""
+    """Return the positions of ranges of consecutive numbers in a list."""
     cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
     return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
 
@@ -320,8 +320,8 @@ def _pieces(
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:
     """Assemble global tensors from the fragments of all ranks, in order.
 
-    If replicas differ, the first one is used and the difference is recorded. Raises AssertionError if a tensor is not
-    fully covered: a rank did not report, or its report contradicts its metadata.
+    If replicas differ, the first replica is used and the difference is recorded. Raises AssertionError if a tensor is
+    not fully covered: a rank did not report, or its report contradicts its metadata.
     """
     snapshot = Snapshot()
     covered: dict[str, Tensor] = {}

@@ -128,7 +128,7 @@ class DealsSamples(Protocol):
     """Base class of extension flags that may assign the samples of training steps to replicas in another way."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the dealer for samples of this length, or None if no flag selects one."""
+        """Return the dealer for samples of this length; None if no flag selects a dealer."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
@@ -146,11 +146,11 @@ class DividesSamples(Protocol):
     """Base class of extension flags that may divide training samples over context-parallel ranks in another way."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the divider of sequences, or None if no flag selects one."""
+        """Return the divider of sequences; None if no flag selects a divider."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
-    """Return the object that divides training samples over context-parallel ranks, or None for the default zig-zag
+    """Return the object that divides training samples over context-parallel ranks; None for the default zig-zag
     division."""
     asked = (each.divider(config) for each in config.extension_options if isinstance(each, DividesSamples))
     return next((divide for divide in asked if divide is not None), None)

@@ -118,7 +118,7 @@ def extension_flags(
             metric or a learning rate.
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
             It is imported and called only if one of the flags is given.
-        resolve: `resolve(config)` returns the configuration with values of other flags that follow from these flags.
+        resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
         reads: `reads(config)` returns the configuration with values from files that these flags name. It raises
             ValueError with the flag's name if a file cannot be read.
         part_of: "model" for flags that describe a model. They are taken from a checkpoint and converted like the
@@ -162,8 +162,8 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
     """Return the extensions named in a file that may be imported.
 
     This is code that one of the user's runs has recorded for the folder of `source`. An extension in `given`, which the
-    command line names, replaces one with the same file name, or one whose file is missing. Raises ExtensionError, which
-    lists the other extensions, each with the flag that allows it.
+    command line names, replaces an extension with the same file name, or one whose file is missing. Raises
+    ExtensionError, which lists the other extensions, each with the flag that allows it.
 
     Args:
         names: Extensions that the file names.

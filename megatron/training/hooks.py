@@ -120,7 +120,8 @@ class Judge(Protocol):
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return (1 to skip the update, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the device.
-        Inputs are the gradient norm, 1 if a value is not finite, and [loss sum, tokens] over the world."""
+        The inputs are the gradient norm, a flag that is 1 if a value is not finite, and [loss sum, tokens] over the
+        world."""
 
 
 class Log(Protocol):
@@ -233,10 +234,9 @@ class Task:
     evaluates: bool = False
     """True if the task evaluates the model: --skip-train performs it once."""
     before_step: bool = False
-    """True if the task runs before a step instead of after one, including a run's first step; its time counts only with
-    `counts`."""
+    """True if the task runs before a step, even the first, instead of after it; its time counts only with `counts`."""
     ends_interval: bool = False
-    """True if steps before and after the task must not share a log line, so a line is written at the task."""
+    """True if steps before and after the task must not share a log line, so that a line is written at the task."""
     at_finish: bool = False
     """True if the task runs once all iterations are trained and saved."""
 
@@ -339,13 +339,13 @@ class Callback:
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Called with the outcome of a step, after the step or during the next one, before anything else depends on the
-        outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
+        """Called with the outcome of a step, after that step or during the next one, before anything else depends on
+        the outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
         next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
-        """Search for the cause of a step whose loss or gradient was not finite. Called on every rank, before the next
-        update of the weights; it may repeat the step, in the run that was passed to `meters`."""
+        """Search for the cause of a step whose loss or gradient was not finite. Called on every rank before the next
+        weight update. The callback may repeat the step, in the run that was passed to `meters`."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:

@@ -1,7 +1,7 @@
 """Plan of a run: its length, batch sizes and learning rate, known before it starts. This module does not import torch.
 
-A run has one phase, with the configuration of its flags. An extension may plan several (`PLANS`). Everything in a phase
-follows from the number of samples consumed before a step, so a run can resume anywhere and under any layout.
+A run has one phase, with the configuration of its flags. An extension may plan several phases (`PLANS`). Everything in
+a phase follows from the number of samples consumed before a step, so a run can resume anywhere and under any layout.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class RunPlan:
         ]
 
     def continued(self, history: History | None) -> Self:
-        """Return the plan with the earlier plans of the started phases, so that their sample order does not change.
+        """Return the plan with the earlier plans of the started phases, so that the sample order of these phases does
+        not change.
 
         Raises ValueError, with every problem, if a started phase has changed."""
         if history is None:
@@ -220,7 +221,7 @@ class RunPlan:
         )
 
     def _unit_of_schedule(self, saved: RunConfig) -> str:
-        """Describe the unit of the learning-rate schedule, now and in the checkpoint's run."""
+        """Describe the unit of the learning-rate schedule in this run and in the checkpoint's run."""
         units = "the samples", "the iteration"
         now = units[self.base.training.train_iters is not None]
         before = units[saved.training.train_iters is not None and plan_class(saved) is RunPlan]

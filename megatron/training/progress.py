@@ -124,9 +124,10 @@ class StepsTakenBackError(Exception):
 
 
 class StepTimers:
-    """Contexts around the parts of a step, `with timers("forward"):`, each batch of an `EVALUATION`, and each `SAVE`.
+    """Contexts around the parts of a step (`with timers("forward"):`), around each batch of an `EVALUATION`, and around
+    each `SAVE`.
 
-    To time or trace the parts, add a watcher, whose context is entered around each part. Without watchers, the timers
+    To time or trace the parts, add a watcher; its context is entered around each part. Without watchers, the timers
     cost nothing.
     """
 

@@ -77,7 +77,7 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Return the classes that replace objects of a run's step. The rules of extensions ensure that no two of them
+    """Return the classes that replace the objects of a run's step. The rules of extensions ensure that no two of them
     replace the same object."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):

@@ -168,12 +168,12 @@ def test_no_reader_stumbles_over_a_wrong_type(saved: Saved, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("entry", "value", "rule"),
     [
-        ("past_batches", [[0, 0], "x"], "past_batches[1] is text, and must be a list of 2 values"),
+        ("past_batches", [[0, 0], "x"], "past_batches[1] must be a list of 2 values, but is text"),
         ("stages", [{"name": "", "first_sample": 0, "values": None}], "stages[0].planned is missing"),
         (
             "optimizer",
             {"step_count": None, "loss_scaler": {}},
-            "optimizer.step_count is null, and must be a whole number",
+            "optimizer.step_count must be a whole number from 0 to 2^53, but is null",
         ),
     ],
 )
@@ -222,6 +222,6 @@ def test_an_earlier_checkpoint_takes_the_place_of_a_forged_one(saved: Saved) -> 
     chosen = choose_checkpoint(saved.root, Axis(), said.append)
     assert chosen is not None and chosen.folder.name == "iter_0000001"
     assert said == [
-        f"skipped checkpoint {saved.folder}: metadata.json is damaged: iteration is text, and must be a whole "
-        "number from 0 to 2^53"
+        f"skipped checkpoint {saved.folder}: metadata.json is damaged: iteration must be a whole number "
+        "from 0 to 2^53, but is text"
     ]

@@ -99,15 +99,23 @@ def test_json_without_a_value_is_a_value_error(tmp_path: Path) -> None:
 
 
 TYPES: dict[str, tuple[str, Any, str]] = {
-    "a section": ("parallel", ["x"], "config.parallel is a list, and must be an object"),
-    "a number": ("model", {"num_layers": "two"}, "config.model.num_layers is text, and must be a whole number"),
-    "a fraction": ("model", {"num_layers": 2.5}, "config.model.num_layers is a number, and must be a whole number"),
-    "a switch": ("model", {"num_layers": True}, "config.model.num_layers is true or false, and must be a whole number"),
-    "an object": ("optimizer", {"lr": {}}, "config.optimizer.lr is an object, and must be a number"),
-    "nothing": ("model", {"hidden_size": None}, "config.model.hidden_size is null, and must be a whole number"),
-    "one of several": ("data", {"data_path": ["a", {}]}, "config.data.data_path holds an object, and each of its"),
-    "several": ("data", {"data_path": {}}, "config.data.data_path is an object, and must be a list"),
-    "a word": ("training", {"swiglu": "yes"}, "config.training.swiglu is text, and must be true or false"),
+    "a section": ("parallel", ["x"], "config.parallel must be an object, but is a list"),
+    "a number": ("model", {"num_layers": "two"}, "config.model.num_layers must be a whole number, but is text"),
+    "a fraction": ("model", {"num_layers": 2.5}, "config.model.num_layers must be a whole number, but is a number"),
+    "a switch": ("model", {"num_layers": True}, "config.model.num_layers must be a whole number, but is true or false"),
+    "an object": ("optimizer", {"lr": {}}, "config.optimizer.lr must be a number, but is an object"),
+    "nothing": ("model", {"hidden_size": None}, "config.model.hidden_size must be a whole number, but is null"),
+    "one of several": (
+        "data",
+        {"data_path": ["a", {}]},
+        "config.data.data_path must hold only values that are text, but holds an object",
+    ),
+    "several": (
+        "data",
+        {"data_path": {}},
+        "config.data.data_path must be a list of values that are text, but is an object",
+    ),
+    "a word": ("training", {"swiglu": "yes"}, "config.training.swiglu must be true or false, but is text"),
 }
 
 
@@ -132,7 +140,10 @@ def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) 
     whole = {"model": config["model"] | {"num_layers": 2.0}}
     metadata_of(tmp_path, {"config": config | whole, "model_of_run": {"num_layers": 2}})
     assert saved_metadata(tmp_path) is not None
-    for wrong, said in (([1], "model_of_run is a list"), ({"num_layers": "x"}, "model_of_run.num_layers is text")):
+    for wrong, said in (
+        ([1], "model_of_run must be "),
+        ({"num_layers": "x"}, "model_of_run.num_layers must be a whole number, but is text"),
+    ):
         with pytest.raises(ValueError, match=f"is damaged: {said}"):
             check_types({"config": config, "model_of_run": wrong}, tmp_path)
 

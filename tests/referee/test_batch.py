@@ -64,15 +64,18 @@ PAIR = {"tokens": OF_TWO, "labels": OF_TWO}
     ("arrays", "message"),
     [
         ({"tokens": np.zeros((2, 3))}, "has no labels; it has tokens; give tokens and labels, or input_ids"),
-        ({"tokens": np.zeros((2, 3)), "labels": np.zeros((2, 4))}, r"all must be \[samples, s\]; they are tokens"),
-        ({"input_ids": np.zeros(40, int)}, r"all must be \[samples, s\]; they are tokens \(40,\)"),
+        (
+            {"tokens": np.zeros((2, 3)), "labels": np.zeros((2, 4))},
+            r"all arrays must be \[samples, s\], but are tokens",
+        ),
+        ({"input_ids": np.zeros(40, int)}, r"all arrays must be \[samples, s\], but are tokens \(40,\)"),
         ({"input_ids": np.zeros((1, 40), int), "labels": np.full((1, 40), -100)}, "no label counts; give labels"),
-        ({"input_ids": np.zeros((1, 40))}, "tokens has the dtype float64, and must hold integers"),
-        ({"tokens": OF_TWO - 1, "labels": OF_TWO}, "tokens has the value -1, and must be at least 0"),
+        ({"input_ids": np.zeros((1, 40))}, "tokens must hold integers, but has the dtype float64"),
+        ({"tokens": OF_TWO - 1, "labels": OF_TWO}, "tokens must be at least 0, but has the value -1"),
         ({**PAIR, "attention_mask": OF_TWO}, "attention_mask would be ignored; beside tokens it may hold labels"),
-        ({**PAIR, "position_ids": OF_TWO[:, 1:]}, r"they are tokens .* position_ids \(1, 3\)"),
+        ({**PAIR, "position_ids": OF_TWO[:, 1:]}, r"but are tokens .* position_ids \(1, 3\)"),
         ({**PAIR, "document_ids": np.array([[0, 1, 0, 0]])}, "document_ids of sample 0 return to an earlier document"),
-        ({**PAIR, "document_ids": OF_TWO, "cu_seqlens": OF_TWO}, "which both say where documents begin"),
+        ({**PAIR, "document_ids": OF_TWO, "cu_seqlens": OF_TWO}, "which both state where documents begin"),
         ({**PAIR, "cu_seqlens": np.array([0, 3])}, r"cu_seqlens \[0, 3\] must ascend from 0 to 4"),
         ({**PAIR, "cu_seqlens": np.array([[0, 4], [0, 4]])}, "must be .samples, n. with 1 samples"),
         ({"input_ids": OF_TWO, "attention_mask": np.array([[0, 1, 1, 1]])}, "hides tokens before others"),
@@ -86,13 +89,13 @@ def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, NDArray], me
 
 
 def test_a_file_that_is_no_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none.npz does not exist; write it by numpy.savez"):
+    with pytest.raises(ValueError, match=r"none.npz does not exist; write it with numpy.savez"):
         Batch.read(tmp_path / "none.npz")
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(ValueError, match=r"text.npz is no .npz of arrays"):
+    with pytest.raises(ValueError, match=r"text.npz is not an .npz file of arrays"):
         Batch.read(tmp_path / "text.npz")
     np.save(tmp_path / "one.npy", IDS)
-    with pytest.raises(ValueError, match=r"one.npy is no .npz of arrays: it holds a single array"):
+    with pytest.raises(ValueError, match=r"one.npy is not an .npz file of arrays: it holds a single array"):
         Batch.read(tmp_path / "one.npy")
     with pytest.raises(ValueError, match=r"is a folder without samples-\*.npz"):
         Batch.read(tmp_path)

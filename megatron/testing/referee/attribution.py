@@ -29,7 +29,7 @@ twice."""
 
 
 UNRELATED = 0.9
-"""Smallest difference at which a gradient without an explanation does not resemble the right one."""
+"""Smallest difference at which an unexplained gradient is considered not to resemble the correct one."""
 
 
 @dataclass(frozen=True)

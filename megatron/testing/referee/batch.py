@@ -78,7 +78,7 @@ class Batch:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> Batch:
-        """Make a batch from named arrays. Raises ValueError as `read`."""
+        """Make a batch from named arrays. Raises ValueError under the same conditions as `read`."""
         of_transformers = "input_ids" in arrays
         _check_names(arrays, OF_TRANSFORMERS if of_transformers else OF_MEGATRON)
         if of_transformers:
@@ -123,9 +123,11 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
             with loaded:
                 parts.append({name: loaded[name] for name in loaded.files})
         except FileNotFoundError:
-            raise ValueError(f"--batch {each} does not exist; write it by numpy.savez") from None
+            raise ValueError(f"--batch {each} does not exist; write it with numpy.savez") from None
         except (OSError, ValueError, EOFError, BadZipFile) as error:
-            raise ValueError(f"--batch {each} is no .npz of arrays: {error}; write it by numpy.savez") from None
+            raise ValueError(
+                f"--batch {each} is not an .npz file of arrays: {error}; write it with numpy.savez"
+            ) from None
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -148,9 +150,9 @@ def _check_shapes(arrays: Arrays) -> None:
         if name in ("loss_mask", "attention_mask"):
             continue
         if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"{name} has the dtype {ids.dtype}, and must hold integers; convert it by .astype(int)")
+            raise ValueError(f"{name} must hold integers, but has the dtype {ids.dtype}; convert it with .astype(int)")
         if (least := ids[ids != IGNORED].min(initial=0) if name == "labels" else ids.min()) < 0:
-            raise ValueError(f"{name} has the value {least}, and must be at least 0")
+            raise ValueError(f"{name} must be at least 0, but has the value {least}")
 
 
 def _documents(arrays: Arrays, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
@@ -158,7 +160,9 @@ def _documents(arrays: Arrays, shape: tuple[int, ...]) -> NDArray[np.int64] | No
     documents = arrays.get("document_ids")
     starts = arrays.get("cu_seqlens")
     if documents is not None and starts is not None:
-        raise ValueError("has document_ids and cu_seqlens, which both say where documents begin; leave one of them out")
+        raise ValueError(
+            "has document_ids and cu_seqlens, which both state where documents begin; leave one of them out"
+        )
     if starts is not None:
         documents = _of_starts(starts, shape)
     if documents is None or (documents == documents[:, :1]).all():
@@ -177,7 +181,7 @@ def _of_starts(starts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.int64
     samples, length = shape
     rows = starts[None] if starts.ndim == 1 else starts
     if rows.ndim != 2 or len(rows) != samples:
-        raise ValueError(f"cu_seqlens is {starts.shape}, and must be [samples, n] with {samples} samples")
+        raise ValueError(f"cu_seqlens must be [samples, n] with {samples} samples, but is {starts.shape}")
     found = []
     for row in rows:
         bounds = row[(row >= 0) & (row < length)]

@@ -57,16 +57,16 @@ class Dump:
 def open_dump(path: Path, model: Source, flag: str = "--gradients") -> Dump:
     """Open gradients written by another program.
 
-    `path`, which `flag` names, is a `.safetensors` file or a folder of torch's DCP, with names of this program or of
-    transformers; a folder in a checkpoint format that contains gradients in place of weights; or a folder of
-    --save-wgrads-interval. Raises ValueError for names and shapes that do not fit the model.
+    `path`, the value of `flag`, is one of the following: a `.safetensors` file or a folder of torch's DCP, with
+    parameter names of this program or of transformers; a checkpoint folder that contains gradients in place of weights;
+    or a folder written by --save-wgrads-interval. Raises ValueError for names and shapes that do not fit the model.
     """
     try:
         dump = _opened(path, model)
         if not any(name in dump for name in model.metas):
             raise ValueError("no parameter of the model has a whole gradient in it")
         if not dump.dtype.is_floating_point:
-            raise ValueError(f"it holds {dump.dtype} tensors, which are no gradients")
+            raise ValueError(f"it holds {dump.dtype} tensors, which are not gradients")
     except (OSError, ValueError) as error:
         text = str(error) if path.exists() else f"{path} does not exist"
         named = text if text.startswith(str(path)) else f"{path}: {text}"
@@ -97,7 +97,7 @@ def _opened(path: Path, model: Source) -> Dump:
         name for name, meta in model.metas.items() if _shape(source.metas.get(name)) != _shape(meta)
     ):
         shapes = f"{_shape(source.metas.get(different[0]))} instead of {_shape(model.metas[different[0]])}"
-        raise ValueError(f"it is of another model: {len(different)} parameters differ ({different[0]}: {shapes})")
+        raise ValueError(f"it belongs to another model: {len(different)} parameters differ ({different[0]}: {shapes})")
     dtype = source.dtype(next(iter(source.metas)), None)
     return Dump({name: partial(source.read, name, torch.float64) for name in source.metas}, dtype)
 
@@ -196,7 +196,7 @@ def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
 
 
 def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
-    """Read the gradients that a run of this program dumped in a step, from the boxes of all ranks."""
+    """Read the gradients that a run of this program dumped at a step, from the boxes of all ranks."""
     boxes: dict[str, list[tuple[tuple[int, ...], Sliceable]]] = {}
     for file in files:
         for key, tensor in read_header(file).items():

@@ -237,8 +237,8 @@ def _places(length: int, count: int, chosen: Sequence[int]) -> str:
 
 
 def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield (blocks of a sequence, remark) that one rank may have: an equal shard, the two shards of context
-    parallelism, and every range of consecutive blocks."""
+    """Yield (blocks of a sequence, remark) for the blocks that one rank may hold: an equal shard, the two shards of
+    context parallelism, and every range of consecutive blocks."""
     seen = {tuple(range(count))}
     shards = [parts for parts in PARTS if count % parts == 0]
     for parts in shards:
@@ -259,7 +259,8 @@ def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of samples: micro-batches dealt to replicas in turn, and every range of consecutive samples."""
+    """Yield groups of samples: those of micro-batches that are assigned to replicas in turn, and every range of
+    consecutive samples."""
     found: dict[tuple[int, ...], None] = {}
     for replicas in range(2, count + 1):
         for size in (size for size in range(1, count) if count % (replicas * size) == 0):

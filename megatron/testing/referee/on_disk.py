@@ -28,7 +28,7 @@ FACTORIES: tuple[Callable[..., Tensor], ...] = (torch.empty, torch.zeros, torch.
 def empty_on_disk(like: Tensor) -> Tensor:
     """Return a contiguous tensor of zeros, stored in a file, with the shape and dtype of another tensor.
 
-    Raises OSError if the disk has no room.
+    Raises OSError if the disk is full.
     """
     handle, name = tempfile.mkstemp(prefix="referee-")
     try:

@@ -60,7 +60,8 @@ from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 Fingerprint = Callable[[int], str | None]
-"""Number of consumed samples -> fingerprint of the data that they came from; None if the data have no fingerprint."""
+"""Function that returns the fingerprint of the data from which a number of consumed samples came; None if the data have
+no fingerprint."""
 
 
 def no_fingerprint(consumed_samples: int) -> None:
@@ -77,7 +78,7 @@ class RunCheckpoint:
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
     plan: RunPlan | None = None
-    """Plan of the training run; None if nothing is trained."""
+    """Plan of the training run; None if the run does not train."""
     callbacks: Sequence[Callback] = ()
     """Callbacks of the run, some of which keep state."""
 
@@ -377,7 +378,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
 
 
 def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
-    """Load the optimizer's update count, and the loss scale if it is dynamic in both the checkpoint and the run."""
+    """Load the optimizer's update count, and the loss scale if it is dynamic both in the checkpoint and in the run."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
     if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():

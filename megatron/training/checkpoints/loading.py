@@ -75,9 +75,9 @@ def choose_checkpoint(
 
 
 def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
-    """Raise ValueError, on every rank, if only some ranks see the checkpoints, because hosts have separate disks.
+    """Raise ValueError on every rank if only some ranks see the checkpoints, because hosts have separate disks.
 
-    Complete copies of the checkpoints on every host are as good as one shared folder.
+    Complete copies of the checkpoints on every host are accepted like a shared folder.
     """
     if found.folders:
         without = ranks_without(any(storage_of(folder).exists(folder) for folder in found.folders), world)
@@ -220,7 +220,7 @@ def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
 
 
 def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Report which tokens use rows that padded the checkpoint's vocabulary, under --finetune."""
+    """Under --finetune, report which tokens use rows that padded the checkpoint's vocabulary."""
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before:
         say(f" tokens {before} to {now - 1} use untrained rows that padded the checkpoint's vocabulary")
@@ -341,8 +341,8 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's JSON; missing fields have their defaults. If the schedule has no separate
-    position, it followed the consumed samples."""
+    """Return the progress in a checkpoint's JSON; missing fields have their defaults. If the checkpoint has no separate
+    position of the schedule, the schedule followed the consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

@@ -142,7 +142,7 @@ class RunSaver:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report()
-            if self._given_up:  # without --async-save it was reported in `save`
+            if self._given_up:  # without --async-save, `save` has already reported it
                 raise CheckpointError(f"{self._given_up} (it was the last of the run)")
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
             self._runtime.say(f" {line}")

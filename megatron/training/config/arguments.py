@@ -69,13 +69,14 @@ class CommandLine:
     """Every flag as it was given, alone and with its first value, including flags that no field has."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
-    """Flags that were not given but follow from a model of another program in --load."""
+    """Flags that were not given but are determined by another program's model in --load."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parse `argv`. `--help` prints and raises SystemExit(0).
 
-    Raises SystemExit(2) for invalid flags after one rank has printed every problem, validation included.
+    Raises SystemExit(2) for invalid flags after one rank has printed every problem, including those that validation
+    finds.
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
@@ -181,8 +182,8 @@ def changed_by_start(config: RunConfig) -> set[str]:
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """Return the configuration with the flags that follow from a model of another program in --load. The model's folder
-    may also hold checkpoints of a run that started from the model."""
+    """Return the configuration with the flags that are determined by another program's model in --load. The model's
+    folder may also hold checkpoints of a run that started from the model."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]

@@ -131,8 +131,8 @@ def _module_files(name: str) -> Iterator[Path]:
 def _recorded(run: Path) -> dict[str, str]:
     """Return the digests recorded for a folder by code name.
 
-    Empty unless the record belongs to this user and nobody else could have written it, even if it is in the folder
-    itself.
+    Empty unless the record belongs to this user and nobody else could have written it, even if the record is in the
+    folder itself.
     """
     path = _record_file(run)
     try:

@@ -115,17 +115,17 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandFacts:
-    """Properties of a command, known before it is imported."""
+    """Properties of a command that are known before it is imported."""
 
     options: Mapping[str, Option]
     """Options of the command, by spelling."""
 
 
 class ReadCommand(Protocol):
-    """Reads the options of a command. It is imported when one of these options is given."""
+    """Function that reads the options of a command, imported when one of these options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
-        """Return the `Command` that the options select, or None; add problems with the options to `given.problems`.
+        """Return the `Command` that the options select, or None. Add problems with the options to `given.problems`.
         `world_size` is --world-size."""
 
 
@@ -164,7 +164,7 @@ def asked_command(given: GivenOptions, world_size: int | None) -> Command | None
 
 
 def json_file_of(given: Mapping[str, str]) -> str | None:
-    """Return the file for a command's JSON, given options and their values; None without a command."""
+    """Return the file for a command's JSON output, given options and their values; None without a command."""
     if given.keys().isdisjoint(switches()):
         return None
     return next((given[name] for name, option in options().items() if option.json and name in given), None)

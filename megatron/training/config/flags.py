@@ -209,7 +209,7 @@ class ExtensionSection:
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
-"""Maps a help title to the flags of an extension."""
+"""Flags of extensions, by title in `--help`."""
 
 
 def add_section(title: str, section: ExtensionSection) -> None:
@@ -265,7 +265,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """Return a value as it follows its flag in a message; None for a switch."""
+    """Format a value as it appears after its flag in a message; None for a switch."""
     return None if isinstance(value, bool) else value
 
 
@@ -409,8 +409,7 @@ def sections() -> dict[str, type]:
 
 
 FLAG_HOMES: dict[str, str] = {}
-"""Maps a flag, or `--flag=value`, to its built-in extension, installed or not. `megatron.extensions.load` fills the
-table."""
+"""Built-in extension, installed or not, of each flag or `--flag=value`. `megatron.extensions.load` fills the table."""
 
 
 def home_of(spelling: str) -> str | None:

@@ -70,7 +70,7 @@ def _output_fails() -> bool:
 
 
 def open_closed_streams() -> bool:
-    """Open standard streams that the shell has closed (`>&-`), which are None in Python.
+    """Reopen standard streams that the shell has closed (`>&-`) and that are therefore None in Python.
 
     Writes to standard output then fail as on a full disk; messages on standard error are lost. Returns whether standard
     output was closed.

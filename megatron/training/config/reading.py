@@ -190,7 +190,8 @@ class FlagReader(GivenOptions):
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """Report an unknown flag. A suggestion must be close, as for a typing error, or complete the name."""
+        """Report an unknown flag. A known name is suggested only if it is close to the given name, as for a typing
+        error, or completes it."""
         import difflib
 
         if (home := home_of(name)) is not None:
@@ -436,7 +437,7 @@ def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Format a value as it follows its flag; empty for a switch."""
+    """Format a value as it appears after its flag; empty for a switch."""
     values = value if isinstance(value, tuple) else (value,)
     return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
 

@@ -37,7 +37,7 @@ class TrainingConfig:
     """Round global-batch-size down to a multiple of micro-batch-size * data-parallel size."""
 
     num_microbatches: int | None = None
-    """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
+    """Derived: global-batch-size / (micro-batch-size * dp). A given value must be equal to this."""
 
     train_iters: int | None = flag(None, first_run=True)
     """Iterations to train. If the batch size varies, all lengths in iterations are converted to samples."""

@@ -121,9 +121,9 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with the layer kinds that multi-token prediction modules have in the checkpoint from
-    which a run resumes, and notes. These kinds matter if layers differ: a module that was trained with the kind of the
-    last layer must keep that kind."""
+    """Return (configuration, notes) with the layer kinds of multi-token prediction modules from the checkpoint at which
+    the run resumes. These kinds matter if layers differ: a module that was trained with the kind of the last layer must
+    keep that kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -164,7 +164,7 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
     """Return the contents other than tensors of the checkpoint from which a run continues; None if it starts at
     iteration 0.
 
-    Raises ValueError like `saved_metadata`.
+    Raises ValueError under the same conditions as `saved_metadata`.
     """
     if options.load is None or options.anew:
         return None
@@ -217,8 +217,8 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    Flags that the checkpoint's phase had changed have the values that were given to the run. Raises ValueError as
-    `saved_metadata` does.
+    Flags that the checkpoint's phase had changed have the values that were given to the run. Raises ValueError under
+    the same conditions as `saved_metadata`.
     """
     metadata = saved_metadata(load)
     if metadata is None:

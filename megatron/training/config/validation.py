@@ -148,7 +148,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
         config,
         parallel=_filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size)),
         model=_resolve_model(config, vocab_size),
-        # GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is.
+        # GPT-2's files imply the GPT-2 tokenizer, which is also Megatron-LM's default.
         tokenizer=_filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None),
         training=training,
         optimizer=_resolve_optimizer(config, training),
@@ -246,8 +246,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
     """Convert lengths in tokens to samples, or to iterations if the run's length is given in iterations.
 
-    If the run's length is given in tokens and iterations vary in samples, lengths in iterations are converted to
-    samples too.
+    If the run's length is given in tokens and the batch size varies, lengths in iterations are also converted to
+    samples.
     """
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":

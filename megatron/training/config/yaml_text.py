@@ -21,7 +21,7 @@ MOST_BYTES = 16 * 2**20
 """Maximum file size in bytes."""
 
 MOST_VALUES = 100_000
-"""Maximum number of values in a file; repetitions by aliases count."""
+"""Maximum number of values in a file, including repetitions through aliases."""
 
 DEEPEST = 50
 """Maximum nesting depth of lists and mappings."""

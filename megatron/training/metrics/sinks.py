@@ -93,7 +93,7 @@ class JsonLinesSink:
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        """Drop later records, line by line, because a long run has a large file, which every start reads."""
+        """Drop later records. The file is read line by line at every start, because it may be large."""
         kept, temporary = RecordsUntil(iteration), path.with_name(path.name + ".tmp")
         with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
             new.writelines(kept.of(old))
@@ -196,7 +196,8 @@ class RecordsUntil:
         """Records of `iteration` itself, without their times (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the lines to keep. A last line without a line break, which a kill has truncated, is dropped."""
+        """Yield the lines to keep. A last line without a line break is dropped, because the writing process was
+        killed."""
         for line in filter(str.strip, lines):
             if line.lstrip().startswith("{") and not line.endswith("\n"):
                 continue

@@ -50,7 +50,9 @@ def summarize(run: TrainingRun) -> Record:
     for (meter, _), sums in zip(taken, summed[2:], strict=True):
         own = meter.report(sums, interval)
         if clash := sorted(record.keys() & own.keys()):
-            raise ValueError(f"metric {clash[0]}: every record has a value of this name; register it under another one")
+            raise ValueError(
+                f"metric {clash[0]}: every record has a value of this name; register it under another name"
+            )
         record |= own
     return record
 

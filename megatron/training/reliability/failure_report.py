@@ -139,7 +139,7 @@ class Failure:
 
 
 class LateRanksError(TimeoutError):
-    """Raised if some ranks have not finished a phase of start-up in time."""
+    """Raised if some ranks have not finished a start-up phase in time."""
 
     def __init__(self, ranks: Collection[int], phase: str, limit: str) -> None:
         self.ranks = ranks
@@ -244,7 +244,8 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device or the host ran out of memory. For the host, torch raises a plain RuntimeError."""
+    """Return True if a device or the host ran out of memory. If the host runs out of memory, torch raises a plain
+    RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

@@ -80,7 +80,7 @@ class Launch:
     """True if the launcher has started ranks on several hosts, or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Return the name of a rank, by default this one, in messages: `rank 3 of 8 on HOST`."""
+        """Return the name of a rank in messages, by default of this rank: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
@@ -133,7 +133,7 @@ class Launch:
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch.distributed's env:// rendezvous reads, if the launcher was not torchrun.
 
-        Under srun, ranks meet at the first node of the list; set MASTER_ADDR to choose another one.
+        Under srun, ranks meet at the first node of the list; set MASTER_ADDR to choose another node.
         """
         if self.launcher == "srun":
             environ["RANK"], environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 PATIENCE = 30.0
-"""Seconds that a write waits for the reader of a pipe that does not block."""
+"""Seconds that a write waits for the reader of a non-blocking pipe."""
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

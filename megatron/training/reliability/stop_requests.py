@@ -112,7 +112,7 @@ class StopRequests:
                 with self._change:
                     self._asked = request
         if self._asked is not None and self._after is None and not self.undecided:
-            board.say(f"at/{self._number}", str(self._ticks))  # no tick begins until all ranks know each other's
+            board.say(f"at/{self._number}", str(self._ticks))  # no tick begins until all answers are known
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":
                 return f"ending before the first step: {self._asked.why}"

@@ -61,7 +61,8 @@ def left_failure(address: str, port: int) -> str | None:
 
 
 def _started() -> float:
-    """Return the `CLOCK` time at which this process started. A forked process started after its imports."""
+    """Return the `CLOCK` time at which this process started. For a forked process, this time may be later than
+    `IMPORTED`."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK")

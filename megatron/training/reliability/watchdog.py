@@ -93,7 +93,7 @@ class Watchdog:
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
     def check_save_folder(self) -> None:
-        """Raise OSError if the run must not write to --save now. On the first rank."""
+        """Raise OSError if the run must not write to --save now. Called on the first rank."""
         for guard in self.save_guards:
             guard()
 

@@ -217,7 +217,7 @@ def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: 
     lease.check()  # mounted again, with the lease in it
     shutil.rmtree(folder)
     for _ in range(2):
-        with pytest.raises(OSError, match="is on another file system than at the start: mount its disk again"):
+        with pytest.raises(OSError, match="is on a different file system than at the start: mount its disk again"):
             lease.check()
     assert capsys.readouterr().err.count("its disk was unmounted") == 1 and not errors
 

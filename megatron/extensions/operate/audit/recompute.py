@@ -245,7 +245,8 @@ def norm(x: Tensor) -> float:
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between a tensor and another one that is given by its random-sign sums."""
+    """Estimate the norm of the difference between a tensor and another tensor of which only the random-sign sums are
+    known."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()

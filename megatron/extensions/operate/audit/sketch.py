@@ -82,8 +82,8 @@ def _random(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for blocks: [count] odd int64, [count, SIGNS] float64 of 1 and -1. They multiply the
-    numbers of the positions."""
+    """Return random factors for blocks: [count] odd int64, [count, SIGNS] float64 of 1 and -1. The random numbers of
+    the positions are multiplied by these factors."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 

@@ -278,7 +278,7 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """Return the rank at the other end of a message, from any argument that torch.distributed accepts for it."""
+    """Return the rank at the other end of a message, from whichever argument of the torch.distributed call names it."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

@@ -160,8 +160,8 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """Return the offset in data-parallel ranks at which each rank finds a peer with the same weights and experts.
-    Return None if there is no such offset.
+    """Return the offset in data-parallel ranks at which each rank finds a peer with the same weights and experts; None
+    if there is no such offset.
 
     Args:
         groups: The data-parallel groups.

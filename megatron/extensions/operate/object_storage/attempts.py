@@ -5,7 +5,7 @@ Therefore each attempt to write the checkpoint `iter_0000100` uses its own subfo
 `iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the valid
 checkpoint in its first line, and the attempt that has begun in its second. This object is written when an attempt
 begins and when it completes, each time on condition that no other process has changed it. A late write of an earlier
-attempt is then refused, or reaches a folder that nothing refers to, which the next saving process removes.
+attempt is then refused, or reaches a folder to which nothing refers. The next process that saves removes this folder.
 
 Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
 attempt. Folders that other programs read, such as Hugging Face exports, have no attempts. They contain `.unfinished`
@@ -68,7 +68,7 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder to write to, in the process that has begun the checkpoint."""
+        """Return the folder of the attempt to write to, if this process has begun the checkpoint."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:

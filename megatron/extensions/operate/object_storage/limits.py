@@ -26,7 +26,7 @@ FINAL = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ValueError, TypeError, NotImplementedError, ImportError),
 )
-"""Permanent errors, which are not retried."""
+"""Exception types of permanent errors, which are not retried."""
 
 FINAL_NAMES = (
     "NoCredentialsError",
@@ -79,8 +79,9 @@ class Limits:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def within(self, fs: AbstractFileSystem, nbytes: int) -> dict[str, float]:
-        """Return the fsspec arguments that limit the duration of a request with a body of this size. Without them, its
-        packages limit the time without an answer, but not the time during which a store does not read the body."""
+        """Return the fsspec arguments that limit the duration of a request with a body of this size. Without these
+        arguments, fsspec's packages limit the time without an answer, but not the time during which a store does not
+        read the body."""
         return {"timeout": self.timeout_seconds + nbytes / self.slowest} if fs.async_impl else {}
 
     def move(self, nbytes: int) -> None:
@@ -111,8 +112,8 @@ class Limits:
 
         `request` is called with the number of the attempt, from 0, since an earlier attempt may have succeeded although
         its answer was lost. Raises OSError with `what` and the last reason, without credentials. A permanent error is
-        raised immediately. Only time during which the store could answer counts, and at least two attempts are made,
-        because the process may have been suspended for longer.
+        raised immediately. The process may be suspended for longer than this. Therefore only the time during which the
+        store could answer counts, and at least two attempts are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0

@@ -184,7 +184,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Move the window along with the step, in a separate thread."""
+        """Advance the window with the step, in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -47,4 +47,4 @@ WRITES: dict[str, Callable[[AbstractFileSystem, str, bytes, About], None]] = {
     **dict.fromkeys(("gs", "gcs"), _to_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _to_azure),
 }
-"""Functions by scheme that replace an object if its `info` has not changed."""
+"""Functions that replace an object if its `info` has not changed, by URL scheme."""

@@ -17,7 +17,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable that says how the processes of a restart within the job were found."""
+"""Environment variable that states how the processes for a restart within the job were found."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -56,8 +56,8 @@ def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -
         folder: The copies of this host.
         who: The rank.
         how: Signal or exit code.
-        iteration: The last step that was complete.
-        since: When the rank was started, in seconds since 1970.
+        iteration: Last completed step.
+        since: Start time of the rank, in seconds since 1970.
     """
     known, now = read_fault(folder), time.time()
     if folder.is_dir() and (known is None or known.noticed < since):

@@ -106,7 +106,7 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True once the ranks have connected; the first rank then holds the lease on --save."""
+        """True after the ranks have connected; from then on, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
         """Last saved iteration of this start, at the time of the last copy."""
@@ -167,7 +167,7 @@ class PeerCopies(Callback):
 
     @property
     def _loads(self) -> bool:
-        """Return True if the run loads copies when there are any."""
+        """Return True if the run loads copies whenever there are any."""
         options = self.config.checkpoint
         return not options.anew and options.load_optim
 
@@ -281,7 +281,7 @@ class PeerCopies(Callback):
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """Load a set for `_resume`, and return the same values as `_resume`. Raises CopyError if copies are lost during
-        the load, and there is nothing else to load."""
+        the load and there is nothing else to load."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)

@@ -3,8 +3,8 @@
 Copies outlive the ranks, and may outlive the folder, which a user may delete or replace with another run. A start that
 does not continue from copies therefore writes a new random identity to SAVE/peer_copies_id before its first step, and
 its copies carry this identity. A start that continues from copies keeps the identity. A start without --peer-copies
-removes it. Copies whose identity differs from the folder's are never loaded. If two starts race, the copies of the one
-that wrote its identity first are not used.
+removes it. Copies whose identity differs from the folder's are never loaded. If two starts race, the copies of the
+start that wrote its identity first are not used.
 
 This module does not import torch.
 """

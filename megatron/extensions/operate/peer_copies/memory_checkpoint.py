@@ -178,8 +178,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors, as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. Some targets may then
-        already be overwritten."""
+        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. Some
+        targets may then already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:

@@ -3,8 +3,8 @@ loss of hosts. This module does not import torch.
 
 Hosts form groups of N + 1. Each host keeps its own parts and copies of the parts of the others in its group, as in the
 mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it includes a whole group. If copies were spread over all
-other hosts, the loss of nearly any pair of hosts would be fatal. Remaining hosts enlarge the last group, in which
-copies go to the next N hosts on a ring.
+other hosts, the loss of nearly any pair of hosts would be fatal. Leftover hosts join the last group, in which copies go
+to the next N hosts on a ring.
 """
 
 from __future__ import annotations

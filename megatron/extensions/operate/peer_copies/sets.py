@@ -74,7 +74,7 @@ class CompleteSet:
 
     @property
     def lost(self) -> str:
-        """Return the parts without a copy."""
+        """Return the parts that have no copy."""
         return ", ".join(part for part, copies in self.copies.items() if not copies)
 
 

@@ -83,7 +83,7 @@ class Stored:
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Return this rank's boxes of a tensor by offset. Of identical boxes, the first is returned."""
+    """Return this rank's boxes of a tensor by offset. If several boxes are identical, return the first."""
     return dict(reversed(tensors[key].boxes))
 
 

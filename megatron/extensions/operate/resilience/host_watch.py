@@ -130,7 +130,7 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Age of each living host when it last answered over TCP, for hosts from which no heartbeat has arrived yet."""
+        """Living hosts from which no heartbeat has arrived yet, each with its age when it last answered over TCP."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""

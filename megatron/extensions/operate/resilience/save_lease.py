@@ -2,8 +2,8 @@
 
 Rank 0 holds the lease, the file SAVE/.lease, and rewrites it every two seconds. A new run that finds another run's
 lease takes it over if the lease's process no longer exists on this machine. If that process is on another machine or is
-stopped, the new run takes the lease over after some time without a renewal, measured by its own clock only. Otherwise
-the new run is refused.
+stopped, the new run takes over the lease after some time without a renewal, measured only by the new run's own clock.
+Otherwise the new run is refused.
 
 A run ends if its lease was taken over, or if the lease has disappeared from the folder. While the run was suspended,
 another run may have taken the lease, finished and released it. The run also checks this before each save.
@@ -43,8 +43,8 @@ GONE = (
     "again, without what was in it; put it back before that to keep both"
 )
 UNMOUNTED = (
-    "is on another file system than at the start of the run: its disk was unmounted. Training continues; saves fail "
-    "until it is mounted again"
+    "is on a different file system than at the start of the run: its disk was unmounted. Training continues; saves "
+    "fail until it is mounted again"
 )
 
 TAKEN = "is gone: another run has taken over while this one was suspended and has finished, or the file was deleted"
@@ -267,10 +267,12 @@ class SaveLease(Lease):
         self._file.unlink()
 
     def check(self) -> None:
-        """Check the lease, and raise OSError if the folder is on another file system than at the start."""
+        """Check the lease, and raise OSError if the folder is on a different file system than at the start."""
         super().check()
         if self._is_unmounted():
-            raise OSError(f"--save {self._folder} is on another file system than at the start: mount its disk again")
+            raise OSError(
+                f"--save {self._folder} is on a different file system than at the start: mount its disk again"
+            )
 
     def _update(self) -> LeaseError | None:
         """Renew the lease if this run still holds it, or take one in a folder that was created again. Returns the
@@ -307,7 +309,7 @@ class SaveLease(Lease):
         return not before <= _entries(self._folder)
 
     def _is_unmounted(self) -> bool:
-        """Return True if the folder, or the place where it would be created, is on another file system than at the
+        """Return True if the folder, or the place where it would be created, is on a different file system than at the
         start."""
         if self._place is None or self._read() is not None:
             return False

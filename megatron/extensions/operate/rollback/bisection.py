@@ -92,7 +92,7 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """Return a value from the last record up to an iteration."""
+        """Return a value from the latest record at or before an iteration."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
 

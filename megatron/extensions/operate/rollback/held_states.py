@@ -66,8 +66,8 @@ class HeldCheckpoint(Checkpoint):
         }
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors, as `Checkpoint.load`. If a rank holds only a part of a main parameter, load the held parameter
-        instead, which is the main parameter rounded to the parameter's precision."""
+        """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, load the
+        held parameter instead, which is the main parameter rounded to the parameter's precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()

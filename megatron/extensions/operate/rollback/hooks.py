@@ -230,4 +230,4 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Print nothing: the line about the rollback contains the message."""
+    """Print nothing, because the line about the rollback contains the message."""

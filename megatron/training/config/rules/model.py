@@ -198,7 +198,7 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def pattern_of(num_layers: int) -> str:
-    """Return an example of a list with 0 and 1 for this many layers."""
+    """Return an example list of 0s and 1s for this many layers."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
 
 
@@ -294,7 +294,7 @@ def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _value_of_switch(c: RunConfig, switch: str) -> object:
-    """Return the value that follows a flag on the command line; None if it takes none."""
+    """Return the value that appears after a flag on the command line; None if the flag takes no value."""
     value: object = value_of(c, spelling_table()[switch][0])
     return None if value is True else value
 

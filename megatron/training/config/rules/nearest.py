@@ -69,8 +69,8 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
     """Yield values in the order in which to try them.
 
-    The values are those in the problem, then values that other rules name when they refuse the former, common multiples
-    of the rules' steps, and small numbers. `tried` collects the refusals.
+    First come the values that the problem names, and the values that other rules name when they refuse one of these.
+    Then come common multiples of the rules' steps, and small numbers. `tried` collects the refusals.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:

@@ -55,7 +55,7 @@ def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the rules of --cp-comm-type."""
+    """Check the requirements of --cp-comm-type."""
     rules = CONTEXT_PARALLEL.facts(c.parallel.cp_comm_type).rules if c.parallel.context_parallel_size > 1 else None
     if rules is not None:
         yield from problems_of(rules(c, world_size))

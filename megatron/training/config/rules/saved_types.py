@@ -78,7 +78,7 @@ class SavedMetadata(TypedDict, total=False):
 def metadata_problem(values: Mapping[str, object]) -> str | None:
     """Describe the first value of a wrong type in a checkpoint's metadata; None if there is none.
 
-    Example: `past_batches[1] is text, and must be a list of 2 values`. Unknown entries are not read, and may contain
+    Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are not read, and may contain
     anything.
     """
     of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
@@ -100,7 +100,7 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
     else:
         hints = dict.fromkeys(value, parts[1]) if kind is dict and isinstance(value, dict) else {}
     if rule := _broken_rule(value, kind, len(parts)):
-        yield f"{where} is {_shown(value)}, and must be {rule}"
+        yield f"{where} must be {rule}, but is {_shown(value)}"
     elif isinstance(value, dict):
         yield from (f"{where}.{name} is missing" for name in sorted(needed - value.keys()))
         for name, of_name in hints.items():
@@ -131,14 +131,14 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def type_problem(config: object) -> str | None:
     """Describe the first value in a configuration that does not have its field's type; None if there is none.
 
-    Example: `config.model.num_layers is text, and must be a whole number`. Unknown fields are not read, and may contain
+    Example: `config.model.num_layers must be a whole number, but is text`. Unknown fields are not read, and may contain
     anything.
     """
     if not isinstance(config, dict):
-        return f"config is {_json_name(config)}, and must be an object"
+        return f"config must be an object, but is {_json_name(config)}"
     for section, values in config.items():
         if not isinstance(values, dict):
-            return f"config.{section} is {_json_name(values)}, and must be an object"
+            return f"config.{section} must be an object, but is {_json_name(values)}"
         if broken := field_problem(values):
             return f"config.{section}.{broken}"
     return None
@@ -153,11 +153,11 @@ def field_problem(values: Mapping[str, object]) -> str | None:
             continue
         rule = _RULES[flag.kind]
         if not flag.takes_several:
-            return f"{field} is {_json_name(value)}, and must be {rule}"
+            return f"{field} must be {rule}, but is {_json_name(value)}"
         if not isinstance(value, list | tuple):
-            return f"{field} is {_json_name(value)}, and must be a list, each of its values {rule}"
+            return f"{field} must be a list of values that are {rule}, but is {_json_name(value)}"
         wrong = next(each for each in value if not _is_one(flag, each))
-        return f"{field} holds {_json_name(wrong)}, and each of its values must be {rule}"
+        return f"{field} must hold only values that are {rule}, but holds {_json_name(wrong)}"
     return None
 
 
