@@ -220,8 +220,8 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     assert all(recorded.limit(part) <= 590 for part in all_parts)
     assert minutes <= 28  # the rest is for starting the machine and sending the commands
     assert (
-        f"`nccl` takes at most {nccl} minutes, the next three at most {minutes}, all of them at most {whole}."
-        in " ".join(documented.split())
+        f"`nccl` takes at most {nccl} minutes, the next three parts at most {minutes} minutes, and all parts together "
+        f"at most {whole} minutes." in " ".join(documented.split())
     )
     words = " ".join(SCRIPT.read_text().replace("#", "").split())
     promised = f"in at most {whole} minutes; nccl takes at most {nccl}, the next three at most {minutes} bash"

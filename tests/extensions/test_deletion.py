@@ -1,7 +1,7 @@
 """Each built-in extension can be deleted: its flags are gone, errors name the extension if they are given, and a run
 has the same bits.
 
-Several deletions are tried together. If an extension A does not need an extension B, one of the sets deletes B and
+Each trial deletes several extensions. If an extension A does not need an extension B, one of the sets deletes B and
 keeps A. An import or a registration that `needs` does not state then fails. --whole tries each deletion alone.
 """
 

@@ -90,7 +90,7 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_of_second_order(style: str) -> None:
-    """In theory, the decayed run differs by gradients at other weights, which the emulation ignores, so the error is
+    """The decayed run computes its gradients at other weights, which the emulation ignores, so in theory the error is
     quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)

@@ -128,7 +128,8 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 
 def test_counted_values() -> None:
-    """In one process, the values equal those from hooks and parameters; gradients are taken before clipping."""
+    """In one process, the logged values equal values counted with hooks and from parameters; gradients are taken before
+    clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}
     for flags, more in (

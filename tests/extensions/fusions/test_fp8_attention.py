@@ -118,7 +118,8 @@ def test_the_interpreted_kernel_matches_the_definition() -> None:
 
 @apart(interpret=False)
 def test_the_kernel_compiles_without_spills() -> None:
-    """It compiles for Ada, Hopper and Blackwell, whose tensor cores support fp8, and loads the next blocks ahead."""
+    """The kernel compiles for Ada, Hopper and Blackwell, whose tensor cores support fp8, and loads the next blocks
+    ahead."""
     from megatron.extensions.speed.fusions.attention import fp8_attention_triton as kernels
     from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
@@ -188,7 +189,7 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.bfloat16)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Make kernels take these seconds; other kernels raise an error."""
+    """Make the kernels take the given seconds; kernels that are not given raise an error."""
 
     def lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
         return lambda: seconds[name]

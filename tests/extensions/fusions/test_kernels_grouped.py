@@ -194,7 +194,7 @@ def test_every_mutant_of_the_list_is_found() -> None:
 
 @apart(interpret=False)
 def test_the_list_compiles_without_spills_and_loads_ahead() -> None:
-    """It compiles for A100, H100 and B200. On Hopper, it loads steps of the loop ahead and adds tiles without
+    """The kernel compiles for A100, H100 and B200. On Hopper, it prefetches steps of the loop and adds tiles without
     waiting."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton as kernels
 

@@ -139,7 +139,8 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
 
 
 def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
-    """Its names begin with another prefix, and its text model has a norm and layers under unprefixed names."""
+    """The names in the folder begin with another prefix, and the text model has a norm and layers under unprefixed
+    names."""
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
     transformers.Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -153,7 +154,8 @@ def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
 
 
 def test_weights_in_mxfp4() -> None:
-    """They are read as transformers reads them, whole and in parts, and refused if the two parts do not match."""
+    """MXFP4 weights are read as transformers reads them, whole and in parts, and refused if the two parts do not
+    match."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     settings = {**CASES["gpt-oss"][1], "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -207,7 +209,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pebble.json"
 
 
 def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
-    """This is the example of the documentation: a folder becomes a checkpoint and the same folder again."""
+    """The documentation's example family converts a folder to a checkpoint and back to the same folder."""
     add_families([str(EXAMPLE)])
     model = replace(LLAMA, kv_channels=24, rotary_base=100.0, swiglu=False, activation_func="geglu")
     parameters = {p.meta.name: p.detach().float() for p in GPTModel(model, FP64).parameters()}

@@ -70,7 +70,7 @@ def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path
 
 
 def test_buffers_of_minimax_are_restored(tmp_path: Path) -> None:
-    """These are the decays of its lightning attention, which its files hold next to the weights."""
+    """The buffers are the decays of MiniMax's lightning attention, which its files store in addition to the weights."""
     config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "first")
     assert convert(tmp_path / "first", tmp_path / "ours") == 0
@@ -95,7 +95,7 @@ def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
 
 
 def test_an_origin_of_wrong_types_is_ignored() -> None:
-    """metadata.json may come from anyone."""
+    """A metadata.json file may come from an untrusted source."""
     ids = {"bos_token_id": "x", "eos_token_id": [3, 4], "pad_token_id": -1}
     assert Origin.of({"model_type": ["llama"], "token_ids": ids}) == Origin(None, {"eos_token_id": [3, 4]})
     assert Origin.of({"token_ids": 7}) == Origin()

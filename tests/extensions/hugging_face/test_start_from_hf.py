@@ -301,7 +301,7 @@ def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
 
 
 def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path) -> None:
-    """They are the same under each layout, also in the optimizer's main parameters."""
+    """The rows of new tokens are the same under each layout, also in the optimizer's main parameters."""
     runs = [tmp_path / "one", tmp_path / "two"]
     for ranks, run in enumerate(runs, 1):
         flags = f"--load {llama} --save {run} --save-interval 1 --vocab-size 300 --new-token-init normal --bf16 --tp"

@@ -97,7 +97,7 @@ ROPE = "--num-layers 4 --position-embedding-type rope "
 
 
 def test_periods_match_megatron() -> None:
-    """Of N layers, the last one has full attention, or no rotary embedding."""
+    """The last of every N layers has full attention, or no rotary embedding."""
     model = config_of(f"{ROPE} --window-size 5 --window-attn-skip-freq 4 --no-rope-freq 2").model
     assert [kind.span for kind in model.layers] == [Span(5)] * 3 + [Span()]
     assert [kind.rotation is not None for kind in model.layers] == [True, False, True, False]

@@ -149,7 +149,7 @@ def test_a_resolved_configuration_is_its_own() -> None:
 
 
 def test_the_base_model_equals_the_model_without_mup() -> None:
-    """This excludes the scores, whose factor is that of the base model's heads."""
+    """The attention scores are an exception, because their factor depends on the base model's heads."""
     base = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 4 --mup-base-head-dim 4"
     plain, own = config_of(""), config_of(base)
     model = {name: getattr(own.model, name) for name in ("embedding_multiplier", "logits_scaling")}

@@ -214,7 +214,7 @@ def test_a_file_that_is_replaced_while_it_is_read_ends_the_read(
 
 
 def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:
-    """This is a sample of the campaign tests.extensions.object_storage.campaign."""
+    """The test runs a few rounds of the campaign tests.extensions.object_storage.campaign."""
     faults = Faults(seed=7, cut=0.3)
     data = os.urandom(11 << 20)
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):

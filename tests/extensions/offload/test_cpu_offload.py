@@ -77,8 +77,8 @@ RUNS = [
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "chain", "fp8"],
 )
 def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
-    """Both use the same kernels on a CPU: loss, gradients, weights, main parameters and moments of two steps are
-    compared."""
+    """On a CPU, both updates use the same kernels. The test compares loss, gradients, weights, main parameters and
+    moments of two steps."""
     both = f"{MODEL}{flags}", f"{MODEL}{flags} {OFFLOAD}{fraction}"
     plain, offloaded = (train_in_world(ranks, shlex.split(each)) for each in both)
     assert len(plain.tensors) > 50 and different(plain, offloaded) == []

@@ -30,8 +30,8 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_every_layout_makes_the_same_updates_in_fp8() -> None:
-    """This includes random rounding: the random bits belong to the element, and no layout splits a block of scales. The
-    parity matrix tests states in 16 bits."""
+    """The updates include random rounding: the random bits belong to the element, and no layout splits a block of
+    scales. The parity matrix tests states in 16 bits."""
     flags = f"{MODEL} --fp64 {MOMENTS['fp8']}"
     alone = train_in_world(1, flags.split())
     sharded = [(2, f"{STRATEGY} {strategy}") for strategy in SHARDED]

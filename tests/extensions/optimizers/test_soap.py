@@ -209,7 +209,7 @@ def test_states_reshard(tmp_path: Path):
 
 
 def test_a_model_trains_the_same_at_layouts(tmp_path: Path) -> None:
-    """This includes a resume under another layout, in fp64."""
+    """The test trains in fp64 and includes a resume under another layout."""
     flags = "--optimizer soap --soap-precondition-frequency 2 --num-layers 2"
     path = tmp_path / "rows.json"
     layouts = ["--layouts", "dp2-to-tp2-sp-pp2-dp2"]

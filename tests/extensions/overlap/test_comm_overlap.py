@@ -1,5 +1,5 @@
 """Overlapped tensor-parallel layers compute the same as plain ones and send as many bytes. The parity matrix trains
-with them."""
+with overlapped layers."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int,
 
 
 def test_a_validation_takes_the_data_of_its_phase(tmp_path: Path) -> None:
-    """This is how an evaluation of a checkpoint that begins in that phase works."""
+    """An evaluation of a checkpoint that begins in the phase uses the same data."""
     phases = tmp_path / "phases.yaml"
     phases.write_text("- {name: short, seq-length: 8}\n- {name: long, from-iterations: 2, seq-length: 16}\n")
     flags = f"{TINY} --position-embedding-type rope --data-phases {phases} --log-interval 1 --eval-iters 2 --pp 2"

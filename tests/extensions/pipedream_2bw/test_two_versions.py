@@ -255,7 +255,7 @@ SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
 def test_steps_follow_each_other_as_one_long_step(p: int, multiples: list[int]) -> None:
-    """This also holds if sends and receives block, and with every message on one side of the cuts."""
+    """The steps are also equal if sends and receives block, and with every message on one side of the cuts."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)
     passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]

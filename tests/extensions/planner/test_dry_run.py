@@ -180,7 +180,7 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
 
 
 def test_a_plan_without_the_files_of_the_tokenizer() -> None:
-    """It needs only the vocabulary size."""
+    """A plan without these files needs only the vocabulary size."""
     missing = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/tok"
     for size in ("--vocab-size", "--default-vocab-size"):
         done = pretrain(f"{RIGHT.replace('--vocab-size', size)} {missing}", code=2)
@@ -255,7 +255,7 @@ def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
-    """Their backward computes gradients within a backward."""
+    """The backward pass of these experts computes gradients within a backward pass."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 

@@ -26,7 +26,7 @@ CASES = [
 
 
 def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, float]:
-    """Return the shares of a simulated run of so many segments, with failures drawn one by one."""
+    """Return the time shares of a simulated run with the given number of segments and randomly drawn failures."""
     rng, trained = random.Random(1), steps * run.step_seconds
     now = repeated = restarts = saves = 0.0
     failure = rng.expovariate(1 / run.between_failures)

@@ -237,7 +237,7 @@ def test_if_no_layout_fits_the_nearest_is_named_and_none_is_timed(tried: Tried) 
 
 
 def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
-    """They follow flags of another layout, which they override."""
+    """The pasted flags follow flags of another layout, which they override."""
     own = [*RUN, *(EXPERTS if tried.costs.run.own.model.num_experts else ())]
     own += "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --no-overlap-grad-reduce".split()
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)

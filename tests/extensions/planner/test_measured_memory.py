@@ -239,7 +239,8 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_hold_the_planned_bytes() -> None:
-    """This holds between actions, except for a scalar per micro-batch; the peaks of both passes may coincide."""
+    """The bytes between actions equal the plan, except for a scalar per micro-batch; the peaks of both passes may
+    coincide."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100

@@ -270,7 +270,8 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """Their GEMMs add to the output directly. Any other memory of a backward is smaller than one of the products."""
+    """The GEMMs of these gradients add to the output directly. Any other memory of a backward pass is smaller than one
+    of the products."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2

@@ -228,8 +228,8 @@ WIDE = (
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
 def test_collectives_that_overlap_with_products(precision: str) -> None:
-    """Their parts are concurrent GEMMs that do not add to an output, and no more FLOPs are computed. In fp8, half of
-    the bytes are gathered."""
+    """The parts of the products are concurrent GEMMs that do not add to an output, and no more FLOPs are computed. In
+    fp8, half of the bytes are gathered."""
 
     def events(flags: str) -> list[Event]:
         batch = MicroBatch.of(resolve(parse_args(f"{WIDE} {precision} {flags}".split()), 8))

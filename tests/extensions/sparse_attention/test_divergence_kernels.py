@@ -104,7 +104,7 @@ def check(cases: Sequence[Drawn]) -> None:
 @pytest.mark.grid("seeds", [range(2)], [range(12)])
 @apart(interpret=True)
 def test_interpreted_kernels_match_plain_torch(seeds: Sequence[int]) -> None:
-    """Divergence and all gradients agree for odd sizes, sets of keys, documents and both ways to sum."""
+    """Divergence and all gradients agree for odd sizes, sets of keys, documents and both orders of summation."""
     check([*MOST, *map(drawn, seeds)])
 
 

@@ -68,7 +68,7 @@ def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
 
 
 def test_gpt2_files(folder: Path) -> None:
-    """This tokenizer reads <|endoftext|> in a text as plain text."""
+    """GPT-2's tokenizer reads <|endoftext|> in a text as plain text."""
     from tokenizers import ByteLevelBPETokenizer
 
     trainer = ByteLevelBPETokenizer()
