@@ -1,1 +1,1 @@
-"""Memory, time and layout of a run before it starts."""
+"""Planning: a run's memory, step time and layout, predicted before it starts."""

@@ -146,9 +146,9 @@ def test_rungs_are_smaller_versions_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted", "told"),
     [
-        ((), {"widths": ()}, "--widths: give some, or --depths"),
+        ((), {"widths": ()}, "--widths: give some widths, or --depths"),
         ((), {"widths": (24, 40), "depths": (1,)}, "--depths: has 1 values and --widths 2"),
-        ((), {"widths": (24,)}, "--widths 24: --num-attention-heads 4 is no whole number"),
+        ((), {"widths": (24,)}, "--widths 24: --num-attention-heads 4 is not a whole number"),
         ((), {"widths": (64,)}, "needs at least as much compute as the target"),
         ((), {"evaluations": 500}, "--evaluations 500: is more than the target's 400 iterations"),
         (("--eval-iters", "0"), {}, "--eval-iters 0: a ladder compares validation losses"),
@@ -158,10 +158,10 @@ def test_rungs_are_smaller_versions_of_the_target() -> None:
         ((), {"ratios": (20, 0)}, "--tokens-per-parameter 0: must be above 0"),
         ((), {"ratios": (math.nan,)}, "--tokens-per-parameter nan: must be above 0 and finite"),
         ((), {"rates": (1e-3, -1)}, "--rates -1: must be above 0"),
-        ((), {"rates": (4e-3,)}, "--rates 0.004: is one rate, and the target has --lr 0.01"),
+        ((), {"rates": (4e-3,)}, "--rates 0.004: is a single rate, but the target has --lr 0.01"),
         ((), {"widths": (-16, 0)}, "--widths -16: must be above 0 and finite; give another value\n--widths 0: must"),
         ((), {"widths": (16,), "depths": (0,)}, "--depths 0: must be above 0"),
-        ((), {"rates": (1e-3, 2e-3), "swept": (99,)}, "--sweep-widths 99: is none of --widths"),
+        ((), {"rates": (1e-3, 2e-3), "swept": (99,)}, "--sweep-widths 99: is not one of --widths"),
         ((), {"swept": (16,)}, "--sweep-widths 16: has no effect without --rates"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Pat
     assert prediction["rate"]["best"] == pytest.approx(1e-2, rel=1e-3)
     told = "\n".join(lines(prediction))
     assert "3 runs determine 3 coefficients: no run is left to check the law" in told
-    assert "do not tell the effect of parameters from that of tokens" in told
+    assert "do not separate the effects of parameters and tokens" in told
     assert "without muP, the best rate needs three swept sizes" not in told
     file = tmp_path / "ladder.json"
     file.write_text(json.dumps(prediction))
@@ -202,12 +202,12 @@ def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Pat
     assert prediction["target"]["batch_size"] == 4 and prediction["target"]["lr"] == 1e-2
     size = ladder.target.size
     longer = replace(ladder, target=replace(ladder.target, size=replace(size, tokens=round(1.2 * size.tokens))))
-    assert "tokens per parameter and the rungs" in "\n".join(lines(predict(longer, found)))
-    assert "tokens per parameter and the rungs" not in told
+    assert "tokens per parameter, but the rungs have" in "\n".join(lines(predict(longer, found)))
+    assert "tokens per parameter, but the rungs have" not in told
     far = replace(ladder, target=replace(ladder.target, size=replace(ladder.target.size, tokens=10**9)))
     told = "\n".join(lines(predict(far, reached(ladder, noise=0.02), [BestRate(1e4, 2e-2, bracketed=False)])))
-    assert "times the compute of the largest rung" in told and "tokens per parameter and the rungs" in told
-    assert "the best rate, 0.02, is the first or last of the sweep" in told
+    assert "times the compute of the largest rung" in told and "tokens per parameter, but the rungs have" in told
+    assert "the best rate, 0.02, is the first or last rate of the sweep" in told
 
 
 def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
@@ -227,7 +227,7 @@ def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
     everywhere = reached(ladder_of("--lr", "0.5", widths=(16, 32, 48), rates=(2e-3, 1e-2)))
     assert [each.rung.rate for each in of_law(everywhere, 0.5)] == [1e-2] * 3
     told = predict(ladder_of("--lr", "0.5", rates=(2e-3, 1e-2)), everywhere)["unknown"]
-    assert "the law is of runs at learning rates of 0.01, and the target has 0.5: it is not about that one" in told
+    assert "the law fits runs at learning rates of 0.01, but the target has 0.5: the law does not cover it" in told
 
 
 def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> None:
@@ -340,16 +340,16 @@ def test_a_run_logs_its_distance_and_warns_outside_the_band(tmp_path: Path) -> N
 def test_a_prediction_of_another_run_is_refused(tmp_path: Path) -> None:
     path = expectation(tmp_path / "ladder.json", 3.0)
     for flags, told in (
-        ("--hidden-size 32", "predicts a model of --hidden-size 16, and this one has 32"),
-        ("--num-layers 3", "predicts a model of --num-layers 2, and this one has 3"),
-        ("--ffn-hidden-size 256", "parameters, and this one has "),
-        ("--lr 2e-2", "predicts a run of --lr 0.01, and this one has 0.02"),
-        ("--global-batch-size 8 --train-iters 2", "predicts a run of --global-batch-size 4, and this one has 8"),
-        ("--train-iters 5", "predicts a run of 128 tokens, and this one has 160"),
+        ("--hidden-size 32", "predicts a model of --hidden-size 16, but this one has 32"),
+        ("--num-layers 3", "predicts a model of --num-layers 2, but this one has 3"),
+        ("--ffn-hidden-size 256", "parameters, but this one has "),
+        ("--lr 2e-2", "predicts a run of --lr 0.01, but this one has 0.02"),
+        ("--global-batch-size 8 --train-iters 2", "predicts a run of --global-batch-size 4, but this one has 8"),
+        ("--train-iters 5", "predicts a run of 128 tokens, but this one has 160"),
         ("--eval-iters 0", "has no effect without an evaluation"),
     ):
         problems = findings(parse_args(f"{RUN} --expect {path} {flags}".split()), 1)
         assert told in "\n".join(map(str, problems))
     assert validate(parse_args(f"{RUN} --expect {tmp_path}".split()), 1) == []
     Path(path).write_text("{}")
-    assert "holds no prediction of a ladder" in str(validate(parse_args(f"{RUN} --expect {path}".split()), 1))
+    assert "contains no ladder prediction" in str(validate(parse_args(f"{RUN} --expect {path}".split()), 1))

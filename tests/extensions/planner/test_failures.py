@@ -127,4 +127,4 @@ def test_wrong_options_are_refused_together() -> None:
     assert "--failures-per-gpu-day -1: must be a number above 0" in done.stderr
     assert "--save-seconds x: must be a number above 0; give the seconds of a save, such as 30" in done.stderr
     done = run_program("pretrain_gpt.py", *FLAGS, "--repair-hours", "2", code=2)
-    assert "--repair-hours 2: is about failures; add --failures-per-gpu-day" in done.stderr
+    assert "--repair-hours 2: has no effect without a failure rate; add --failures-per-gpu-day" in done.stderr

@@ -289,7 +289,7 @@ def test_the_verdict_ranks_the_given_layout(capsys: pytest.CaptureFixture[str]) 
         prepare(command_line(own, Launch()), Launch())
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "the given layout is slower than all that are suggested; the first takes " in said
+    assert "the given layout is slower than all suggested layouts; the first takes " in said
     assert "DP 1, MBS 1, ZeRO-1, full recomputation (given)" in said
 
 
@@ -321,26 +321,30 @@ def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> N
 def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) -> None:
     command = command_line([*RUN, *"--dry-run --device h100 --suggest".split(), *flags.split()], Launch())
     assert command.world_size == ranks and command.notes == (
-        f"--suggest searches layouts of {ranks} ranks, those of the flags; add --world-size, the ranks of the cluster",
+        f"--suggest searches layouts of {ranks} ranks, the number that the flags require; "
+        "add --world-size, the number of ranks of the cluster",
     )
 
 
 MISTAKES = [
     ("--suggest --dry-run", "--suggest: searches by predicted times; add --device, one of"),
-    ("--device-memory 80", "--device-memory 80: is about a plan or a rehearsal; add --dry-run or --rehearse"),
+    (
+        "--device-memory 80",
+        "--device-memory 80: has no effect without a plan or a rehearsal; add --dry-run or --rehearse",
+    ),
     ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
     ("--dry-run --device h1000", "--device h1000: there is no device h1000; those that are known: a100"),
     ("--dry-run --device h1000", "use one of a100"),
     ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions are"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
-    ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: needs --device, whose nodes it describes"),
+    ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: describes the nodes of --device, which is missing"),
     ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),
     ("--rehearse --suggest", "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add "),
     ("--rehearse --suggest --device h100", "searches by predicted times; replace --rehearse by --dry-run"),
     ("--rehearse --suggest --device h100", "--device h100: needs --dry-run, which predicts; replace --rehearse by"),
-    ("--dry-run --ranks 0", "--ranks 0: is about a rehearsal; add --rehearse"),
-    ("--json plan.json", "--json plan.json: needs --dry-run, whose plan it writes"),
+    ("--dry-run --ranks 0", "--ranks 0: has no effect without a rehearsal; add --rehearse"),
+    ("--json plan.json", "--json plan.json: writes the plan of --dry-run or the report of --rehearse, but neither"),
     ("--dry-run --json /nowhere/plan.json", "--json /nowhere/plan.json: cannot be written; name a file"),
     ("--dry-run --json /", "--json /: cannot be written; name a file"),
 ]

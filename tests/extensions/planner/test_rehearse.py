@@ -29,7 +29,7 @@ PLANTED = {
     "group": ("4,5", *OF_TP),
     "shape": ("4,5", *OF_TP),
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
-    "message": ("0,4", *OF_PP, "call 1: ", "a message is not the one that is received", "recv of 3 bfloat16"),
+    "message": ("0,4", *OF_PP, "call 1: ", "a message differs from the one that is received", "recv of 3 bfloat16"),
 }
 """Rehearsed ranks and the expected message of each fault."""
 
@@ -54,7 +54,7 @@ def test_a_rank_that_runs_out_of_memory_says_where() -> None:
 
 
 ALONE = [
-    ("--ranks 0", "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"),
+    ("--ranks 0", "no two of the rehearsed ranks share a collective; --ranks all-distinct compares them"),
     ("--world-size 1 --tp 1 --pp 1", "the run has one rank"),
 ]
 

@@ -1,4 +1,4 @@
-"""Best learning rates of the swept model sizes, and their extrapolation to a larger size.
+"""Best learning rate of each swept model size, and extrapolation to a larger size.
 
 This module does not import torch."""
 

@@ -1,4 +1,4 @@
-"""Prediction of a ladder as a run reads it: the validation loss curve with a band.
+"""Ladder prediction that a run reads: the validation loss curve with an uncertainty band.
 
 This module does not import torch.
 """
@@ -42,13 +42,13 @@ class Expectation:
     parameters: int
     tokens: int
     batch_size: int | None
-    """Number of samples in a batch; None if the file does not state it. The learning rate may be None too."""
+    """Number of samples in a batch; None if the file does not state it. `rate` may be None for the same reason."""
 
     rate: float | None
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
-        """Return the prediction after a number of tokens; None before the first predicted point and after the last."""
+        """Return the prediction at a token count; None before the first predicted point and after the last."""
         place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
         if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
             return None
@@ -57,8 +57,8 @@ class Expectation:
 
 
 def read_expectation(path: str | Path) -> Expectation:
-    """Read ladder.json, or the ladder.json in a ladder's folder. Raises ValueError if the file has other content,
-    OSError if it does not exist."""
+    """Read ladder.json, or the ladder.json in a ladder's folder. Raises ValueError if the file contains no ladder
+    prediction, OSError if it does not exist."""
     file = Path(path) / PREDICTION if Path(path).is_dir() else Path(path)
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -73,4 +73,4 @@ def read_expectation(path: str | Path) -> Expectation:
         batch, rate = target.get("batch_size"), target.get("lr")
         return Expectation(hidden_size, num_layers, parameters, tokens, batch, rate, curve)
     except (ValueError, LookupError, TypeError):
-        raise ValueError("holds no prediction of a ladder") from None
+        raise ValueError("contains no ladder prediction") from None

@@ -1,6 +1,6 @@
 """Scaling laws of losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
 
-As in that paper, the fit minimizes the Huber loss of differences of log(L) from many starting points. Runs with a
+As in that paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. Runs with a
 single ratio of tokens to parameters cannot separate A from B. Such runs follow the law L(C) = E + A C^-a, with the
 compute C = 6 N D.
 """
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUBER = 1e-3
-"""Difference of log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
+"""Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Lower limit of the relative standard deviation of a loss that intervals assume: the effect of another seed on small
+"""Smallest relative standard deviation of a loss that intervals assume. It is the effect of a different seed on small
 models."""
 
 DRAWS = 200
-"""Number of bootstrap fits to losses with resampled noise, from which intervals are computed."""
+"""Number of bootstrap fits from which intervals are computed. Each fits losses with resampled noise."""
 
 SHARES = (0.05, 0.95)
 """Quantiles of the bootstrap fits that bound an interval."""
@@ -83,7 +83,7 @@ def variables(point: Point, terms: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a scaling law."""
+    """Form of a scaling law."""
 
     terms: int
     """Number of terms: 1 for a compute term; 2 for a parameter term and a token term."""
@@ -98,8 +98,8 @@ class Form:
 
 
 def form_of(points: Sequence[Point]) -> Form:
-    """Choose two terms if the points separate the effect of N from the effect of D and there are more than five of them
-    (the number of coefficients); otherwise one term."""
+    """Choose two terms if the points separate the effect of N from the effect of D and there are more points than the
+    five coefficients; otherwise one term."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
@@ -109,7 +109,7 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     """Fit the law with the smallest Huber loss. Raises ValueError for fewer than three points, and without scipy.
 
     Args:
-        start: Only starting point of the fit, for losses that differ by noise. Default: many starting points.
+        start: Single starting point of the fit, for losses that differ only by noise. Default: many starting points.
     """
     try:
         from scipy.optimize import least_squares
@@ -151,7 +151,7 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Return the relative standard deviation of the points' losses from a law; at least `NOISE`."""
+    """Return the relative standard deviation of the points' losses around a law, but at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE

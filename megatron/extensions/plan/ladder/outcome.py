@@ -1,4 +1,4 @@
-"""Results of the runs of a ladder: validation losses from their metrics.jsonl. This module does not import torch."""
+"""Results of a ladder's runs: validation losses read from their metrics.jsonl. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     rung: Rung
     losses: dict[int, float]
-    """Finite validation losses by number of the evaluation, starting at 1."""
+    """Finite validation losses, keyed by the number of the evaluation, which starts at 1."""
 
     evaluations: int
     diverged: bool = False
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def done(self) -> float:
-        """Return the share of the run that has been evaluated."""
+        """Return the fraction of the run that has been evaluated."""
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the last line of a file that was still being written
+            continue  # the incomplete last line of a file that was being written
         if isinstance(record, dict):
             yield record
 
@@ -95,7 +95,7 @@ def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
 
 
 def tuned(found: Sequence[Outcome]) -> bool:
-    """Return True if all sizes sweep the same rates, at least two."""
+    """Return True if all sizes sweep the same rates, and at least two of them."""
     rates: dict[Size, set[float]] = {}
     for each in found:
         rates.setdefault(each.rung.size, set()).add(each.rung.rate)

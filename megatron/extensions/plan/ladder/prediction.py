@@ -1,4 +1,4 @@
-"""Prediction of a ladder: the target's loss, its curve and its best rate, and the uncertainties of all three."""
+"""Ladder prediction: the target's loss, loss curve and best learning rate, each with its uncertainty."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ CURVE_DRAWS = 50
 """Number of fits to losses with resampled noise at each evaluation."""
 
 NORMAL = 1.645
-"""Number of standard deviations within which 90 % of the values of a normal distribution lie."""
+"""Number of standard deviations that contain 90 % of a normal distribution."""
 
 TOO_WIDE = 0.05
 """Interval width, as a share of the loss, above which an interval is too wide to decide anything."""
 
 NEAR = 1.05
-"""Factor up to which the target's ratio of tokens to parameters counts as equal to the rungs' ratio."""
+"""Largest factor by which the target's tokens per parameter may differ from the rungs' for the law to apply."""
 
 FAR = 10
-"""Factor over the compute of the largest rung above which intervals are reported as optimistic."""
+"""Ratio of the target's compute to the largest rung's above which intervals are reported as optimistic."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Law with further laws fitted to losses with resampled noise."""
+    """Fitted law, with bootstrap laws fitted to losses with resampled noise."""
 
     points: Sequence[Point]
     form: Form
@@ -101,7 +101,8 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
 
 
 def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
-    """Predict the loss at each evaluation from the rungs' losses there. The exponents are the final law's.
+    """Predict the loss at each evaluation from the rungs' losses at the same evaluation. The exponents are those of the
+    final law.
 
     Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors with which the
     other rungs predict the largest one, at this evaluation and later ones. The band is wider if, in log(compute), the
@@ -141,13 +142,14 @@ def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[st
 def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
     """Describe the runs that the law does not include."""
     if diverged := [each.rung.name for each in found if each.diverged]:
-        yield f"not in the law, since they diverged: {', '.join(diverged)}"
+        yield f"not included in the law, because they diverged: {', '.join(diverged)}"
     if unfinished := [each.rung.name for each in found if each.loss is None and not each.diverged]:
-        yield f"not in the law, since they have not finished: {', '.join(unfinished)}"
+        yield f"not included in the law, because they have not finished: {', '.join(unfinished)}"
     sizes = {each.rung.size for each in best}
     alone = dict.fromkeys(each.rung.name for each in found if each.loss is not None and each.rung.size not in sizes)
     if alone:
-        yield f"not in the law, since their sizes have no run at the target's learning rate: {', '.join(alone)}"
+        why = "their sizes have no run at the target's learning rate"
+        yield f"not included in the law, because {why}: {', '.join(alone)}"
 
 
 def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
@@ -155,7 +157,7 @@ def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
     rates, own = [each.rung.rate for each in best], ladder.target.rate
     if not min(rates) <= own <= max(rates):
         told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"
-        yield f"the law is of runs at learning rates of {told}, and the target has {own:g}: it is not about that one"
+        yield f"the law fits runs at learning rates of {told}, but the target has {own:g}: the law does not cover it"
 
 
 def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
@@ -168,26 +170,27 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
     if times > FAR:
         yield f"the target has {times:.0f} times the compute of the largest rung: intervals assume that the law holds"
     if len(law.scales) == 1:
-        yield "the runs do not tell the effect of parameters from that of tokens: the law is one of compute alone"
+        yield "the runs do not separate the effects of parameters and tokens: the law depends on compute alone"
         ratios = [point.tokens / point.parameters for point in points]
         ratio = target.tokens / target.parameters
         if not min(ratios) / NEAR <= ratio <= NEAR * max(ratios):
             told = f"{min(ratios):.3g} to {max(ratios):.3g}"
-            yield f"the target has {ratio:.3g} tokens per parameter and the rungs {told}: the law is not about it"
+            rungs = f"but the rungs have {told}: the law does not cover it"
+            yield f"the target has {ratio:.3g} tokens per parameter, {rungs}"
     found = final.at(target)
     if (width := (found["high"] - found["low"]) / found["loss"]) > TOO_WIDE:
         yield f"the interval of the loss is {width:.1%} wide: add larger rungs"
     floor = final.coefficients()["E"]
     if floor[1] < 0.05 * min(point.loss for point in points):
-        yield f"the curvature is not determined: E, the loss that remains, is {floor[1]:.3g} to {floor[2]:.3g}"
+        yield f"the curvature is not determined: E, the irreducible loss, is {floor[1]:.3g} to {floor[2]:.3g}"
     if not rates:
         yield "no size has finished runs at three learning rates or more: the best rate is not known"
     for rate in rates:
         if not rate.bracketed:
-            best = f"the best rate, {rate.rate:g}, is the first or last of the sweep"
+            best = f"the best rate, {rate.rate:g}, is the first or last rate of the sweep"
             yield f"at {rate.parameters:,.0f} parameters {best}"
     if rates and not ladder.config.options(MupFlags).use_mup and sum(rate.bracketed for rate in rates) < 3:
-        yield "without muP, the best rate needs three swept sizes: with fewer its trend has no interval"
+        yield "without muP, the best rate needs three swept sizes: with fewer, its trend has no interval"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -198,7 +201,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     values = ", ".join(f"{name} = {law[name][0]:.4g} ({law[name][1]:.4g} to {law[name][2]:.4g})" for name in names)
     yield f"law: L = {law['form']}, {values}"
     if (check := found["check"]) is not None:
-        told = f"{check['predicted']:.4f} for the largest rung, which has {check['measured']:.4f}"
+        told = f"{check['predicted']:.4f} for the largest rung, whose measured loss is {check['measured']:.4f}"
         yield f"check: without it, the other rungs predict {told} ({check['error']:+.2%})"
     what = f"{target['parameters']:,} parameters, {target['tokens']:,} tokens"
     yield f"predicted loss of {what}: {loss['loss']:.4f} ({loss['low']:.4f} to {loss['high']:.4f})"

@@ -24,7 +24,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     for field, planned in (("hidden_size", expected.hidden_size), ("num_layers", expected.num_layers)):
         if (here := getattr(config.model, field)) != planned:
-            rule = f"predicts a model of --{field.replace('_', '-')} {planned}, and this one has {here}"
+            rule = f"predicts a model of --{field.replace('_', '-')} {planned}, but this one has {here}"
             yield Problem(name, path, rule, "give the prediction of this model")
     yield from _other_parameters(config, path, expected)
     yield from _other_batch_or_rate(config, path, expected)
@@ -33,14 +33,14 @@ def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         samples = legal_sizes(config).samples(training.train_iters)
     tokens = (samples or 0) * config.model.seq_length
     if samples and not 0.99 < tokens / expected.tokens < 1.01:
-        rule = f"predicts a run of {expected.tokens:,} tokens, and this one has {tokens:,}"
+        rule = f"predicts a run of {expected.tokens:,} tokens, but this one has {tokens:,}"
         yield Problem(name, path, rule, "give the prediction of a run of this length")
     if not training.eval_iters and not training.full_validation:
         yield Problem.no_effect(name, path, "an evaluation (--eval-iters above 0)")
 
 
 def _other_parameters(config: RunConfig, path: str, expected: Expectation) -> Iterator[Problem]:
-    """A problem if the model has as many layers and channels as the expected one but a different number of
+    """Yield a problem if the model has as many layers and channels as the expected one but a different number of
     parameters."""
     model = config.model
     if (model.hidden_size, model.num_layers) != (expected.hidden_size, expected.num_layers) or not model.vocab_size:
@@ -52,7 +52,7 @@ def _other_parameters(config: RunConfig, path: str, expected: Expectation) -> It
     except (ArithmeticError, AssertionError, ValueError):
         return  # invalid sizes: other rules report them
     if not 0.99 < here / expected.parameters < 1.01:
-        rule = f"predicts a model of {expected.parameters:,} parameters, and this one has {here:,}"
+        rule = f"predicts a model of {expected.parameters:,} parameters, but this one has {here:,}"
         yield Problem("--expect", path, rule, "give the prediction of this model")
 
 
@@ -63,5 +63,7 @@ def _other_batch_or_rate(config: RunConfig, path: str, expected: Expectation) ->
         ("--lr", expected.rate, rate),
     ):
         if planned is not None and planned != here:
-            rule = f"predicts a run of {name} {planned:g}, and this one has {here}: the loss may differ for that"
-            yield Problem("--expect", path, rule, "use that value for a like comparison", harmless=True)
+            rule = f"predicts a run of {name} {planned:g}, but this one has {here}: the loss may differ for this reason"
+            yield Problem(
+                "--expect", path, rule, "use the predicted run's value to compare like with like", harmless=True
+            )

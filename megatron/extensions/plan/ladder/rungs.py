@@ -39,8 +39,8 @@ class Size:
     hidden_size: int
     num_layers: int
     parameters: int
-    """N: the number of parameters by which a token is multiplied. An embedding that does not share the output layer's
-    weights is not counted."""
+    """N: the number of parameters that take part in a token's matrix products. An embedding that does not share the
+    output layer's weights is not counted."""
 
     iterations: int
     tokens: int
@@ -83,7 +83,7 @@ class Wanted:
     all widths sweep all rates."""
 
     evaluations: int = 20
-    """Number of validations per run."""
+    """Number of evaluations per run."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _iterations(config: RunConfig) -> int:
 
 def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
     if not wanted.widths and not wanted.depths:
-        yield "--widths: give some, or --depths"
+        yield "--widths: give some widths, or --depths"
     yield from _wrong_values(config, wanted)
     if wanted.widths and wanted.depths and len(wanted.widths) != len(wanted.depths):
         yield f"--depths: has {len(wanted.depths)} values and --widths {len(wanted.widths)}; give each width its depth"
@@ -176,25 +176,25 @@ def _wrong_values(config: RunConfig, wanted: Wanted) -> Iterator[str]:
             if not 0 < value < math.inf:
                 yield f"{name} {value:g}: must be above 0 and finite; give another value"
     if len(wanted.rates) == 1 and wanted.rates[0] != config.optimizer.lr:
-        rule = f"is one rate, and the target has --lr {config.optimizer.lr:g}"
-        yield f"--rates {wanted.rates[0]:g}: {rule}; give several rates, or that --lr to the target"
+        rule = f"is a single rate, but the target has --lr {config.optimizer.lr:g}"
+        yield f"--rates {wanted.rates[0]:g}: {rule}; give several rates, or give the target this --lr"
     if wanted.swept and not wanted.rates:
-        yield f"--sweep-widths {wanted.swept[0]}: has no effect without --rates; add these"
+        yield f"--sweep-widths {wanted.swept[0]}: has no effect without --rates; add --rates"
     for width in wanted.swept:
         if width not in wanted.widths:
-            yield f"--sweep-widths {width}: is none of --widths; add it there, or remove it"
+            yield f"--sweep-widths {width}: is not one of --widths; add it there, or remove it"
 
 
 def _uneven(config: RunConfig, width: int) -> Iterator[str]:
     for field, value in _widths(config, width).items():
         if value < 1 or value.denominator != 1:
             name, here = field_table()[field].name, named_value(config, field)
-            rule = f"{name} {here} is no whole number at this width"
+            rule = f"{name} {here} is not a whole number at this width"
             yield f"--widths {width}: {rule}; use a multiple of {Fraction(here, config.model.hidden_size).denominator}"
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Return the values of width fields at another width, for widths that the model has. Widths of layers that the
+    """Return the values of the width fields that the model uses, scaled to another width. Fields of layers that the
     model lacks keep their defaults."""
     here = count_parameters(config.model)
 

@@ -1,4 +1,4 @@
-"""Detection of runs in a ladder's folder that were started with other flags."""
+"""Check for runs in a ladder's folder that were started with other flags."""
 
 from __future__ import annotations
 

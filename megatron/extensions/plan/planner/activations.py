@@ -1,7 +1,7 @@
 """Activation memory per rank, measured by running stages on fake tensors and counting every allocated storage.
 
-A stage is measured in parts: one layer of each distinct kind, each pair of kinds that follow each other, and the two
-ends of the model. The saved activations of layers add up, and a tensor shared by two neighbours is counted once. The
+A stage is measured in parts: one layer of each distinct kind, each pair of adjacent kinds, and the two ends of the
+model. The activations saved by the layers are added up. A tensor that two adjacent layers share is counted once. The
 cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
 evenly over experts, because there are no values by which to route.
 
@@ -27,7 +27,7 @@ from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak
 
 MEASURED_LAYERS = 3
-"""Number of identical layers measured per recomputed group; each further one adds the same."""
+"""Number of identical layers measured per recomputed group; each further layer adds the same amount."""
 
 
 class ActivationPlan(StageParts):
@@ -48,8 +48,8 @@ class ActivationPlan(StageParts):
     ) -> StageMemory:
         """Return `total` with the peaks of a stage that runs its parts one after another.
 
-        Tensors that the previous part offloaded count as on the device: the forward pass has not released them yet, and
-        the backward pass prefetches them.
+        Tensors that the previous part offloaded are still counted on the device: the forward pass has not released them
+        yet, and the backward pass prefetches them.
         """
         forward = [0]
         backward = [0]
@@ -85,7 +85,7 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Peak activation memory of each rank at one pipeline position during a step."""
+    """Peak activation memory, during a step, of each rank at one pipeline position."""
 
     stages: tuple[StageMemory, ...]
     """Memory of one micro-batch in each chunk."""
@@ -110,7 +110,7 @@ class RankActivations:
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
 ) -> list[RankActivations]:
-    """Return activation memory by pipeline rank, for steps of this number of micro-batches.
+    """Return the activation memory of each pipeline rank in a step of this number of micro-batches.
 
     `cache` keeps measurements between calls.
     """
@@ -159,8 +159,8 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the bytes of the host buffers after a rank has run its list: for each buffer size, the largest number in
-    use at once.
+    """Return the bytes of the host buffers after a rank has run its list. For each buffer size, this counts the largest
+    number of buffers in use at once.
 
     For two interleaved passes, the backward is assumed to release no buffer before the forward has allocated all of its
     own.

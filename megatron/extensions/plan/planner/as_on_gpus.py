@@ -1,7 +1,6 @@
-"""Planned execution on GPUs without a GPU: kernels are selected and memory is allocated as on a GPU, for valueless
-tensors.
+"""GPU plans without a GPU: kernels are selected and memory is allocated as on a GPU, for tensors without values.
 
-torch cannot run a backward on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
+torch cannot run a backward pass on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Launches(Protocol):
     """Recorder of planned kernel launches that torch's own operators do not show."""
 
     any_order: bool
-    """True if kernels may add in any order (nondeterministic atomics)."""
+    """True if kernels may add in any order, with nondeterministic atomics."""
 
     def attention(
         self,
@@ -77,12 +76,12 @@ class Launches(Protocol):
             value_width: Value channels per head.
             length: Number of keys.
             backward: True for a backward pass.
-            dropout: Whether there is dropout. Both passes of the backward are then one launch.
+            dropout: Whether there is dropout. The two kernels of the backward pass then count as one launch.
             backend: Kernel; the default is the plan's backend.
         """
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
-        """Record a product by a kernel that torch does not provide for valueless tensors.
+        """Record a product by a kernel that torch does not provide for tensors without values.
 
         The product is added to `out` if the name ends with _, unless `options` contain a `beta` of 0.
         """
@@ -161,7 +160,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """Return None, because a real tensor would be kept on the fake device from one plan to the next."""
+        """Return None, because a real tensor would stay on the fake device from one plan to the next."""
         return None
 
 
@@ -178,7 +177,8 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def seen_pairs(tile: Tile) -> float:
-    """Return the number of unmasked query-key pairs of a tile; within a window, only the pairs in the tile."""
+    """Return the number of unmasked query-key pairs of a tile. Under a sliding window, only the pairs within the tile
+    count."""
     n, m = len(tile.queries), len(tile.keys)
     if tile.window is not None:
         return float(
@@ -188,8 +188,8 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Kernel that allocates outputs and records one launch per tile. `parts`, if given, plans parts of samples, as
-    under context parallelism. Whole samples need no packing, and take one launch at any width."""
+    """Kernel that allocates outputs and records one launch per tile. With `parts`, the kernel plans attention on parts
+    of samples, as under context parallelism. Whole samples need no packing, and take one launch for any head width."""
 
     needs_places, most_queries = False, None
 
@@ -306,8 +306,8 @@ class PlannedGPU(PlannedHardware):
     """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if attention on parts of samples packs them. If False, each tile is one launch with its own shape, whatever
-    the widths."""
+    """True if attention on parts of samples packs them. If False, each tile is one launch with its own shape, for any
+    head width."""
 
     def host_waits_for(self, x: Tensor) -> bool:
         return True
@@ -379,15 +379,15 @@ class PlannedFunctions(PlannedRegions):
     doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
-    kernel is planned, whatever `gemm_choice` finds. All experts share one kernel, unless this process disables it
-    (`time/expert_products.py`); then each expert has its own.
+    kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this
+    process disables it (`time/expert_products.py`); then each expert has its own.
     """
 
     def __init__(
         self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
     ) -> None:
-        """`fused`: plan operations as their fused kernels if these describe their work (`FusedKernel.planned`), except
-        for kernels that this process disables."""
+        """Create the mode. With `fused`, an operation is planned as its fused kernel if the kernel describes its work
+        (`FusedKernel.planned`) and this process does not disable it."""
         super().__init__(live)
         self.launches, self.device = launches, device
         kernels = planned_kernels() if fused else {}
@@ -416,7 +416,7 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # no dispatch mode has recorded these
+        if func is torch.tensor and out.is_meta:  # no dispatch mode has recorded these operations
             return torch.ops.aten.lift_fresh(out)
         return out
 

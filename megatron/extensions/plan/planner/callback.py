@@ -1,4 +1,4 @@
-"""Callback of the planner in a run: FLOPs of the model, and the memory plan when a device runs out of memory.
+"""Planner callback of a run: the model's FLOPs, and the memory plan when a device runs out of memory.
 
 This module does not import torch.
 """

@@ -27,20 +27,25 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
     json_file = given.last("--json")
     memory, failures = _device_memory(given), _failures(given, device)
     if suggest not in (None, "", "all"):
-        rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
+        rule, remedy = (
+            "must be all, or have no value",
+            "use --suggest, or --suggest all to search until no layout can be faster",
+        )
         given.problems.append(Problem("--suggest", suggest, rule, remedy))
     if suggest is not None and (device is None or not plans):
         missing = [] if plans else [to_plan]
         missing += [] if device else [f"add --device, one of {', '.join(device_names())}"]
         given.problems.append(Problem("--suggest", None, "searches by predicted times", ", and ".join(missing)))
     if json_file is not None and not (plans or rehearses):
-        rule = "needs --dry-run, whose plan it writes, or --rehearse"
+        rule = "writes the plan of --dry-run or the report of --rehearse, but neither is given"
         given.problems.append(Problem("--json", json_file or None, rule, "add --dry-run"))
     elif json_file and not _can_write(Path(json_file)):
         rule, remedy = "cannot be written", "name a file in an existing folder that can be written"
         given.problems.append(Problem("--json", json_file, rule, remedy))
     if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
-        rule = f"does not divide the {world_size} ranks: predictions are of nodes that hold as many ranks each"
+        rule = (
+            f"does not divide the {world_size} ranks: predictions assume that all nodes hold the same number of ranks"
+        )
         near = next(size for size in range(gpus_per_node, 0, -1) if world_size % size == 0)
         given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, f"nearest: {near}"))
     ranks = given.last("--ranks")
@@ -49,7 +54,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
             DryRun(device, gpus_per_node, suggest, memory, failures) if plans else Rehearsal(ranks or DISTINCT, memory)
         )
     if ranks is not None:
-        given.problems.append(Problem("--ranks", ranks, "is about a rehearsal", "add --rehearse"))
+        given.problems.append(Problem("--ranks", ranks, "has no effect without a rehearsal", "add --rehearse"))
     return DryRun(device, gpus_per_node, suggest, memory, failures) if plans else None
 
 
@@ -68,7 +73,7 @@ def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
         given.number("--gpus-per-node", "give the number of ranks that share a node"),
     )
     if gpus_per_node is not None and device is None:
-        rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
+        rule, remedy = "describes the nodes of --device, which is missing", f"add --device, {', '.join(device_names())}"
         given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
     if device is not None and "--dry-run" not in given.options:
         given.problems.append(Problem("--device", device, "needs --dry-run, which predicts", to_plan))
@@ -85,9 +90,9 @@ def _device_memory(given: GivenOptions) -> float | None:
     """Parse --device-memory in GiB; record an invalid value as a problem."""
     name = "--device-memory"
     if given.last(name) is not None and not {"--rehearse", "--dry-run"} & set(given.options):
-        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
+        rule, remedy = "has no effect without a plan or a rehearsal", "add --dry-run or --rehearse"
         given.problems.append(Problem(name, given.last(name), rule, remedy))
-    return _above_zero(given, name, "give the GiB of a device, such as 80")
+    return _above_zero(given, name, "give the memory of a device in GiB, such as 80")
 
 
 def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
@@ -102,7 +107,9 @@ def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
         for option in remedies:
             if (text := given.last(option)) is not None:
                 given.problems.append(
-                    Problem(option, text, "is about failures", f"add {name}, for example {name} 5e-4")
+                    Problem(
+                        option, text, "has no effect without a failure rate", f"add {name}, for example {name} 5e-4"
+                    )
                 )
         return None
     if device is None or given.last("--suggest") is not None:
@@ -135,14 +142,14 @@ class DryRun(Command):
     reads_data: ClassVar[bool] = False
 
     device: str | None = None
-    """Device for which the step time is predicted."""
+    """Name of the device for which the step time is predicted."""
 
     gpus_per_node: int | None = None
     suggest: str | None = None
-    """Empty or "all" for a search."""
+    """"" or "all" if a search is requested; None otherwise."""
 
     device_memory: float | None = None
-    """GiB of a device, which the plan and all suggested layouts must fit."""
+    """Memory of a device in GiB, which the plan and all suggested layouts must fit."""
 
     failures: AskedFailures | None = None
 
@@ -150,11 +157,12 @@ class DryRun(Command):
         """Return a note if a search uses the number of ranks from the flags instead of --world-size."""
         if self.suggest is None:
             return super().note(world_size)
-        remedy = "add --world-size, the ranks of the cluster"
-        return f"--suggest searches layouts of {world_size} ranks, those of the flags; {remedy}"
+        remedy = "add --world-size, the number of ranks of the cluster"
+        return f"--suggest searches layouts of {world_size} ranks, the number that the flags require; {remedy}"
 
     def run(self, run: Prepared) -> int:
-        """Print the plan. If only files that a plan does not need are missing, print it before the problems."""
+        """Print the plan or the suggested layouts. If the only problems are missing files that a plan does not need,
+        print the plan before them."""
         try:
             whole = self.suggest is not None and run.config.training.global_batch_size
             return self._suggest(run) if whole else self._plan(run)
@@ -174,7 +182,7 @@ class DryRun(Command):
         if run.launch.rank == 0:
             for each in absent:
                 print(each, file=sys.stderr)
-            if run.config.optimizer.parameter_rules:  # a run discovers this while it builds the model
+            if run.config.optimizer.parameter_rules:  # a real run would detect this while it builds the model
                 try:
                     run.config.optimizer.check_rules(stage_metas(run.config.model))
                 except ValueError as error:
@@ -187,8 +195,8 @@ class DryRun(Command):
     def _suggest(self, run: Prepared) -> int:
         """Print the best layouts of a run.
 
-        The report includes problems of the run's own layout. If every layout has problems, the own layout's problems
-        are reported as by a normal run."""
+        The report includes problems of the run's own layout. If every layout has problems, the problems of the run's
+        own layout are reported as in a normal run."""
         from megatron.extensions.plan.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"

@@ -1,7 +1,7 @@
-"""Device files, `devices/*.yaml`, with the speeds of one kind of device, and the kernel times that they predict.
+"""Device files (`devices/*.yaml`), each with the speeds of one kind of device, and the kernel times that they predict.
 
 All times are predictions. A GEMM reaches the rate of its precision, reduced for a short inner dimension and for a last
-wave that does not fill the device; attention reaches the rate of its kernel; everything else moves bytes at the
+wave that does not fill the device; attention reaches the rate of its kernel; every other kernel moves bytes at the
 bandwidth of a copy.
 """
 
@@ -20,7 +20,7 @@ from megatron.training.config.yaml_text import compose_yaml, load_yaml, read_yam
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
-"""Output tile shapes that GEMM kernels choose from."""
+"""Output tile shapes from which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
 """Check for entries that predictions divide by."""
@@ -52,15 +52,15 @@ class GemmSpeed:
     """TFLOP/s for an infinite inner dimension, with all multiprocessors busy."""
 
     half_depth: float
-    """Inner dimension at which half of the rate is reached. It reflects the time of filling and emptying a tile's
+    """Inner dimension at which half of the rate is reached. It reflects the time to fill and drain a tile's
     pipeline."""
 
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """Rates of one attention kernel for one head size. They count the FLOPs that the kernel does: half of the square
-    for causal attention, and five products in the backward, which recomputes the scores. Each rate is (TFLOP/s for an
-    infinitely long sequence, sequence length at which half of that is reached)."""
+    """Rates of one attention kernel for one head size. They count the FLOPs that the kernel executes: half of the
+    square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is
+    (TFLOP/s for an infinitely long sequence, sequence length at which half of that is reached)."""
 
     forward: tuple[Rate, float]
     backward: tuple[Rate, float]
@@ -68,7 +68,8 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that multiply gathered rows. The slowest of the three bounds a kernel."""
+    """Rates of kernels that multiply gathered rows. A kernel takes as long as the slowest of its three parts: products,
+    reads and additions."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -79,11 +80,11 @@ class GatherSpeed:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between ranks of one node (`node`), or between nodes, through all adapters of a node (`network`)."""
+    """Link between the ranks of one node (`node`), or between nodes through all adapters of a node (`network`)."""
 
     gb_per_second: Positive
-    """GB/s in one direction, of a rank within its node or of one adapter between nodes. This is the rate that
-    collectives of large operands reach, not the data sheet's."""
+    """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. This is the rate that
+    collectives on large operands reach, not the rate in the data sheet."""
 
     latency_us: float = 0.0
     """Fixed time of each step of a collective, added to the time of its bytes."""
@@ -92,7 +93,8 @@ class Link:
     """Time to start a collective."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
-    """Kind of collective -> share of the rate that it reaches; 1 for kinds that are not listed."""
+    """Maps the kind of a collective to the share of the link's rate that it reaches; 1 for kinds that are not
+    listed."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class DeviceFile:
     """GEMM rates by precision: bf16, fp8, fp32."""
 
     attention: Mapping[str, Mapping[int, AttentionSpeed]]
-    """Attention rates by kernel and head size: cudnn, flash for FlashAttention-2, flash3; fp8_flash3 and fp8_triton,
-    whose backward is in 16 bits."""
+    """Attention rates by kernel and head size. The kernels are cudnn, flash (FlashAttention-2), flash3, and fp8_flash3
+    and fp8_triton, whose backward pass is in 16 bits."""
 
     copy_tb_per_second: Positive
     """Bytes read and written per second by a large copy, in TB/s."""
@@ -124,14 +126,14 @@ class DeviceFile:
     """Shortest time of a kernel."""
 
     launch_gap_us: float
-    """Time between two kernels of a stream whose launches are already queued."""
+    """Gap between two kernels of a stream whose launches are already queued."""
 
     host_launch_us: float
     """Host time for one operation. A step is host-bound if the host time of all operations exceeds the device time."""
 
     epilogue_exposed: Annotated[float, SHARE]
-    """Share of the time for reading and writing the sums that a GEMM accumulates into (beta = 1) that products do not
-    hide."""
+    """Exposed share of the time that a GEMM with beta = 1 takes to read and write its sums. The products hide the
+    rest."""
 
     gather: GatherSpeed | None = None
     """Rates of gathering kernels. If not given, they are assumed to be half of the bf16 product rate, the copy rate,
@@ -161,25 +163,25 @@ class DeviceFile:
     a step that keeps the device at its power limit."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
-    """Share of the fp8 product rate that a whole step reaches; None: `sustained`. fp8 products need less energy per
-    byte of operands than others, so that the clocks drop less."""
+    """Share of the fp8 product rate that a whole step reaches; If None, `sustained` applies. fp8 products need less
+    energy per byte of operands than others, so the clocks drop less."""
 
     overlap_slowdown: float = 0.0
     """Share of a hidden collective's time by which it delays concurrent computation."""
 
     step_overhead_ms: float = 0.0
-    """Time of a step that does not depend on shapes: data, metrics, and host work between steps."""
+    """Part of the step time that does not depend on shapes: data loading, metrics, and host work between steps."""
 
     ranks_overhead_ms: float = 0.0
-    """Additional fixed time of a step with several ranks, which all wait at its end for the slowest rank and its
-    host."""
+    """Additional fixed time of a step with several ranks. At the end of the step, all ranks wait for the slowest rank
+    and its host."""
 
     host_gb_per_second: Positive = 25.0
     """Copy rate between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
-    """Rate at which all of a rank's host cores together read and write memory while they update states there; by
-    default the copy rate."""
+    """Rate at which all host cores of a rank together read and write memory while they update states on the host. The
+    default is the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
     """Read and write rates per device for memory-mapped files on a local disk."""
@@ -193,8 +195,8 @@ class DeviceFile:
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
-        """Ranks per node if --gpus-per-node is not given: `ranks_per_node`, or the largest smaller number with which
-        all nodes hold the same number of ranks."""
+        """Ranks per node if --gpus-per-node is not given: `ranks_per_node`, or the largest smaller number at which all
+        nodes hold the same number of ranks."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 
@@ -229,7 +231,7 @@ class DeviceFile:
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
         """Time of attention over `length` tokens with heads of size `width`, at the rates of the nearest head size.
         `flops` counts the kernel's own FLOPs."""
-        if kernel == "auto":  # the fastest of torch's kernels; on other devices any kernel there is
+        if kernel == "auto":  # the fastest of torch's kernels; on other devices any available kernel
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel == "triton" and kernel not in self.attention:
@@ -259,8 +261,8 @@ class DeviceFile:
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
-    """Share of a GPU's time that is spent on the results [m, n] of a product, with the best output tile. The last wave
-    and the edges waste some time, and small tiles load their operands more often."""
+    """Return the share of a GPU's time that is spent on the results [m, n] of a product, with the best output tile. The
+    last wave and the edge tiles waste some time, and small tiles load their operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
@@ -272,12 +274,12 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""Largest allowed ratio of a fitted rate to the peak in a file. The peak may be the best measured rate, which the
-fitted rate of infinitely large products may exceed."""
+"""Largest allowed ratio of a fitted rate to the peak rate in a device file. The peak may be the best measured rate, and
+the rate fitted for infinitely large products may exceed it."""
 
 
 def device_names() -> list[str]:
-    """Names of the device files."""
+    """Return the names of the device files."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -300,7 +302,7 @@ def read_device(name: str) -> DeviceFile:
             rates = (
                 f"of which gemm: {precision}: tflops: {speed.tflops:g} would be too much" if speed else "which is none"
             )
-            raise ValueError(f"{path}: peak_tflops: {precision}: {peak:g}, {rates}: MFU is counted by it")
+            raise ValueError(f"{path}: peak_tflops: {precision}: {peak:g}, {rates}: MFU is relative to it")
     if not found.attention:
         raise ValueError(f"{path}: attention: must name a kernel, such as flash")
     if empty := [kernel for kernel, speeds in found.attention.items() if not speeds]:
@@ -312,7 +314,7 @@ def _why_no_file(name: str) -> str:
     if Path(name).is_dir():
         return f"{name} is a folder"
     if Path(name).is_file():
-        return f"{name} must end in .yaml, as device files do"
+        return f"{name} must end in .yaml, like every device file"
     if name.endswith(".yaml"):
         return f"no such file: {name}"
     return f"there is no device {name}; those that are known: {', '.join(device_names())}"
@@ -331,7 +333,7 @@ def _check_keys(place: str, node: Any) -> None:
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
-    """Convert a YAML value to `kind`, the type of a field. Raises ValueError, which calls the entry `place`."""
+    """Convert a YAML value to `kind`, the type of a field. Raises a ValueError that names the entry `place`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else _read(place, parts[0], value)

@@ -1,4 +1,5 @@
-"""Plan of a run, printed without starting the run: no GPU and no process group. torch is imported only to measure."""
+"""Print the plan of a run without starting the run. This needs no GPU and no process group. torch is imported only to
+measure."""
 
 from __future__ import annotations
 
@@ -40,23 +41,23 @@ if TYPE_CHECKING:
 
 
 def step_lines(time: StepTime) -> Iterator[str]:
-    """Return lines about the speed of a step, its bottleneck, and the breakdown of its time."""
-    yield f"{time.device.name}, {time.gpus_per_node} a node: every figure is predicted, none is measured"
+    """Yield lines about the speed of a step, its bottleneck, and the breakdown of its time."""
+    yield f"{time.device.name}, {time.gpus_per_node} ranks per node: all figures are predictions, not measurements"
     mfu = share_text(time.mfu)
     yield (
         f"{time.seconds:.4g} s a step, {time.tokens_per_second / time.world_size:,.0f} tokens/s a device, "
         f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {mfu} (causal), bound by {_title(time.bound_by)}"
     )
     if time.parts_of_pp_rank is not None:
-        yield f"bubble {time.bubble:.1%} of the step by these times, the mean of the pipeline ranks"
-        yield f"the time of pp {time.parts_of_pp_rank}, which has most work:"
+        yield f"bubble {time.bubble:.1%} of the step at these times, averaged over the pipeline ranks"
+        yield f"the time of pp {time.parts_of_pp_rank}, which has the most work:"
     for subject, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
         if seconds:
             yield f"    {_title(subject):<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"
 
 
 def share_text(share: float | None) -> str:
-    """Format a share in percent, or note that it is not known."""
+    """Format a share as a percentage, or note that it is not known."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
@@ -73,15 +74,15 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration and, with a `device`, the predicted step time. The plan states
-    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), which differences from
-    other programs apply and, with `failures`, the expected cost of failures of a `device`.
+    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which differences from
+    other programs apply. With `failures`, it also states the expected cost of failures of a `device`.
 
-    Writes the same to the file of --json: "world_size", "config" with every field by its flat name, the lines of the
-    "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
-    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over", "failures", and "host_memory" and
-    "host_bytes_over" if the host's memory is too small; also `problems`, those of files that a run misses, which the
-    caller tells. If the file is "" the JSON is all that is printed. Raises OutputError if it cannot be written,
-    DeviceError if no step of this kind can be predicted.
+    The same content is written as JSON to the file of --json. Its keys are "world_size", "config" (every field by its
+    flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time" (`StepTime`), "device_memory"
+    (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory is too small, "host_memory"
+    and "host_bytes_over" are added. `problems` are missing input files, which the JSON contains and the caller reports.
+    If the file is "", only the JSON is printed. Raises OutputError if it cannot be written, DeviceError if no step of
+    this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -127,7 +128,7 @@ def print_plan(
 
 
 def _chosen_chunks(config: RunConfig) -> Iterator[str]:
-    """Yield a line with the result of --loss-chunk-tokens auto, if that is given."""
+    """Yield a line with the result of --loss-chunk-tokens auto, if this flag is given."""
     if config.parallel.loss_chunk_tokens == AUTO:
         model = config.model
         tokens = chunk_size(AUTO, model.padded_vocab_size, model.num_layers, model.hidden_size)
@@ -180,7 +181,7 @@ MOST_LISTED = 2**17
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """Return the groups along each axis whose size is above 1."""
+    """Yield lines about the groups along each axis whose size is above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
         axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of experts
@@ -204,7 +205,8 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
-    """Describe shape, parameters and FLOPs of the model. `cache` may already contain its kinds of layers."""
+    """Describe the shape, parameters and FLOPs of the model. `cache` may already contain the model's kinds of
+    layers."""
     from megatron.extensions.plan.planner.flops import model_flops, update_flops
 
     m = config.model
@@ -226,7 +228,7 @@ def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
     if m.mtp_depths:
         share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
         by_pattern = "/" in (pattern or "")
-        like = "with a layer by the pattern" if by_pattern else "of a layer like the last one"
+        like = "with a layer that follows the pattern" if by_pattern else "with a layer like the last one"
         yield f"multi-token prediction: {m.mtp_depths} modules {like} each, {share}"
     count = count_parameters(m)
     active = f", active per token {active_parameters(m):,}" if m.num_experts is not None else ""
@@ -243,7 +245,7 @@ def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
     if update := update_flops(m, config.optimizer):
         tokens = (config.training.global_batch_size or 1) * m.seq_length
         of_batch = update / (flops.total * tokens)
-        share = f"{of_batch:.2%} of those of a batch of {tokens:,} tokens"
+        share = f"{of_batch:.2%} of the FLOPs of a batch of {tokens:,} tokens"
         yield f"FLOPs of matrix products in an update {update:.6g}, {share}"
 
 
@@ -330,7 +332,7 @@ def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Itera
 
 
 def data_lines(plan: RunPlan, phase: Phase, dims: ParallelDims) -> Iterator[str]:
-    """Describe the training datasets of a phase, as they are on this machine."""
+    """Describe the training datasets of a phase as found on this machine."""
     from megatron.core.datasets.build import source_lines
     from megatron.core.datasets.dataset import StepShape
 

@@ -1,7 +1,7 @@
-"""One pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
+"""One pipeline stage on fake tensors, which have shapes, storages and an autograd graph but no values.
 
-The memory that a layer saves and allocates, and its matrix products, are measured on this stage. No figure about a
-layer is therefore repeated in the code.
+The memory that a layer saves and allocates, and its matrix products, are measured on this stage, so the code contains
+no formulas for layers.
 
 Its process groups are fake: every collective completes at once and moves no data, so shapes and memory are those of a
 real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world.
@@ -68,7 +68,7 @@ class FakeGroup(dist.ProcessGroup):
     """Fake process group of `size` ranks, in which this process is rank 0."""
 
     axis = ""
-    """Name of the axis of the mesh."""
+    """Name of the mesh axis."""
 
 
 @contextmanager
@@ -144,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Piece of a stage that is run separately: units, and the model ends next to them."""
+    """Part of a stage that is run separately: units of layers, and the model ends next to them."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False
@@ -167,7 +167,7 @@ class FakeStages:
         self.queue, self.casts = WeightGradQueue(), WeightCasts()
         self.offload = build_store(parallel, self.device)
         self.on_host = list[int]()
-        """Bytes of each buffer on the host."""
+        """Size in bytes of each buffer on the host."""
 
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
@@ -184,7 +184,7 @@ class FakeStages:
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
     def build(self, part: Part) -> GPTModel:
-        """Build a stage in training. Each parameter has a `main_grad`, as data parallelism sets it."""
+        """Build a stage in training mode. Each parameter has a `main_grad`, as data parallelism sets it."""
         stage = GPTModel(
             self.batch.model,
             self.parallel,
@@ -271,8 +271,8 @@ class LayersKey(NamedTuple):
 
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return, for each layer, the number of the first identical layer, which has the same modules, shapes and settings.
-    `known` keeps results that layouts with the same layers share."""
+    """Return, for each layer, the number of the first layer that has the same modules, shapes and settings. `known`
+    keeps results that layouts with the same layers share."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -293,7 +293,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
 
 def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
     """Return all layers on the meta device, where building a layer is ten times as fast as with fake tensors."""
-    if not parallel.extension_options:  # which may make layers differ
+    if not parallel.extension_options:  # these settings may make layers differ
         return built_layers(model, False)
     layers = Stage(range(model.num_layers), first=False, last=False)
     with fake_state(parallel) as state:
@@ -309,7 +309,7 @@ class PlannerCache:
     """First identical layer of each layer, by model."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
-    """Recordings by micro-batch in a layer."""
+    """Recordings of stage parts, keyed by micro-batch."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
         """Return, for each layer of a model, the first identical layer; None if this model has not been planned yet."""
@@ -332,7 +332,7 @@ class StageParts:
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-        # Parts that do not offload are the same whatever other layers do. The ends do not depend on which layers
+        # Parts that do not offload are the same whatever other layers do. The model ends do not depend on which layers
         # recompute, and parts without the head do not depend on the head's chunks.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
@@ -378,8 +378,8 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Return a key that is equal for micro-batches that do the same at the ends of the model. The ends contain layers
-    only with multi-token prediction."""
+    """Return a key that is equal for micro-batches that do the same work at the ends of the model. The ends contain
+    layers only with multi-token prediction."""
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))

@@ -46,7 +46,7 @@ COMMANDS.register(
             "Run one step as ranks of a larger world, on fake tensors, and report what would fail.",
             command=True,
         ),
-        "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23.", "WORD"),
+        "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks such as 0,8,16-23.", "WORD"),
         "--device-memory": Option(
             "Memory limit in GiB: ranks of --rehearse run out of memory at it, and the plan of --dry-run and "
             "layouts of --suggest must fit it; default for the latter: that of the device file.",
@@ -75,7 +75,7 @@ CALLBACKS.register("plan of the memory", f"{PLANNER}.callback:PlanOfRun")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A planned run, as sections of its plan describe it."""
+    """Planned run, as passed to the functions that yield plan sections."""
 
     config: RunConfig
     """Configuration of the run's longest phase."""
@@ -89,13 +89,13 @@ class PlannedRun:
     """Predicted step time; None without --device."""
 
     network: float | None
-    """Bytes per second between a node and other nodes, with --device."""
+    """Bytes per second between a node and the other nodes; None without --device."""
 
     host: float | None = None
-    """Bytes per second from a device to its host's memory, with --device."""
+    """Bytes per second from a device to its host's memory; None without --device."""
 
     expected: Expected | None = None
-    """Expected cost of failures, with --failures-per-gpu-day."""
+    """Expected cost of failures; None without --failures-per-gpu-day."""
 
 
 class Section(Protocol):

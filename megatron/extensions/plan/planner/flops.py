@@ -1,4 +1,4 @@
-"""FLOPs of a model per token, counted by torch on a fake forward and backward pass of one layer of each kind.
+"""FLOPs of a model per token, counted by torch in a fake forward and backward pass through one layer of each kind.
 
 Recomputation is not counted, and neither is work that attention kernels repeat. Causal attention counts the visible
 pairs: half of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
@@ -25,11 +25,11 @@ class FlopsPerToken(NamedTuple):
     """Model FLOPs per token in forward and backward. Recomputation is not counted."""
 
     matmul: float
-    """6 x the number of matrix parameters that a token uses, the output layer included, plus the products of linear
+    """6 x the number of matrix parameters that a token uses, including the output layer, plus the products of linear
     attention."""
 
     attention: float
-    """Scores and weighted values of the pairs that a token sees."""
+    """FLOPs of the attention scores and weighted values of the query-key pairs of a token."""
 
     @property
     def total(self) -> float:
@@ -40,10 +40,10 @@ class FlopsPerToken(NamedTuple):
 def model_flops(
     config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
 ) -> FlopsPerToken:
-    """Count the model FLOPs on one rank without parallelism, since no layout changes them.
+    """Count the model FLOPs on one rank without parallelism, since they do not depend on the layout.
 
-    `kinds` are those of `PlannerCache.kinds_of(config)`: layers that are alike in a plan of the model have equal FLOPs.
-    Without `kinds`, all layers are built to find which ones are alike.
+    `kinds` is the result of `PlannerCache.kinds_of(config)`: identical layers of a plan have equal FLOPs. Without
+    `kinds`, all layers are built to find identical ones.
     """
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
@@ -67,9 +67,9 @@ def model_flops(
     found = parts.of([Part(first=True, last=True), *layers])
     products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
     attention = 0.0
-    for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # modules are at the ends
+    for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # the modules are at the model ends
         of_square = sum(2 * each.flops for each in part.forward if isinstance(each, Attention))
-        attention += 3 * of_square * tokens / length / length  # the backward has twice as many
+        attention += 3 * of_square * tokens / length / length  # the backward pass has twice as many
     return FlopsPerToken(sum(2 * each.batches * each.m * each.n * each.k for each in products) / length, attention)
 
 
@@ -79,6 +79,6 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
 
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """Return the FLOPs of the matrix products in one optimizer update of the whole model, according to the optimizer's
-    transforms. They do not depend on the layout or the batch. The ranks of a stage share them."""
+    """Return the FLOPs of the matrix products in one optimizer update of the whole model, as stated by the optimizer's
+    transforms. These FLOPs do not depend on the layout or the batch. The ranks of a stage share the work."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -1,4 +1,4 @@
-"""Live memory of tensors that operations allocate, counted as an allocator would report it, also on CPUs.
+"""Live memory of the tensors that operations allocate, counted on any device as an allocator would report it.
 
 Temporary memory inside a single kernel is not counted.
 """
@@ -27,7 +27,7 @@ class LiveMemory(TorchDispatchMode):
         self._inside = self._elsewhere = False
 
     def count_apart(self, pool: Pool) -> list[int]:
-        """Count the buffers that `pool` allocates from now on as host memory, apart from the device's."""
+        """Count the buffers that `pool` allocates from now on as host memory, separately from device memory."""
         made, allocate = list[int](), pool.allocate
 
         def on_host(size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choice of --loss-chunk-tokens: the chunk size of the head and the loss that saves memory at almost no cost in
+"""Choice of --loss-chunk-tokens: the chunk size of the output head and the loss that saves memory at almost no cost in
 time."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.time.step_time import StepTime
 
 SIZES = 8192, 4096, 2048, 1024
-"""Chunk sizes to try, in tokens. Smaller ones take longer and seldom save more."""
+"""Chunk sizes to try, in tokens. Smaller chunks take longer and seldom save more."""
 
 MOST_COST = 0.01
-"""Largest share of a step that a selected chunk size may cost."""
+"""Largest slowdown that a selected chunk size may cause, as a share of the step time."""
 
 LEAST_SAVED = 0.01
 """Smallest saving worth reporting, as a share of the fullest rank's memory."""
@@ -36,7 +36,7 @@ class ChunkChoice:
     """Bytes saved on the fullest rank."""
 
     cost: float
-    """Share by which the step takes longer."""
+    """Slowdown of the step, as a share of its time."""
 
     @property
     def line(self) -> str:

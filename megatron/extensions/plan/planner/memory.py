@@ -43,7 +43,7 @@ EMBEDDING = "embedding.word_embeddings"
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-"""Storage of units between passes."""
+"""Places that store units between passes."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -56,7 +56,7 @@ class BufferBytes:
     parameters: int
     gradients: int
     main_parameters: int
-    """0 if the parameters themselves have the main dtype."""
+    """Bytes of the main parameters; 0 if the parameters themselves have the main dtype."""
 
     moments: int
 
@@ -104,9 +104,9 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Return the memory of buffers and optimizer state on one rank.
 
-    It is exact except for a scalar step count per range of states. Whole units of buffers `by_unit` are counted
-    separately. `of_chain` are bytes of chain states outside shards and of callbacks, on the device and the host.
-    `units` is the storage of the buffers between passes.
+    The result is exact except for a scalar step count per range of states. Whole units of `by_unit` buffers are counted
+    separately. `of_chain` holds the bytes of transform-chain states outside shards and of callback states, on the
+    device and on the host. `units` is the place of the buffers between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -157,14 +157,14 @@ def buffer_bytes(
 class UnitsInFlight:
     """Peak bytes of whole unit parameters (ZeRO-3) and whole unit gradients (ZeRO-2 and ZeRO-3).
 
-    Units in host memory need both.
+    Units in host memory need whole parameters and whole gradients.
     """
 
     parameters: int = 0
     gradients: int = 0
 
     reductions: int = 0
-    """Additional memory of reductions: the sum that a rank receives, and a copy rounded for communication."""
+    """Additional bytes for reductions: the sum that a rank receives, and a copy in the communication dtype."""
 
     @property
     def total(self) -> int:
@@ -183,7 +183,7 @@ class RankStates:
     stages: tuple[Stage, ...]
     metas: tuple[ParamMeta, ...]
     parameters: int
-    """Elements of the rank's own shards, excluding padding."""
+    """Number of elements in the rank's own shards, excluding padding."""
 
     memory: BufferBytes
 
@@ -228,7 +228,7 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 
 def place_of_units(parallel: ModelParallelConfig) -> str:
-    """Return the storage of unit parameters and gradients between passes: DEVICE, HOST or DISK."""
+    """Return the place of unit parameters and gradients between passes: DEVICE, HOST or DISK."""
     if parallel.unit_store is None or not (facts := UNIT_STORES.facts(parallel.unit_store)).on_host:
         return DEVICE
     return DISK if facts.on_disk(parallel) else HOST
@@ -258,7 +258,7 @@ def chain_bytes(
     """Return bytes of transform-chain states outside shards, on the device and on the host of each rank at `pp_rank`,
     in rank order.
 
-    Elements of the main dtype have `main` bytes.
+    `main` is the size in bytes of an element of the main dtype.
     """
     from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # imports torch
 
@@ -274,10 +274,10 @@ def _units_in_flight(
 ) -> UnitsInFlight:
     """Return the peak of whole units.
 
-    Two units at a time are whole: the current and the next one or, for gradients, the current one and the bucket being
-    reduced. For units in host memory, from the second micro-batch on, a third unit's gradients are being copied to the
-    device. The result is exact for one stage per rank without multi-token prediction; otherwise it may be off by one
-    unit.
+    Two units are whole at a time: the current and the next unit or, for gradients, the current unit and the bucket that
+    is being reduced. For units in host memory, from the second micro-batch on, a third unit's gradients are being
+    copied to the device. The result is exact for one stage per rank without multi-token prediction; otherwise it may be
+    off by one unit.
     """
     buckets = _buckets_of_units(buffers)
     if not buckets:
@@ -376,7 +376,7 @@ class RankMemory:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes on the device by title."""
+        """Return the bytes on the device by title."""
         memory = self.plan.memory
         return {
             "weights": memory.parameters,
@@ -407,7 +407,7 @@ def fullest(memory: Sequence[RankMemory]) -> RankMemory:
 
 
 def gib(size: float) -> str:
-    """Format bytes in GiB with one decimal; small sizes with three digits."""
+    """Format bytes in GiB with one decimal, or with three digits if the size is small."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 

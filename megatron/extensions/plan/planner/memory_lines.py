@@ -67,7 +67,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         yield f"states of callback {callback}: {kept} {owned}, at most {most_kept:,} bytes on a rank"
     if (late := late_update(config)) is not None:
         most_copies = max(plan.memory.rollback for plan in plans)
-        yield f"{late}: at most {most_copies:,} bytes of the optimizer's are {STEP_PARTS.facts(late).kept_name}"
+        yield f"{late}: at most {most_copies:,} bytes of optimizer states are {STEP_PARTS.facts(late).kept_name}"
     if offloads:
         most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
         yield (
@@ -91,7 +91,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """Return a line about the storage of matrices and their gradients between passes, unless they are whole on each
+    """Yield a line about the place of matrices and their gradients between passes, unless they are whole on each
     device."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
@@ -110,13 +110,13 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
 
 
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """Return lines about the items that count as activations, and the amount per layer."""
+    """Yield lines about the items that count as activations, and the amount per layer."""
     model = batch.model
-    even = ", tokens even over the experts" if model.num_experts is not None else ""
-    on_gpus = ", and with those of GPUs for norms and attention"
+    even = ", tokens distributed evenly over the experts" if model.num_experts is not None else ""
+    on_gpus = ", and GPU kernels for norms and attention"
     kernels = "" if batch.device == "cpu" else on_gpus
     yield (
-        f"activations: saved for backward, measured on fake tensors with the kernels of CPUs{kernels}{even}; "
+        f"activations: saved for backward, measured on fake tensors with CPU kernels{kernels}{even}; "
         "with the logits of the loss, without tokens and labels"
     )
     again = model.recompute_granularity
@@ -136,17 +136,17 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
         yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
     yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
     yield from _fp8_line(batch)
-    yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"
+    yield "working: gradients and temporary tensors at the peak of a step, measured in the same way"
 
 
 def _fp8_line(batch: MicroBatch) -> Iterator[str]:
     own = batch.parallel.options(Fp8Flags)
     layers = own.layers(batch.model.num_layers)
     if layers:
-        experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
+        experts = " (in experts, the two products of tokens)" if batch.model.num_experts is not None else ""
         yield (
             f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {own.fp8_format}, scaled "
-            f"{own.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+            f"{own.fp8_recipe}{experts}; two copies of their weights, one byte per element, count as working"
         )
 
 
@@ -174,10 +174,10 @@ class Fit:
     """Memory of each pipeline rank."""
 
     limit: int | None
-    """Bytes of the device; None if unknown."""
+    """Memory of the device in bytes; None if unknown."""
 
     host_limit: int | None = None
-    """Bytes of host memory for each device; None if unknown."""
+    """Host memory for each device in bytes; None if unknown."""
 
     @classmethod
     def of(cls, memory: Sequence[RankMemory], size: float | None, device: DeviceFile | None) -> Fit:

@@ -1,4 +1,4 @@
-"""Out-of-memory report: held and planned memory by category, and the cheapest change that fits."""
+"""Report on running out of memory: held and planned memory by category, and the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 
 SECONDS = 5.0
-"""Seconds after which no further change is planned, because the other ranks wait for the report."""
+"""Time limit in seconds after which no further change is planned, because the other ranks wait for the report."""
 
 Change = Mapping[str, object]
-"""Maps configuration fields to values."""
+"""Change of the configuration: a map from fields to values."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -33,8 +33,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def changes(config: RunConfig) -> Iterator[Change]:
     """Yield changes that take less memory, cheapest first.
 
-    The order is: sharding of states before additional communication, then updates on the host, offload and
-    recomputation of whole layers, and another layout.
+    Sharding of states precedes changes that add communication. Updates on the host, offloading, recomputation of whole
+    layers, and other layouts follow in this order.
     """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
@@ -58,8 +58,8 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     """Return a report of several lines: planned and held bytes of the ranks at `pp_rank` by category, and a change that
     fits.
 
-    The change is the first of `changes` whose plan fits into the device. If the device's size is unknown, as on CPU, it
-    is the first one that takes less memory.
+    The change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on
+    CPUs, it is the first change that takes less memory than the plan.
 
     Args:
         config: Configuration of the run.
@@ -87,7 +87,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(here):>12}{now:>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
-    # Memory held beyond the plan, such as other programs' and fragments, remains after a change too.
+    # Memory held beyond the plan, such as that of other programs or fragments, remains after a change.
     limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
     lines.append(_cheapest(config, world_size, pp_rank, limit, until, cache))
     return "\n".join(lines)

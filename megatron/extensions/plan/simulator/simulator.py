@@ -18,8 +18,8 @@ class StageCosts:
     """Times and memory of one micro-batch on one stage: one number for all stages, or one for each.
 
     A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks or, by stage,
-    of a message between the stage and the next one. `activation` is held from F to the end of the backward; between I
-    and W, only the fraction `kept_for_weight_grad` is held.
+    of a message between the stage and the next one. `activation` is held from F to the end of the backward pass;
+    between I and W, only the fraction `kept_for_weight_grad` is held.
 
     Each F, and each B or I, waits in `exchanges` expert all-to-alls at equal distances, each of time `exchange`. The
     other of two interleaved passes computes in the meantime.
@@ -35,7 +35,7 @@ class StageCosts:
     exchange: float = 0.0
 
     def time(self, action: Action) -> float:
-        """Return the time that an action computes; 0 for communication, whose time is in `comm`."""
+        """Return the computation time of an action; 0 for communication, whose time is in `comm`."""
         if action.kind is Kind.F:
             return at_stage(self.forward, action.stage)
         time = 0.0
@@ -46,14 +46,14 @@ class StageCosts:
         return time
 
     def exchanges_of(self, action: Action) -> int:
-        """Return the number of all-to-alls of an action."""
+        """Return the number of all-to-alls in an action."""
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
         """Return the time of a single action, or of two interleaved ones, and the part of this time without
         computation.
 
-        A pass switches to the other when it has started an all-to-all, and resumes when the other does so. All-to-alls
+        A pass yields to the other one after starting an all-to-all, and resumes when the other one yields. All-to-alls
         run one after another.
         """
         left = [self.exchanges_of(action) for action in actions]
@@ -71,7 +71,7 @@ class StageCosts:
         return clock, waited
 
     def memory(self, action: Action) -> float:
-        """Return the activations that an action adds to (F) or frees from (B, I, W) its rank."""
+        """Return the activations that an action adds to its rank (F) or frees (B, I, W)."""
         after = at_stage(self.kept_for_weight_grad, action.stage)
         share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
         return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
@@ -92,7 +92,7 @@ class Simulation(Walk):
         self.exchanging = 0.0
         """Time of all expert all-to-alls."""
         self.exposed = 0.0
-        """Part of the exchange time in which the rank computes nothing."""
+        """Part of the all-to-all time during which the rank computes nothing."""
         self.run()
 
     def time_of(self, actions: Sequence[Action]) -> float:
@@ -114,7 +114,7 @@ class Simulation(Walk):
 
     @property
     def busy(self) -> list[float]:
-        """Return the time that each rank computes or waits for an expert all-to-all."""
+        """Return the time during which each rank computes or waits for an expert all-to-all."""
         return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
 
     @property
@@ -146,11 +146,11 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
-    """Return the largest activations that a rank holds between two actions, and the micro-batches of each stage between
-    forward and backward at that time.
+    """Return the largest activations that a rank holds between two actions, and the number of micro-batches of each
+    stage that are between forward and backward at that time.
 
-    A list without backwards holds the activations of one action. Two interleaved passes are one action; while they run,
-    one more micro-batch is partly held.
+    A list without backward passes holds the activations of one action. Two interleaved passes are one action; while
+    they run, one more micro-batch is partly held.
     """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0

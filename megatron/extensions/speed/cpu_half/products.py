@@ -32,11 +32,11 @@ _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" fo
 """Variants of the operators that write their result into existing memory."""
 
 _FEW_ROWS = 4
-"""Largest number of rows, as in generation, at which torch's own kernel is not slower for a product with a transposed
+"""Largest number of rows (as in generation) for which torch's own kernel is not slower in a product with a transposed
 matrix. That kernel reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""Dtypes that this process multiplies in fp32. They are process-wide because torch's operators are."""
+"""Dtypes that this process multiplies in fp32. The set is process-wide because torch's operators are."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
@@ -45,7 +45,7 @@ def has_products_of(dtype: torch.dtype) -> bool:
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """Make this process compute matrix products and attention of `dtype` on CPUs in fp32 from now on."""
+    """Compute matrix products and attention of `dtype` on CPUs in fp32, in this process, from now on."""
     _replace_operators()
     _replaced.add(dtype)
 
@@ -58,7 +58,7 @@ Kernel = Callable[..., Results]
 
 @cache
 def _replace_operators() -> Library:
-    """Replace the operators for the lifetime of the result. Each call takes about 1.5 microseconds longer."""
+    """Replace the operators for the lifetime of the returned object. Each call takes about 1.5 microseconds longer."""
     library = Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")

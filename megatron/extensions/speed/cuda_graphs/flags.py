@@ -1,5 +1,5 @@
-"""Flags of CUDA graphs, features that they exclude, and the import path of their runner. This module does not import
-torch."""
+"""Flags of CUDA graphs, the features that graphs exclude, and the import path of the graph runner. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Protocol for recording device work, to replay it."""
+    """Protocol for recording device work and replaying it."""
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
 
@@ -39,9 +39,9 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Recorder with torch's CUDA graphs, on the current stream, which must not be the default one.
 
-    Recordings share their memory, except tensors that are still referenced, so only one may be replayed at a time.
-    Other threads may read data and pin memory meanwhile, because only this thread's calls are captured. Garbage is
-    collected first, because device memory must not be freed during a recording.
+    Recordings share their memory, except for tensors that are still referenced, so only one recording may be replayed
+    at a time. Other threads may read data and pin memory meanwhile, because only this thread's calls are captured.
+    Garbage is collected first, because device memory must not be freed during a recording.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class CudaRecorder:
 class GraphedMicrobatches:
     """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
 
-    `run(batch, seed)` computes the forward, and the backward of seed * loss sum, and returns the loss sum. All
-    micro-batches have the same shape. Recording computes nothing, so the first replay adds the gradients of the
+    `run(batch, seed)` computes the forward pass, and the backward pass of seed * loss sum, and returns the loss sum.
+    All micro-batches have the same shape. Recording computes nothing, so the first replay adds the gradients of the
     recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the
     casts for the others."""
 

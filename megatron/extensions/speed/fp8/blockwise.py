@@ -1,8 +1,9 @@
 """Blockwise fp8: weights scaled by blocks of 128 x 128, activations and gradients by tiles of 1 x 128.
 
-DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a GEMM sums over, so
-that an outlier reduces precision only in its own tile. Multipliers are powers of two, so that a scaled value keeps its
-mantissa. A later cast of the result along another dimension then loses only small values (section 3.5.2).
+The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
+GEMM sums over, so that an outlier reduces precision only in its own tile. Multipliers are powers of two, so that a
+scaled value keeps its mantissa. A later cast of the result along another dimension then loses only small values
+(section 3.5.2).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class BlockwiseGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)
-        # Send bytes, because not every backend supports fp8.
+        # The gather sends bytes, because not every backend supports fp8.
         return values.view(torch.uint8).view(x.shape), scale.view(*x.shape[:-1], -1)
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -107,6 +108,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Cast within a compiled region only if all tiles of the matrix are `whole`. Some compiler versions mix up the
-        scales of partial tiles."""
+        """Return the cast as a region, which is compiled only if all tiles of the matrix are `whole`. Some compiler
+        versions mix up the scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

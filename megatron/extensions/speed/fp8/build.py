@@ -25,7 +25,7 @@ RECIPES: dict[str, type[Fp8Gemms]] = {
 
 
 class Fp8Format(Fp8Context):
-    """Number format fp8 for linear layers (`LINEAR_FORMATS`)."""
+    """The fp8 number format of linear layers (`LINEAR_FORMATS`)."""
 
     @classmethod
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:

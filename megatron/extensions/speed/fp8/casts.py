@@ -1,12 +1,12 @@
-"""Scaled casts to fp8 and GEMMs of their results (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
+"""Scaled casts to fp8, and GEMMs of the cast matrices (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
 
 A matrix x is represented as x8 = round(x * m). The multiplier m maps its largest value to the largest number of the
 format. A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, but NaN and Inf are not
-lost: they make the scale, and therefore the result, NaN or infinite.
+lost: they propagate to the scale, and therefore to the result.
 
 A cast by rows has the matrix's shape [n, k]; a cast by columns is its transpose [k, n], because GEMMs in fp8 sum along
-the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives reduce the amax before
-the casts.
+the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives reduce the amax over
+the ranks before the casts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Others = TypeVarTuple("Others")
 
 class CastPair(NamedTuple):
     """Casts of a matrix: fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo the
-    multipliers, [] or [n, 1] and [k, 1]. A cast that was not requested is None."""
+    multipliers, either [] or [n, 1] and [k, 1]. A cast that was not requested is None."""
 
     rows: Tensor | None
     row_scale: Tensor | None
@@ -43,8 +43,8 @@ class CastPair(NamedTuple):
 
 
 class CastOrder(NamedTuple):
-    """Request to cast a matrix with a given multiplier [], by rows and by columns as `wanted`. `noted` [] is updated to
-    the maximum of itself and the matrix's amax."""
+    """Request to cast a matrix with a given multiplier [], by rows, by columns or both, as `wanted` states. `noted` []
+    is updated to the maximum of itself and the matrix's amax."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -53,7 +53,7 @@ class CastOrder(NamedTuple):
 
 
 CastParts = tuple[Tensor, Tensor | None, Sequence[bool], torch.dtype]
-"""Fields of a `CastOrder`, in the form that torch operators take."""
+"""Fields of a `CastOrder`, in the form that torch operators accept."""
 
 
 @operation
@@ -86,7 +86,7 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """Run the torch twin of a kernel as a region, record the amax that it returns, and return its other result.
+    """Run the torch twin of a kernel as a region, record the amax that the twin returns, and return its other result.
 
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
@@ -154,7 +154,7 @@ def _amax_along(x: Tensor, dim: int) -> Tensor:
 
 
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x * multiplier, computed in fp32, to the nearest number of the format, ties to even.
+    """Round x * multiplier, computed in fp32, to the nearest number of the format, with ties to even.
 
     A clamp makes values saturate, because conversions handle overflow differently on different devices. NaN stays NaN.
     """
@@ -226,13 +226,13 @@ def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return the formats (of inputs and weights, of output gradients) for --fp8-format `name`."""
+    """Return (format of inputs and weights, format of output gradients) for --fp8-format `name`."""
     return E4M3, E5M2 if name == "hybrid" else E4M3
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs it takes up to a thousand times as long as a
-    product of dequantized operands, which has the same values."""
+    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs this GEMM takes up to a thousand times as long as
+    a product of dequantized operands, which gives the same values."""
     return x.is_cuda
 
 
@@ -323,7 +323,7 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 def dequantized_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `scaled_mm` without an fp8 kernel, from dequantized operands. The arguments are those of `scaled_mm`."""
+    """Compute `scaled_mm` without an fp8 kernel, from dequantized operands. The arguments are the same."""
     product = a.dequantized() @ b.dequantized().t()
     rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
     return rounded if out is None else out.copy_(rounded)

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Matrix dimensions of fp8 kernels must be multiples of this number."""
 
 TILE = 128
-"""Number of elements per tile of --fp8-recipe blockwise, and of tiles per block."""
+"""Number of elements per tile, and of tiles per block, under --fp8-recipe blockwise."""
 
 
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
@@ -63,8 +63,8 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Return the required divisor of a rank's features in fp8 if `ranks` ranks share them, and the flag that requires
-    it.
+    """Return the number by which a rank's fp8 features must be divisible if `ranks` ranks share them, and the flag that
+    requires it.
 
     Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
     scale."""

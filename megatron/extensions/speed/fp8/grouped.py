@@ -1,4 +1,5 @@
-"""fp8 GEMMs of mixture-of-experts layers: products of rows, sorted by expert, with their experts' matrices.
+"""fp8 GEMMs of mixture-of-experts layers: products of rows, which are sorted by expert, with the matrices of their
+experts.
 
 Activations and their gradients have a scale for each row, which is one token's features, so that no scale depends on
 the other tokens of a micro-batch. torch's grouped kernel supports only row scales and e4m3. Weight gradients sum over
@@ -40,8 +41,8 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return True if one kernel multiplies all experts in fp8, and reads the numbers of rows on the device. This is
-    torch's kernel, or a replacement that this process may use."""
+    """Return True if one kernel multiplies all experts in fp8 and reads the numbers of rows on the device. The kernel
+    is torch's, or a replacement that this process may use."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
@@ -56,7 +57,8 @@ def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
 @operation
 @torch_function
 def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
-    """Compute an fp8 GEMM for each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m]. Spare rows are 0.
+    """Compute an fp8 GEMM for each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m]. Rows that belong to no
+    expert are 0.
 
     Args:
         a: Rows [n, k], sorted by expert.
@@ -107,9 +109,9 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 
 class ExpertTiles(NamedTuple):
-    """Transposed e4m3 cast of rows x [n, k], sorted by expert. A tile of 128 rows of one expert and one column has a
-    scale. The rows of each expert are padded with zeros to whole tiles. The number of tiles suffices for any division
-    of n rows among the experts, and the contents of unused tiles are undefined."""
+    """Transposed e4m3 cast of rows x [n, k], sorted by expert. Each tile of 128 rows of one expert and one column has
+    its own scale. The rows of each expert are padded with zeros to whole tiles. The number of tiles suffices for any
+    distribution of n rows over the experts. The contents of unused tiles are undefined."""
 
     values: Tensor
     """[k, 128 tiles]"""
@@ -120,7 +122,7 @@ class ExpertTiles(NamedTuple):
 
 
 def tiles_for(rows: int, experts: int) -> int:
-    """Return the largest number of tiles that `rows` rows need for any division among the experts."""
+    """Return the largest number of tiles that `rows` rows need for any distribution over the experts."""
     return rows // TILE + experts
 
 

@@ -1,8 +1,8 @@
 """fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433), and the multipliers
-of the delayed recipe, which are computed from the amax history of earlier steps (section 3; as in NVIDIA's
-TransformerEngine).
+of the delayed recipe, which are computed from the amax history of earlier steps (section 3, and NVIDIA's Transformer
+Engine).
 
-Each linear layer has one such object. Weights are cast once for all micro-batches of a step.
+Each linear layer has its own recipe object. Weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Fp8Gemms(nn.Module):
     """Base class of the recipes, which differ in their scales.
 
     A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over its columns, by columns for GEMMs
-    that sum over its rows. Inputs are saved for the backward as casts by columns, one byte per element. An input that
-    is gathered over the ranks is instead saved in the form in which it is sent, and cast by columns after the second
-    gather.
+    that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte per element. An
+    input that is gathered over the ranks is instead saved in the form in which it is sent, and is cast by columns after
+    the second gather.
     """
 
     adds_residual = False
@@ -168,8 +168,8 @@ class Fp8Gemms(nn.Module):
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
-        """Return the weight cast by "rows" or "columns". Both casts are made together if they are kept until a
-        backward."""
+        """Return the weight cast by "rows" or "columns". Both casts are made together if they are kept until a backward
+        pass."""
 
         def make() -> Scaled:
             if self.training and self.casts.keeps:
@@ -196,7 +196,7 @@ class Fp8Gemms(nn.Module):
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Return the scale of a gathered weight, which equals the one that `cast` returns."""
+        """Return the scale of a gathered weight, which equals the scale that `cast` returns."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
@@ -227,14 +227,14 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """Recipe with one scale per tensor: the cast by columns is the transposed cast by rows. Inputs are gathered in
+    """Recipe with one scale per tensor, so the cast by columns is the transposed cast by rows. Inputs are gathered in
     fp8."""
 
     adds_residual = gathers_weights = splits_tokens = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
-        return values.view(torch.uint8).view(x.shape), scale  # send bytes, because not every backend supports fp8
+        return values.view(torch.uint8).view(x.shape), scale  # bytes are sent, because not every backend supports fp8
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         values = rows_of(x[0]).view(E4M3)
@@ -252,7 +252,7 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out] of some of the tokens by rows, with the scale computed over all tokens."""
+        """Cast dY [n, out] of a part of the tokens by rows, with the scale computed over all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -268,7 +268,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its own amax, which takes a pass over it before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # otherwise another variant of each region would be compiled
+        x = x.detach()  # otherwise a second variant of each region would be compiled
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -287,8 +287,8 @@ class TensorwiseGemms(PerTensorGemms):
 
 
 class DelayedGemms(PerTensorGemms):
-    """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no earlier pass over
-    the tensor.
+    """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no preceding pass
+    over the tensor.
 
     In training, each rank records its amax of the current step. `DelayedScaling` reduces these values over the ranks at
     the end of the step, and sets the multipliers of the next step.
@@ -361,8 +361,8 @@ AMAX_HISTORY = f".amax{HISTORY}"
 
 
 class RowwiseGemms(Fp8Gemms):
-    """Rowwise recipe with one scale for each row of a cast: for each row of the tensor by rows, and for each column by
-    columns. Inputs are gathered uncast."""
+    """Rowwise recipe with one scale for each row of a cast: each row of the tensor in a cast by rows, and each column
+    in a cast by columns. Inputs are gathered before they are cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts

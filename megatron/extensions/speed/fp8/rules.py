@@ -62,7 +62,7 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:
         off, remedy = unsharded_by(c)
-        rule = f"has no effect beside {off}: no parameters are gathered"
+        rule = f"has no effect with {off}: no parameters are gathered"
         yield Problem(flag, None, rule, f"remove {flag}, or {remedy}", harmless=True)
     elif own.fp8_recipe == "rowwise":
         rule = "needs a recipe with a single cast of each weight; --fp8-recipe rowwise makes two"
@@ -144,7 +144,7 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
         if size is not None and size > 0 and size % step:
             yield Problem(flag, size, f"must be a multiple of {of_step}", multiples(size, step))
     if own.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
-        # A context-parallel rank has two chunks of the sequence.
+        # A context-parallel rank holds two chunks of the sequence.
         each, tile = m.seq_length // (2 * cp) * b, TILE // gcd(TILE, b)
         if each % TILE:
             rule = f"a rank has pieces of {each} tokens; under --fp8-recipe blockwise they must be multiples of {TILE}"
@@ -161,8 +161,8 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
     """Check the attention projections of each kind of layer: the rows of the projection to queries, gates, keys and
-    values of several widths, and the columns of the output projection. `rank` is the required divisor; `rule` describes
-    it."""
+    values, which may have several widths, and the columns of the output projection. Sizes must be divisible by `rank`;
+    `rule` describes this rule."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:

@@ -40,11 +40,11 @@ class Part:
     start: int
     values: Tensor
     sent: Tensor
-    """Bytes to send, uint8, with the length of `values`."""
+    """Bytes to send: a uint8 tensor with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
-        """Return (first, amax [rows, columns]): the amax of this part, and the first of its rows within the weight's
-        amax."""
+        """Return (first, amax [rows, columns]): the position of this part's first row within the weight's amax, and the
+        part's amax."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -64,8 +64,8 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """Return the first block row of this part, the number of its elements before this part, and the shape of the
-        rows from the block row's start to the part's end."""
+        """Return the first block row that this part touches, the number of elements between the start of this block row
+        and the part, and the shape of the rows from this start to the part's end."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)

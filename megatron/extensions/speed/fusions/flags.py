@@ -1,4 +1,4 @@
-"""Flag for fusions, and the parts that fusions replace. This module does not import torch."""
+"""Flag of fusions, and the trunk's parts that fusions replace. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend in addition to torch's."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Choices of --attention-backend with a forward in fp8, and their classes. They change results, so they are used only
-if requested."""
+"""Choices of --attention-backend with a forward in fp8, and their classes. These kernels change results, so they are
+used only if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256
-"""Supported head widths in fp8: multiples of the first number, up to the second."""
+"""Head widths supported in fp8: multiples of the first number, up to the second number."""
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report attention kernels that have no effect. GPU kernels do not support every attention in every precision;
-    other kernels compute the rest."""
+    """Report requested attention kernels that have no effect. GPU kernels do not support every kind of attention in
+    every precision; other kernels are used in these cases."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
@@ -73,7 +73,7 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
-    """Report attention that fp8 kernels do not support."""
+    """Report kinds of attention that fp8 kernels do not support."""
     m, p = c.model, c.parallel
     in_all = m.window_attn_skip_freq is None
     local = (m.window_size is not None or m.attention_chunk_size is not None) and in_all
@@ -126,8 +126,8 @@ def fuses(config: Section, ctx: Built) -> bool:
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Return True if self-attention benefits from splitting its projection in one pass. This is the case if it applies
-    a rotation or sums a bias gradient, without a norm or a clamp in between."""
+    """Return True if self-attention benefits from splitting its projection in one pass. This is the case if attention
+    applies a rotation or sums a bias gradient, without a norm or a clamp in between."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

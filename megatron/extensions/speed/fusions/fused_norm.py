@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm fused with the residual addition. One kernel computes x + update and its norm. The backward
-computes the gradients of both, and of weight and bias, in one pass over the operands.
+"""RMSNorm and LayerNorm fused with the residual addition. One kernel computes the sum x + update and the norm of this
+sum. The backward pass computes the gradients of x, update, weight and bias in one pass over the operands.
 
 The fusion needs `--compile`. torch's own norms are separate kernels: a residual addition would read and write the
-stream once more in the forward and in the backward, and the weight gradient would read both operands again.
+residual stream once more in both passes, and the weight gradient would read both operands again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """Casts of its input that a layer requests."""
+    """Casts of a layer's input, as the layer requests them."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -147,8 +147,8 @@ class FusedRMSNorm(FusedLayerNorm, RMSNorm):
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """Return (the sum, its norm) for any norm. If the norm supports it, forward and backward are one kernel each. With
-    a `cast` for the only layer that reads the norm, the norm may be a placeholder.
+    """Return (the sum, its norm) for any norm. If the norm supports the fusion, the forward and the backward pass are
+    one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be a placeholder.
 
     Use the first result in place of `stream.x`, even without an update, so that the backward adds the stream's gradient
     to the norm's.
@@ -183,7 +183,7 @@ def fused_norm(
 
 class _FusedNormContext(AutogradContext):
     p: float | None
-    """Fields of a dropout mask; None without one."""
+    """Fields of the dropout mask; None if there is no mask."""
     of_update: OutputGradient | None
     one_plus: bool
     adds: bool

@@ -1,12 +1,12 @@
-"""Choice of GEMMs that add to existing values, which torch does not do in one pass, by timings at the model's shapes.
+"""Choice, by timings at the model's shapes, of GEMMs that add to existing values. torch does not do this in one pass.
 
-For fp8 weight gradients, cuBLASLt's and Triton's kernels read and write the gradient once. torch's kernel writes a
+For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
 product in fp32, and a separate addition reads the product, and reads and writes the gradient.
 
 For the residual stream, the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend.
-This saves a pass of the next norm that reads the product and writes the sum. The sum is rounded once, whereas a
-separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend
-as its matrix C and writes the result to D.
+The next norm then need not read the product and write the sum. The sum is rounded once, whereas a separate addition
+rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend as its matrix C and
+writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
@@ -42,19 +42,20 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels import cublaslt
 
 TORCH = "torch"
-"""Name of torch's kernel, which writes a product that is added separately."""
+"""Name of torch's variant, which writes a product and adds it separately."""
 
 GEMM, NORM = "GEMM", "norm"
-"""Places that may compute the residual addition."""
+"""Operations that may compute the residual addition."""
 
 SIZES = 16
-"""Required divisor of the numbers of input and output features, for fp8 products and aligned rows."""
+"""Number by which the numbers of input and output features must be divisible, for fp8 products and aligned rows."""
 
 CHECKED = 64
 """Number of rows and columns at each corner whose sums are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed relative error of sums, in norm: twice the rounding error of one sum; for weight gradients, as in bf16."""
+"""Allowed relative error of sums, in norm: twice the rounding error of one sum, and for weight gradients the error of
+bf16."""
 
 Run = Callable[[], object]
 
@@ -162,7 +163,7 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """Return a run of each kernel on random operands.
+    """Return a function for each kernel that runs it on random operands.
 
     Args:
         shape: Shape of the product.
@@ -196,7 +197,7 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """Wrap `run` so that its first call compares the `sums`. It raises RuntimeError if the first or last rows and
+    """Wrap `run` so that its first call checks the `sums`. This call raises RuntimeError if the first or last rows and
     columns differ from `expected`."""
     known = False
 
@@ -312,12 +313,12 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """Time both places of the residual addition at each shape, and set the layers' `adds_residual`.
+    """Time both ways to compute the residual addition at each shape, and set the layers' `adds_residual`.
 
     Collective over the ranks of a pipeline stage. The slowest rank decides.
 
     Args:
-        modules: Modules with the layers, of which those that accept an addend are timed.
+        modules: Modules with the layers. Only layers that accept an addend are timed.
         tokens: Tokens of a micro-batch on each rank.
         stage: Axis of the pipeline stage's ranks.
         device: Device of the layers.
@@ -339,7 +340,7 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Return the faster place of the residual addition."""
+    """Return the operation that computes the residual addition faster."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 
@@ -355,8 +356,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return a run of each variant on random operands: the GEMM with an addend, and a GEMM without addend followed by
-    the additional pass of the norm."""
+    """Return a function for each variant that runs it on random operands: the GEMM with an addend, and a GEMM without
+    addend followed by the additional pass of the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

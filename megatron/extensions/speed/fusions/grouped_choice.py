@@ -1,11 +1,10 @@
-"""Choice of expert kernels by timings at the model's shapes when a run starts.
-
-Only the device knows the experts' numbers of rows. torch's grouped GEMM computes the forward pass and the input
-gradients. It cannot add weight gradients to their fp32 sums, and it leaves rows that belong to no expert uninitialized.
+"""Choice of expert kernels at the start of a run, by timings at the model's shapes. Only the device knows the experts'
+numbers of rows. torch's grouped GEMM computes the forward pass and the input gradients. It cannot add weight gradients
+to their fp32 sums, and it leaves rows that belong to no expert uninitialized.
 
 There are several kernels for weight gradients. One uses a list of tiles for all experts, in several tilings
-(`grouped_triton.py`). The other has one program for each tile, which suits few rows and sums in other precisions.
-Without timings, as in deterministic runs, the first correct kernel is used.
+(`grouped_triton.py`). The other kernel has one program for each tile, which suits few rows, and sums in other
+precisions. Without timings, as in deterministic runs, the first correct kernel is used.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TOLERANCE = 2.0**-12
 step or tile causes an error of more than 2^-6."""
 
 CHECKED = 64
-"""Number of rows and columns of each expert whose sums are compared."""
+"""Number of rows and columns at each corner of an expert's gradient whose sums are compared."""
 
 _add_in_list = gpu_operator(
     "kernels.grouped_triton:add_grouped_in_list_",
@@ -61,7 +60,7 @@ _add_products = gpu_operator(
 out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Operator that zeroes the rows of a contiguous x [n, width] from ends[-1] (int32) on, and no other rows."""
+"""Operator that zeroes only the rows of a contiguous x [n, width] from ends[-1] (int32) on."""
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
@@ -98,7 +97,7 @@ class GroupedWeightGrad:
     plain = staticmethod(add_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, Segments]]:
-        """Yield bf16 operands of a run's experts, with equal numbers of rows."""
+        """Yield bf16 operands for the experts of a run, with equal numbers of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.dtype == torch.bfloat16 else ():
             yield operands_of(shapes, outputs, inputs, even(shapes))
 
@@ -131,7 +130,7 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return a run of each kernel and of torch on the operands.
+    """Return a function that runs each kernel, and torch, on the operands.
 
     The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
 

@@ -1,8 +1,9 @@
 """fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`).
 
-Products of rows, y = x Wᵀ and dX = dY W, are computed by torch or by Triton's kernel with one list of tiles. torch uses
-its grouped kernel if the GPU supports it for the recipe, otherwise one product for each expert. Operands of weight
-gradients are cast by tiles along tokens. Triton's kernel multiplies them in fp8, torch the same values in 16 bits.
+torch, or Triton's kernel with one list of tiles, computes the products of rows, y = x Wᵀ and dX = dY W. torch uses its
+grouped kernel if the GPU supports it for the recipe, otherwise one product for each expert. Operands of weight
+gradients are cast by tiles along tokens. Triton's kernel multiplies them in fp8, and torch multiplies the same values
+in 16 bits.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class ExpertKernel(Generic[*Operands]):
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
-        """Yield (outputs, inputs) of each product of a run, with a run of each kernel, `TORCH` last. A kernel's first
-        run raises RuntimeError if its results are wrong."""
+        """Yield (outputs, inputs) of each product in a training run, with a function that runs each kernel, `TORCH`
+        last. A kernel's first run raises RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
@@ -237,7 +238,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
 
 def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
-    """Return some columns of the tiles from `start` to `stop`."""
+    """Return the given columns of the tiles from `start` to `stop`."""
     values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
     return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
 

@@ -57,8 +57,8 @@ TORCH = "auto", "flash", "unfused"
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Choose the kernels of fp8 weight gradients and the place of the residual addition, on GPUs. If nothing may depend
-    on timings, the next norm computes the addition. Collective over the ranks of a pipeline stage."""
+    """Choose the kernels of fp8 weight gradients and of the residual addition, on GPUs. If nothing may depend on
+    timings, the next norm computes the addition. Collective over the ranks of a pipeline stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

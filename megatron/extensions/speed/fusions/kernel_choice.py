@@ -47,8 +47,8 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds of a forward and backward by kernel; infinite if a kernel does not support the shape or is not installed.
-    `errors` holds the reasons that this rank knows."""
+    """Seconds of a forward and backward pass by kernel; infinite if a kernel does not support the shape or is not
+    installed. `errors` holds the reasons that this rank knows."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -144,7 +144,7 @@ class ComparedKernel(Protocol):
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """Kernel that replaces an operation, with everything needed to compare the two."""
+    """Kernel that replaces an operation of plain torch, with everything needed to compare the two."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
@@ -152,9 +152,9 @@ class FusedKernel(Generic[*Operands, R]):
     suits: Callable[[*Operands], bool]
     """True if the kernel supports these operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
-    """Function that returns operands of a run; none if the run does not perform the operation."""
+    """Function that yields the operands of a run, or nothing if the run does not perform the operation."""
     tolerance: float
-    """Allowed relative error, in norm, of results and of operands that are written."""
+    """Allowed relative error, in norm, of results and of operands that the kernel writes."""
     planned: Callable[..., R] | None = None
     """Function that describes a launch for a plan. It is called with the plan's `Launches`
     (`plan/planner/as_on_gpus.py`) and the operands, and returns results of the right shapes. None if a plan should
@@ -248,7 +248,8 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """Return the largest difference of a result or a written operand from torch's, relative to the norm of torch's."""
+    """Return the largest difference between a result or written operand and torch's, relative to the norm of
+    torch's."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -277,7 +278,7 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
     """Time each run on every rank. The slowest rank's times are returned. Collective over the world.
 
     Args:
-        runs: Runs by name. Timed runs are removed, so that their operands are freed.
+        runs: Functions to time, by name. Each is removed after it is timed, so that its operands are freed.
         clock: Function that times a run.
         device: Device of the reduction.
         world: Axis of all ranks.
@@ -325,7 +326,7 @@ def has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; a small number for other devices."""
+    """Return the number of multiprocessors of a GPU, or a small number for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,8 +1,9 @@
-"""Transformer layer whose residual additions are computed by adjacent norms or GEMMs, and SwiGLU MLP whose activation
-and its gradient are cast to fp8 by the kernel that computes them.
+"""Transformer layer whose residual additions are fused into adjacent norms or GEMMs, and SwiGLU MLP whose kernels cast
+the activation and the input gradient to fp8 as they compute them.
 
 The MLP needs `--compile` and scales that are known in advance (--fp8-recipe delayed). Neither the activation nor the
-gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after it.
+gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after the
+activation.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class FusedTransformerLayer(TransformerLayer):
 
     def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
         """Return True if the last GEMM of a sublayer adds to the residual stream. There must be no operation between
-        the two, and the norm before the sublayer must not be recomputed."""
+        the GEMM and the addition, and the norm before the sublayer must not be recomputed."""
         direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
         return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
 
@@ -186,8 +187,8 @@ class FusedTransformerLayer(TransformerLayer):
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Return the casts that can replace the input of a sublayer's first layer. This layer must be the input's only
-    reader; hooks read it too."""
+    """Return the casts that can replace the input of a sublayer's first layer. The layer must be the only reader of the
+    input, and hooks count as readers."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None

@@ -1,5 +1,5 @@
-"""Split of the attention projection into queries, gates, keys and values, with rotary embedding. In the backward, one
-pass writes the gradient of the projection, reverses the rotation, and sums the bias gradient.
+"""Split of the attention projection into queries, gates, keys and values, with rotary embedding. In the backward pass,
+one kernel writes the gradient of the projection, reverses the rotation, and sums the bias gradient.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def split_heads(
         of_qkv: Casts of the gradient of qkv that the preceding linear layer reads. The backward makes these instead of
             the gradient.
     """
-    static = torch.is_grad_enabled()  # generation prompts vary in length, and must not compile a kernel each
+    static = torch.is_grad_enabled()  # generation prompts vary in length, and must not each compile a kernel
     split = HeadSplit(tuple(counts), interleaved, compiled, static)
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
@@ -84,7 +84,7 @@ class HeadSplit(NamedTuple):
 
 class _SplitHeadsContext(AutogradContext):
     settings: tuple[int, bool]
-    """Return the number of groups, and whether adjacent channels are rotated."""
+    """Return (number of groups, whether adjacent channels are rotated)."""
     compiled: bool
     bias: Tensor | None
     shape: torch.Size
@@ -160,7 +160,7 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """Sum the result of `joined_heads` over tokens, in a separate kernel. One pass for both takes 2.4 times as long on
-    a GPU."""
+    """Sum the result of `joined_heads` over tokens, in a separate kernel. A single kernel for both takes 2.4 times as
+    long on a GPU."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

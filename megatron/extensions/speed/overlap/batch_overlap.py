@@ -1,12 +1,12 @@
 """Interleaved passes of two micro-batches: while a collective of one pass is in flight, the other pass computes.
 
 Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it has started a
-collective, and completes the collective when its turn comes again. Autograd runs a backward pass, which cannot return
+collective, and completes the collective when its turn comes again. A backward pass is run by autograd and cannot return
 in the middle, so it needs its own stack. With threads, layers stay unchanged, and the autograd graph of a micro-batch
 is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward;
 Megatron-LM cuts the graph at the same places instead.)
 
-Turns depend only on the started collectives, never on time. Ranks that run the same passes therefore start their
+Turns depend only on which collectives were started, never on time. Ranks that run the same passes therefore start their
 collectives in the same order.
 """
 
@@ -55,8 +55,8 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Yield to the other pass, after a collective was started. Returns when the other pass has yielded or ended;
-        immediately if there is no other pass."""
+        """Yield to the other pass after a collective has been started. Returns when the other pass has yielded or
+        ended; immediately if there is no other pass."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn

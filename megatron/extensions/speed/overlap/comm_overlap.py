@@ -1,16 +1,16 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
-A GEMM with an all-gathered input runs in parts, each as soon as its rows arrive. The operand of a reduce-scatter is
-computed in the order in which the ranks need it, each part while the previous sum is in flight. The forward of a layer
-therefore never waits for a whole collective, and sends the same number of bytes. (Wang et al., "Overlap Communication
-with Dependent Computation via Decomposition", ASPLOS 2023.)
+A GEMM with an all-gathered input runs in parts, each of which starts when its rows arrive. The operand of a
+reduce-scatter is computed in the order in which the ranks need it, each part while the previous sum is in flight. The
+forward pass of a layer therefore never waits for a whole collective, and sends the same number of bytes as without
+overlap. (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts in
 its backward: its gather overlaps with the GEMM for dX, and its reduction with the GEMM for dW, as in `LinearFunction`.
 If the schedule defers dW, dX is computed and reduced in parts.
 
-Parts are sent in the form that the GEMMs read. With one fp8 scale per tensor, these are bytes that equal the cast
-values of one process.
+Parts are sent in the form that the GEMMs read. With one fp8 scale per tensor, these are bytes that equal the values
+cast in one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -99,10 +99,10 @@ def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callabl
 
 
 class RingOverlap:
-    """GEMMs that overlap with collectives, by a ring of sends and receives between neighbours, on any backend and
+    """GEMMs that overlap with collectives by a ring of sends and receives between neighbours, for any backend and
     device. All ranks of the axis call these methods with the same shapes.
 
-    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or the partial sum
+    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or a partial sum
     arrives from the previous rank. A step takes as long as the slower of the two.
     """
 
@@ -147,8 +147,8 @@ class RingOverlap:
 
 
 class SymmetricOverlap:
-    """GEMMs that overlap with collectives by torch's symmetric-memory operations, for GPUs that access each other's
-    memory (NVLink) under NCCL, in the precision of the parameters.
+    """GEMMs that overlap with collectives by torch's symmetric-memory operations, in the precision of the parameters.
+    This needs NCCL, and GPUs that access each other's memory (NVLink).
 
     Unlike NCCL's sends and receives, copies between GPUs use no multiprocessors.
     """
@@ -182,7 +182,7 @@ class _LayerContext(AutogradContext):
     layer: Overlapped
     weight: Tensor
     bias_shape: torch.Size
-    """Set if there is a bias."""
+    """Shape of the bias; set only if there is a bias."""
 
 
 class _ColumnFunction(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""Flags of overlapped communication, and registration of its parts. This module does not import torch."""
+"""Flags of communication overlap, and registration of the parts that implement it. This module does not import
+torch."""
 
 from __future__ import annotations
 

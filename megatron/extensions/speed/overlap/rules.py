@@ -1,4 +1,4 @@
-"""Rules of overlapped communication. This module does not import torch."""
+"""Rules of communication overlap. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit of the constants of a device file to measured times. This module does not import torch.
+"""Fit of a device file's constants to measured times. This module does not import torch.
 
 Each model is linear and solved by least squares. Points are weighted by relative error, and no constant is negative.
 Constants that only whole steps reveal, such as the host time per operation, are fitted to measured steps (`fit_steps`).
@@ -22,8 +22,8 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Measured time of a collective by the bytes of its whole operand. The group has `size` ranks on link `link`: all
-    on one node (`node`), or each on its own node (`network`)."""
+    """Measured times of a collective, keyed by the bytes of its whole operand. The group has `size` ranks on link
+    `link`: all on one node (`node`), or each on its own node (`network`)."""
 
     link: str
     kind: str
@@ -34,7 +34,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measured seconds of one rank, or their means over the ranks."""
+    """All measured times of one rank in seconds, or their means over the ranks."""
 
     products: tuple[tuple[Product, float], ...]
     attention: tuple[tuple[Attention, float], ...]
@@ -64,8 +64,8 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
 
 
 def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds per byte, fixed seconds) of messages of growing sizes. The time per byte is taken from the two
-    largest messages alone: networks pass short bursts faster than their sustained rate."""
+    """Return (seconds per byte, fixed seconds) of messages of growing sizes. The time per byte is computed from the two
+    largest messages alone, because networks transfer short bursts faster than their sustained rate."""
     last = len(sizes) - 1
     grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
     per_byte = grown if grown > 0 else seconds[last] / sizes[last]
@@ -92,7 +92,7 @@ def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, f
 
 
 def sent(point: CollectiveTime) -> float:
-    """Bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
+    """Return the bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
     rounds = ROUNDS.get(point.kind, 1.0)
     return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
 
@@ -202,7 +202,7 @@ def _in_four_digits(number: float) -> float:
 
 
 Predict = Callable[[DeviceFile], float]
-"""Function that predicts the seconds of a step for a device."""
+"""Function that predicts the step time on a device, in seconds."""
 
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:

@@ -1,7 +1,7 @@
 """Times of products, attention, element-wise operations and collectives, measured on this machine.
 
 All ranks measure the same operation at the same time, as in training. Ranks that share processors, memory or a network
-cable slow each other, and the measurement must include this.
+cable slow each other down, and the measurement must include this.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """Return (bytes read and written, seconds) of copies. A CPU's bandwidth is then fitted to whole steps, starting
-    from these."""
+    """Return (bytes read and written, seconds) of copies. A CPU's bandwidth is later fitted to whole steps, starting
+    from these values."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))
@@ -184,8 +184,8 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
     """Time collectives of growing sizes until a call takes a third of a second. On CPUs each call follows a product,
-    whose time is subtracted: ranks that share processors do not arrive at the same moment, and training has them wait
-    for each other."""
+    whose time is subtracted. Ranks that share processors do not reach the collective at the same moment, and in
+    training they wait for each other too."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
@@ -205,8 +205,8 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a call of a collective whose whole operand has `moved` bytes of fp32, as training calls it: on CPUs,
-    reductions are exchanges followed by sums."""
+    """Return a function that calls a collective as training does. Its whole operand has `moved` bytes of fp32. On CPUs,
+    a reduction is an exchange followed by a sum."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)
@@ -234,7 +234,7 @@ def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.de
 
 
 def overlap_slowdown(clock: Clock, sizes: Sizes, group: dist.ProcessGroup) -> float:
-    """Return the share of a hidden all-reduce's time by which it delays concurrent products."""
+    """Return the delay of concurrent products by a hidden all-reduce, as a fraction of the all-reduce's time."""
     whole = torch.zeros(sizes.messages[-1] // 4, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     m, n, k = sizes.products[-1]

@@ -1,9 +1,9 @@
-"""Expected goodput of a run on failing devices, best save interval, and number of spare nodes worth paying for. This
-module does not import torch.
+"""Expected goodput of a run on devices that fail, its best save interval, and the number of spare nodes worth paying
+for. This module does not import torch.
 
 Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
 seconds on average. A run saves after every tau seconds of steps, stops for delta seconds at each save, and needs R
-seconds from a failure to its next step. It takes
+seconds from a failure to its next step. The run takes
 
 T = M exp(R / M) (exp((tau + delta) / M) - 1)
 
@@ -54,12 +54,12 @@ class SaveCost:
     """Seconds from the start of a save until it can be loaded."""
 
     source: str
-    """Text that names the source of `seconds`."""
+    """Source of `seconds`, as text."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the wall time of a run that saves every `steps` steps. The four shares sum to 1."""
+    """Breakdown of the wall time of a run that saves every `steps` steps. The four shares sum to 1."""
 
     steps: int
     goodput: float
@@ -80,7 +80,7 @@ class Expected:
     save: SaveCost
 
     def shares(self, steps: int) -> Shares:
-        """Wall time shares of a run that saves every `steps` steps. A save waits until the previous one has
+        """Return the wall time shares of a run that saves every `steps` steps. A save waits until the previous one has
         finished."""
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
@@ -97,7 +97,7 @@ class Expected:
     def best(self) -> Shares:
         """Return the shares for the save interval with the highest goodput."""
         low, high = 1, max(1, math.ceil(20 * (self.between_failures + self.save.seconds) / self.step_seconds))
-        while high - low > 2:  # goodput has a single maximum over the interval
+        while high - low > 2:  # goodput has a single maximum as a function of the interval
             third = (high - low) // 3
             left, right = low + third, high - third
             if self.shares(left).goodput < self.shares(right).goodput:
@@ -118,11 +118,11 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
     """Return the cost of a save.
 
     Args:
-        shard_bytes: bytes that the fullest rank copies to its host's memory before it trains on
-        bytes_per_node: bytes that a node writes
-        host_gb: rate of these copies, in GB/s
-        background: whether files are written while the run trains
-        known: stated or measured seconds of a save; None to assume a rate of storage
+        shard_bytes: Bytes that the fullest rank copies to its host's memory before training continues.
+        bytes_per_node: Bytes that a node writes.
+        host_gb: Rate of these copies in GB/s.
+        background: Whether files are written while the run trains.
+        known: Stated or measured seconds of a save; None to assume a storage rate.
     """
     written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9
     copied = shard_bytes / host_gb / 1e9
@@ -135,7 +135,7 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
     """Find the number of spare nodes that gives the most training per paid node.
 
     The number of failed nodes at any time is Poisson distributed, with mean nodes x failures x repair time. The run
-    waits while more of them are missing than it has spares.
+    waits while there are more failed nodes than spares.
 
     Returns:
         (spares, share of the time in which the run has all its nodes with them, and without spares)
@@ -168,8 +168,8 @@ def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hour
     per_node = 1.0 / (expected.between_failures * nodes)
     spares, present, alone = spares_worth(nodes, per_node, repair_hours * 3600)
     yield (
-        f"spare nodes that pay: {spares:,} beside {nodes:,}, if each failure takes a node away for {repair_hours:g} h; "
-        f"all nodes are there {present:.2%} of the time, without spares {alone:.2%}"
+        f"spare nodes that pay: {spares:,} in addition to {nodes:,}, if each failure takes a node away for "
+        f"{repair_hours:g} h; all nodes are available {present:.2%} of the time; without spares, {alone:.2%}"
     )
 
 

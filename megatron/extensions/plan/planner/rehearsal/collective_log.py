@@ -34,7 +34,8 @@ OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
     *("send", "recv", "barrier", "monitored_barrier"),
 )
-"""Names in records. Operator names start with these, apart from underscores: allreduce_coalesced_, _allgather_base_."""
+"""Names of collectives in records. With underscores ignored, each operator name, such as allreduce_coalesced_ or
+_allgather_base_, starts with one of these names."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 """Reduction names in the order of torch's ReduceOp."""
@@ -169,7 +170,7 @@ def call_site() -> str:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[str]:
-    """Return the places in a traceback outside torch and the wrappers of collectives, the innermost first."""
+    """Return the places in a traceback outside torch and the wrappers of collectives, innermost first."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if (place := _place(frame.f_code.co_filename)) is not None:
             yield f"{place}:{line} in {frame.f_code.co_name}"

@@ -105,7 +105,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
 
 
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
-    """Return the memory of each pipeline rank as `--dry-run` plans it, or print why there is no plan.
+    """Return the memory of each pipeline rank as planned by `--dry-run`. If there is no plan, print the reason.
 
     The plan covers as many micro-batches as are rehearsed. It may fail because it runs layers separately, which a
     custom layer may not support.
@@ -114,7 +114,7 @@ def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
         memory = memory_of_ranks(rehearsal.config, rehearsal.world_size)
         return {rank.plan.pp_rank: rank.total for rank in memory}, []
     except Exception as error:
-        return {}, [f"no plan of memory to compare with: {type(error).__name__}: {error}"]
+        return {}, [f"no memory plan to compare with: {type(error).__name__}: {error}"]
 
 
 def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -202,7 +202,7 @@ class Report:
         return self.planned.get(record.coords.get("pp", 0))
 
     def _traffic_lines(self) -> Iterator[str]:
-        """Yield a line for each axis: calls and bytes per step on the rank that sends the most."""
+        """Yield a line for each axis with the calls and bytes per step of the rank that sends the most."""
         most: dict[str, tuple[int, int, RankRecord]] = {}
         for record in self.records:
             for axis, (calls, size) in self._sent_by_axis(record).items():
@@ -215,7 +215,7 @@ class Report:
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
         """Return (calls, bytes sent) of a whole step by axis.
 
-        A micro-batch that was not rehearsed counts like one in the middle of the rehearsal.
+        Micro-batches that were not rehearsed are counted like the middle one of the rehearsal.
         """
         calls = Counter[str]()
         sizes = Counter[str]()
@@ -231,13 +231,13 @@ class Report:
         """Return a line with the number of compared collectives, or the reason why none could be compared."""
         groups, calls = compared(self.records)
         if not groups:
-            alone = "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"
+            alone = "no two of the rehearsed ranks share a collective; --ranks all-distinct compares them"
             why = alone if self.rehearsal.world_size > 1 else "the run has one rank"
             return f"no collectives could be compared: {why}"
         return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
 
     def _shard_lines(self) -> Iterator[str]:
-        """Yield the checkpoint bytes that ranks write, and a summary."""
+        """Yield lines about the checkpoint bytes that ranks write."""
         sizes = {record.rank: written_bytes(record.boxes) for record in self.records if record.failure is None}
         if sizes:
             least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -246,7 +246,7 @@ class Report:
         if self._covered:
             yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}, each element written once"
         elif sizes and len(sizes) < self.rehearsal.world_size:
-            yield "checkpoint: whether all ranks together leave elements out is not known; --ranks all compares them"
+            yield "checkpoint: it is not known whether all ranks together omit elements; --ranks all compares them"
 
     @property
     def _covered(self) -> bool | None:

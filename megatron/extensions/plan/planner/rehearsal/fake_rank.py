@@ -86,7 +86,7 @@ class RankMode(LiveMemory):
             return
         self.peak, self.peak_phase = self.now, self.log.phase()[0]
         if self.limit is not None and self.now > self.limit:
-            raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
+            raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, but the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
         """Return the places in the code that hold the most memory now."""
@@ -105,7 +105,7 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """World axis without peers: this rank also does the work that the first rank does for all."""
+    """World axis without peers. This rank also does the work that the first rank does for all ranks."""
 
     @property
     def first(self) -> bool:
@@ -120,13 +120,13 @@ class Lost(NamedTuple):
 
     job: int
     how: str
-    """`SIGKILL`, or `exit code 1`."""
+    """End of the process as text, such as `SIGKILL` or `exit code 1`."""
 
 
 def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lost]:
-    """Yield the results of jobs as they end; `Lost` for a job whose process dies without a result.
+    """Yield the results of jobs as they end, or `Lost` for a job whose process dies without a result.
 
-    If the system has no room for another process, fewer run at a time; raises OSError if there is room for none.
+    If the system cannot start another process, fewer processes run at a time. Raises OSError if it cannot start any.
     Results must be picklable.
     """
     context, waiting = mp.get_context("fork"), list(jobs)[::-1]
@@ -169,18 +169,18 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
     """Run a job and send its result.
 
-    Ctrl-C, which reaches all processes of a terminal, is handled by the parent; SIGTERM ends this process as usual.
+    Ctrl-C reaches all processes of a terminal, so only the parent handles it. SIGTERM ends this process as usual.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
-    gc.freeze()  # a garbage collection would copy the pages of inherited objects
+    gc.freeze()  # a garbage collection would copy the memory pages of inherited objects
     sender.send(job())
     sender.close()
 
 
 def without_inputs(parts: Parts) -> Parts:
-    """Replace the parts of a run for a rehearsal: no callbacks that read inputs at the start."""
+    """Parts of a run for a rehearsal, without the callbacks that read inputs at the start."""
     kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
     return Parts(kept, parts.metrics)
 
@@ -212,8 +212,8 @@ def rehearsal_of(
 ) -> Rehearsal:
     """Return the rehearsal of a resolved and validated configuration.
 
-    Unless `whole`, only as many micro-batches are rehearsed as each stage needs to hold as many at once as in the whole
-    step.
+    Unless `whole`, only as many micro-batches are rehearsed as are needed for each stage to hold its largest number of
+    micro-batches at once.
     """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training

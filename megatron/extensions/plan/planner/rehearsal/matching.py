@@ -24,7 +24,7 @@ POINT_TO_POINT = ("send", "recv")
 class Group(NamedTuple):
     """A process group.
 
-    Its identity consists of its members and the number of earlier groups with the same members, on which ranks agree
+    A group is identified by its members and the number of earlier groups with the same members. Ranks agree on both
     without communication.
     """
 
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Elements of an all-to-all by rank of the group; empty if all are equal."""
+    """Numbers of elements of an all-to-all, by rank of the group; empty if all are equal."""
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Collective(NamedTuple):
 
 
 def bytes_sent(collective: Collective, rank: int) -> int:
-    """Return the bytes that `rank` sends under the algorithm that sends least if all ranks send equally.
+    """Return the bytes that `rank` sends under the algorithm with the least traffic in which all ranks send equally.
 
     All-reduces, all-gathers and reduce-scatters use rings.
     """
@@ -106,7 +106,7 @@ def bytes_sent(collective: Collective, rank: int) -> int:
 
 
 class Box(NamedTuple):
-    """Part of a checkpoint's tensor that a rank writes."""
+    """Part of a checkpoint tensor that a rank writes."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -134,7 +134,7 @@ class Failure:
     message: str
     phase: str
     sites: tuple[str, ...]
-    """Places in the traceback outside torch, the innermost first."""
+    """Places in the traceback outside torch, innermost first."""
 
     holders: tuple[Holder, ...] = ()
     """Places that hold the most memory, if memory ran out."""
@@ -147,11 +147,11 @@ class RankRecord:
     rank: int
     coords: dict[str, int]
     axes: dict[Group, str] = field(default_factory=dict)
-    """Names of the layout's groups."""
+    """Names of the layout's process groups."""
 
     collectives: list[Collective] = field(default_factory=list)
     built: int = 0
-    """Bytes held when the run was built."""
+    """Bytes held after the run was built."""
 
     peak: int = 0
     peak_phase: str = ""
@@ -203,7 +203,7 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not (first.isdigit() and (last.isdigit() if dash else not last)):
-            raise ValueError(f"--ranks {text}: {word!r} is no rank; give {DISTINCT}, all, or ranks as 0,8,16-23")
+            raise ValueError(f"--ranks {text}: {word!r} is no rank; give {DISTINCT}, all, or ranks such as 0,8,16-23")
         ranks = range(int(first), int(last or first) + 1)
         if not ranks:
             raise ValueError(f"--ranks {text}: {word} ends before it begins; give the lower rank first")
@@ -227,7 +227,8 @@ Side = tuple[RankRecord, list[Collective]]
 
 
 def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
-    """Report the first differing collective of a group, after `number` equal ones. `what` says what a run would do."""
+    """Report the first differing collective of a group, after `number` equal ones. `what` states the consequence for a
+    run."""
     ranks = group.ranks
     shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
     told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
@@ -292,7 +293,7 @@ def _first_difference(group: Group, axis: str, left: Side, right: Side) -> list[
 
 
 def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
-    hang = "the ranks of this group would wait for each other for ever"
+    hang = "the ranks of this group would wait for each other forever"
     if bad >= min(len(a), len(b)):
         return f"one rank makes {len(a)} calls and another {len(b)}; {hang}"
     x, y = a[bad], b[bad]
@@ -321,9 +322,15 @@ def _received_from(each: Collective, place: int) -> int:
 def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -> list[str] | None:
     for number, (x, y) in enumerate(zip_longest(sender[1], receiver[1])):
         if x is None or y is None:
-            return _parted(group, axis, number, (sender, receiver), "a message has no other end; a run would hang")
+            return _parted(
+                group,
+                axis,
+                number,
+                (sender, receiver),
+                "a message is never sent or received at the other end; a run would hang",
+            )
         if (x.sent, x.dtype, x.tag) != (y.received, y.dtype, y.tag):
-            return _parted(group, axis, number, (sender, receiver), "a message is not the one that is received")
+            return _parted(group, axis, number, (sender, receiver), "a message differs from the one that is received")
     return None
 
 
@@ -367,7 +374,7 @@ def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[s
             found.append(f"{key} has the shapes {' and '.join(map(str, sorted(shapes)))} on different ranks")
             continue
         if (twice := _overlap(written)) is not None:
-            found.append(f"{key}: {twice[0].name()} and {twice[1].name()} both write elements of it")
+            found.append(f"{key}: {twice[0].name()} and {twice[1].name()} both write some of its elements")
         elif every_rank and sum(prod(box.shape) for _, box in written) < prod(written[0][1].global_shape):
             found.append(f"{key} {written[0][1].global_shape}: no rank writes all of its elements")
     more = len(found) - PROBLEMS_SHOWN

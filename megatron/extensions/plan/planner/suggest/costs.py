@@ -1,6 +1,6 @@
 """Time and memory of layouts in a search, and cheap lower bounds on both.
 
-Every bound omits costs and adds none, so no optimal layout is discarded.
+A bound may omit costs but never adds any, so no optimal layout is discarded.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ ELEMENTS = 2**20
 """Elements per shard of the matrix used to measure state bytes per element, chosen so that there is no padding."""
 
 FULLEST = 5
-"""Number of first ranks, besides the last one, among which the fullest rank is searched.
+"""Number of pipeline ranks at the start that may be the fullest, in addition to the last one.
 
 The first rank holds fewer layers than the second if the embedding counts as layers, and dense layers often precede MoE
 layers.
 """
 
 SAME_LAYERS = 0.98
-"""Smallest time of layers with recomputation or separate weight gradients, relative to layers without.
+"""Smallest time of layers with recomputation or separate weight gradients, relative to plain layers.
 
-It is below 1 because the same kernels may follow each other in another order.
+It is below 1 because the same kernels may run in another order.
 """
 
 lists_of = lru_cache(maxsize=4096)(build_schedule)
@@ -215,8 +215,8 @@ class LayoutCosts:
         return step_bound(stages, layout.place, self.microbatches(layout), more) + self._fixed
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
-        """Return the minimum seconds by pipeline rank that exchanging gradients and parameters adds to the passes of
-        its `stages`."""
+        """Return, for each pipeline rank, the minimum seconds that exchanging gradients and parameters adds to the
+        passes of its `stages`."""
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
@@ -280,8 +280,8 @@ class LayoutCosts:
         return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
-        """Return the minimum parameters of each pipeline rank, dense and expert; all are assumed to be sharded like
-        matrices."""
+        """Return the minimum numbers of dense and expert parameters of each pipeline rank, assuming that all are
+        sharded like matrices."""
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
@@ -310,7 +310,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
-        """Return the memory that each additional sample of a micro-batch takes."""
+        """Return the memory that each additional sample in a micro-batch takes."""
         first, second = (
             ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
             for samples in (1, 2)
@@ -321,7 +321,8 @@ class LayoutCosts:
     def _elements(self, stage: Stage) -> dict[bool, int]:
         metas = stage_metas(self.run.own.model, stage)
         sums = {expert: sum(meta.numel for meta in metas if meta.expert is expert) for expert in (False, True)}
-        if stage.last and not stage.first and self.run.own.model.tied_embeddings:  # its copy may be the first stage's
+        # the first stage may hold the only copy
+        if stage.last and not stage.first and self.run.own.model.tied_embeddings:
             sums[False] -= sum(meta.numel for meta in metas if meta.role in ("embedding", "output"))
         return sums
 
@@ -363,18 +364,18 @@ def step_bound(
     microbatches: int,
     more: Sequence[float] | None = None,
 ) -> float:
-    """Return a lower bound on the seconds of any schedule of these stages.
+    """Return a lower bound, in seconds, on the step time under any schedule of these stages.
 
-    The first forward of a rank waits for the earlier stages. After the last backward of the rank's first stage, the
-    earlier stages still have to run their own backward. In between, the rank does all its work, except that deferred
-    weight gradients may wait.
+    A rank cannot start its first forward pass before the earlier stages have run theirs. After the last backward pass
+    of the rank's first stage, the earlier stages still have to run their own backward passes. In between, the rank does
+    all its work, except for weight gradients, which it may defer to the end.
 
     Args:
-        stages: For each stage, seconds of a micro-batch in the forward, in the backward (or only the input gradient),
-            and in the deferred weight gradient.
+        stages: For each stage, the seconds that a micro-batch takes in the forward pass, in the backward pass (or only
+            for the input gradient), and for the deferred weight gradient.
         layout: Placement of the stages.
         microbatches: Micro-batches per step.
-        more: Seconds of each rank's other work.
+        more: Seconds that each rank spends on other work.
     """
     longest, times = 0.0, np.asarray(stages)
     for rank in range(layout.pp):
@@ -388,7 +389,7 @@ def step_bound(
 
 
 def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvents], device: DeviceFile) -> float:
-    """Return the seconds that a second sample adds, from the events of passes with one and with two samples.
+    """Return the seconds that a second sample adds, computed from the events of passes with one and with two samples.
 
     Work done once for all samples, such as reading weights, is excluded, because in other layouts more samples share
     it. Products are assumed to fill every multiprocessor, launches and minimum kernel times are ignored, and

@@ -1,4 +1,4 @@
-"""Report with a verdict on the layout of a run and the best layouts for it, as lines and as JSON."""
+"""Report on a run's own layout and on the best layouts for the run, as lines and as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def crossing(each: Found) -> list[str]:
 
 
 UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
-"""(name, seconds, number from which the next unit is used) of each time unit."""
+"""Time units: (name, seconds, number from which the next unit is used)."""
 
 
 def duration(seconds: float) -> str:
@@ -100,7 +100,7 @@ def standing_line(ranked: Sequence[Found]) -> str:
     if place == 1:
         return "the given layout is the fastest of these"
     share = 1 - ranked[0].step.seconds / ranked[place - 1].step.seconds
-    where = "slower than all that are suggested" if place == len(ranked) else f"number {place} of {len(ranked)}"
+    where = "slower than all suggested layouts" if place == len(ranked) else f"number {place} of {len(ranked)}"
     return f"the given layout is {where}; the first takes {share:.1%} less time"
 
 
@@ -115,7 +115,7 @@ def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
             f"{gib(each.fullest.total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
             f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
         )
-    yield "flags, to append to those of the run:"
+    yield "flags to append to those of the run:"
     for number, each in enumerate(found, 1):
         if each.given:
             yield f"{number:<4}those of the run"
@@ -125,7 +125,7 @@ def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """Format a layout: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
+    """Format a layout: Format a layout, as in `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
     family = layout.family
     pipeline = layout.pipeline
     saving = layout.saving
@@ -153,7 +153,7 @@ def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]
 
 
 def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
-    """Yield the report's lines if no layout fits."""
+    """Yield the lines of a report in which no layout fits."""
     yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
@@ -169,8 +169,8 @@ def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterat
 def _remedy(most: RankMemory, ranks: int) -> str:
     states = sum(most.sizes[name] for name in ("weights", "gradients", "optimizer"))
     if 2 * states > most.total:
-        return f"parameters and their states take most: more than {ranks} ranks, or devices with more memory"
-    return "activations and temporary tensors take most: a shorter --seq-length, or devices with more memory"
+        return f"parameters and their states take most of it: use more than {ranks} ranks, or devices with more memory"
+    return "activations and temporary tensors take most of it: use a shorter --seq-length, or devices with more memory"
 
 
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
@@ -179,12 +179,12 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
         why = "interrupted" if effort.interrupted else "ended early"
         yield (
             f"{why}: layouts that were not evaluated may take as little as {effort.bound:.4g} s; --suggest all "
-            "searches until none can be faster"
+            "searches until no layout can be faster"
         )
 
 
 def effort_line(effort: Effort, run: SearchedRun) -> str:
-    """Return the line about the extent of a search."""
+    """Return a line about the size of the searched space."""
     space = run.space
     return (
         f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
@@ -192,7 +192,7 @@ def effort_line(effort: Effort, run: SearchedRun) -> str:
         + ("EP, expert TP, " if space.num_experts is not None else "")
         + f"micro-batches up to {max(space.micro_batches)}, {', '.join(space.schedules)}, recomputation "
         f"({', '.join(space.recompute)}), ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, "
-        f"{effort.layouts:,} layouts with a bound on their memory, {effort.predicted:,} predicted, "
+        f"{effort.layouts:,} layouts with a memory bound, {effort.predicted:,} predicted, "
         f"{effort.measured:,} measured"
     )
 
@@ -205,7 +205,7 @@ MOST_TIMED = 90
 
 def progress_text(effort: Effort) -> str:
     counts = f"{effort.traced:,} kinds of layers timed, {effort.predicted:,} layouts predicted"
-    return f"searching: {counts}; Ctrl-C or SIGTERM ends with what is found"
+    return f"searching: {counts}; Ctrl-C or SIGTERM ends the search and prints the layouts found so far"
 
 
 def print_suggestions(

@@ -18,13 +18,16 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts, those with the lowest memory bounds, that are measured to find the nearest one if nothing fits."""
+"""If no layout fits, the number of layouts that are measured to find the nearest one. The layouts with the lowest
+memory bounds are taken."""
 
 MOST_PREDICTED = 150
-"""Predictions after which an incomplete search predicts only memory-saving variants of layouts that it already has."""
+"""Number of predictions after which an incomplete search predicts only memory-saving variants of layouts that it has
+already found."""
 
 MOST_OF_A_SHAPE = 6
-"""Layouts of one `Layout.shape`, those with the lowest bounds, that an incomplete search predicts."""
+"""Number of layouts per `Layout.shape` that an incomplete search predicts. The layouts with the lowest bounds are
+taken."""
 
 T = TypeVar("T")
 
@@ -37,7 +40,7 @@ class Candidate(Generic[T]):
     order: tuple[object, ...]
     item: T
     final: bool = False
-    """True if `bound` is the cost."""
+    """True if `bound` is the exact cost."""
 
 
 def best_first(
@@ -89,9 +92,9 @@ class Found:
 
 
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
-    """Rank layouts by time, the fastest first, including the run's own.
+    """Rank layouts by time, fastest first, including the run's own layout.
 
-    The run's own layout precedes others with equal time, and replaces those of its shape that are not faster.
+    The run's own layout precedes others with equal time, and replaces layouts of the same shape that are not faster.
     """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
@@ -109,7 +112,8 @@ class Effort:
     """Number of families whose layers were timed."""
 
     layouts: int = 0
-    """Number of layouts of the timed families, with memory-saving variants, whose memory was bounded."""
+    """Number of layouts of the timed families, including memory-saving variants, for which a memory bound was
+    computed."""
 
     predicted: int = 0
     measured: int = 0
@@ -121,7 +125,7 @@ class Effort:
     """Lower bound on the step time of every layout that was not evaluated, if any."""
 
     interrupted: bool = False
-    """True if the search was asked to end."""
+    """True if the search was interrupted."""
 
 
 @dataclass
@@ -133,10 +137,8 @@ class LayoutSearch:
     """Device memory in bytes."""
 
     most_timed: int | None = None
-    """Number of families, those with the lowest bounds, whose layers are timed.
-
-    Other families are not evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None evaluates
-    everything.
+    """Number of families whose layers are timed, taken in order of their lower bounds. Other families are not
+evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None evaluates everything.
     """
 
     progress: Callable[[Effort], None] = lambda effort: None
@@ -146,18 +148,18 @@ class LayoutSearch:
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
     _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
-    """Layouts of a family that may fit and have not been taken."""
+    """Layouts of a family that may fit and have not been tried."""
 
     _sizes: dict[Layout, float] = field(default_factory=dict)
     """Tried layouts with lower bounds on their bytes; infinite if host memory does not suffice."""
 
     def best(self, count: int) -> list[Found]:
-        """Return the fastest layouts that fit, one of each `Layout.shape`, the fastest first.
+        """Return the fastest layouts that fit, one of each `Layout.shape`, fastest first.
 
         Raises ValueError if the device file lacks a rate.
         """
         families = list(self._families())
-        gc.freeze()  # garbage collection then skips existing objects, which are the majority
+        gc.freeze()  # garbage collection then skips the existing objects, which are the majority
         try:
             for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)
@@ -177,8 +179,8 @@ class LayoutSearch:
         self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
 
     def nearest(self) -> Found | None:
-        """Return the legal layout whose fullest rank exceeds the limit least, for when nothing fits; None if none is
-        legal."""
+        """Return the legal layout whose fullest rank exceeds the limit least, for the case that no layout fits; None if
+        no layout is legal."""
         too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
         too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
         legal = (
@@ -252,7 +254,8 @@ class LayoutSearch:
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound permits it, otherwise variants that save more in the same way."""
+        """Return the layout if its memory bound is within the limit, otherwise variants that save more in the same
+        way."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1

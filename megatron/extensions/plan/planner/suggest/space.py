@@ -1,6 +1,7 @@
 """Layouts that --suggest searches, with their configurations and flags. This module does not import torch.
 
-A layout is legal if validation accepts it. This module only generates sizes that divide, so few layouts are refused.
+A layout is legal if validation accepts it. This module only generates sizes that divide the world and the model, so
+validation rejects few layouts.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ SHARDING = ("optim", "optim_grads", "optim_grads_params")
 """Sharding strategies, ZeRO-1 to ZeRO-3. Each takes less memory than the previous one, and at least as much time."""
 
 OFFLOADING = ("none", "states", "activations")
-"""Kinds of offloading: nothing, optimizer states, or the activations of all layers of a stage except one."""
+"""Kinds of offloading: none, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Numbers of stages per rank, for schedules that accept any number."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
-"""Schedules to search, in addition to the run's own. gpipe takes as long as 1f1b, and more memory."""
+"""Schedules to search, in addition to the run's own. gpipe takes as long as 1f1b, but more memory."""
 
 
 class Family(NamedTuple):
@@ -50,7 +51,7 @@ class Family(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A schedule of `chunks` stages on each of `ranks` pipeline ranks."""
+    """Schedule with `chunks` stages on each of `ranks` pipeline ranks."""
 
     schedule: str = "1f1b"
     ranks: int = 1
@@ -59,7 +60,7 @@ class Pipeline(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """Memory savings of a layout other than recomputation: entries of `SHARDING` and `OFFLOADING`."""
+    """Memory-saving settings of a layout other than recomputation: entries of `SHARDING` and `OFFLOADING`."""
 
     sharding: str = SHARDING[0]
     offload: str = OFFLOADING[0]
@@ -67,7 +68,8 @@ class Saving(NamedTuple):
     def next(self, replicas: int) -> Iterator[Saving]:
         """Yield the settings that save one step more memory.
 
-        Each takes at least as long, so it is worth evaluating only if the current one does not fit.
+        Each setting takes at least as long as the current one, so it is worth evaluating only if the current one does
+        not fit.
         """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):
@@ -77,7 +79,7 @@ class Saving(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A family on a pipeline, with `dp` replicas."""
+    """Layout: a family on a pipeline, with `dp` replicas."""
 
     family: Family = Family()
     pipeline: Pipeline = Pipeline()
@@ -94,7 +96,7 @@ class Layout(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The parallel sizes and the micro-batch size.
+        """Parallel sizes and micro-batch size.
 
         Layouts of the same shape differ only in schedule, virtual stages, recomputation, sharding and offloading.
         """
@@ -225,7 +227,7 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the `problems` that no layout avoids: they occur with the same text in the shortest and longest
+        """Return the `problems` that no layout avoids: those that occur with the same text in the shortest and longest
         pipeline of every family."""
         left = list(problems)
         for family in self.space.families():
@@ -239,7 +241,7 @@ class SearchedRun:
 
     @property
     def own_layout(self) -> Layout:
-        """Convert the run's own legal layout to a searched one.
+        """Convert the run's own legal layout to a layout of the search space.
 
         The positions at which it splits layers, its recomputed modules and its offloaded amount are ignored.
         """

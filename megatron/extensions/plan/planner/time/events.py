@@ -31,10 +31,10 @@ class Product:
     """True if the rows are tokens that a router sent to this rank."""
 
     again: bool = False
-    """True if the product is recomputed for the backward."""
+    """True if the product is recomputed for the backward pass."""
 
     at_one_time: int = 1
-    """Number of such products, this one included, that the device may compute concurrently."""
+    """Number of products, including this one, that the device may compute concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class Attention:
     """One launch of a fused attention kernel."""
 
     backend: str
-    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout.
-
-    With an fp8 forward: fp8_flash3, fp8_triton, or fp8, the faster of these.
+    """Name of the kernel: cudnn, flash, flash3, triton (the kernel with dropout), or auto, the device's fastest kernel
+without dropout. With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the faster of these two.
     """
 
     width: int
@@ -54,26 +53,26 @@ class Attention:
     """FLOPs of the kernel: masked pairs are excluded, and scores recomputed in the backward pass are included."""
 
     length: int
-    """Number of keys of the launch."""
+    """Number of keys in the launch."""
 
     backward: bool
 
     hashes: float = 0.0
-    """Number of pairs whose dropout mask the kernel hashes, counted once per hash."""
+    """Number of dropout mask hashes that the kernel computes, one per query-key pair and pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One launch of a kernel that gathers and multiplies rows, each for a few queries."""
+    """One launch of a kernel that gathers rows and multiplies them, each for a few queries."""
 
     flops: float
-    """FLOPs of the kernel, including recomputed ones."""
+    """FLOPs of the kernel, including recomputation."""
 
     read: float
-    """Bytes of rows that it gathers, from the cache."""
+    """Bytes of rows that the kernel gathers from the cache."""
 
     added: float = 0.0
-    """Bytes of fp32 that it adds to rows in the cache, in any order."""
+    """Bytes of fp32 values that the kernel adds to rows in the cache, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ Event = Kernel | Collective | Wait
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Counts of buffers by size in bytes."""
+    """Numbers of buffers by size in bytes."""
 
     of_size: Mapping[int, int] = field(default_factory=dict)
 
@@ -124,13 +123,13 @@ class BufferCounts:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one micro-batch on one stage."""
+    """Memory in bytes of one micro-batch on one stage."""
 
     kept: int = 0
     """Bytes held from forward to backward: saved activations, and the input that the executor holds."""
 
     for_weights: int = 0
-    """Bytes held between I and W, if the schedule has these."""
+    """Bytes held between I and W, if the schedule has these actions."""
 
     forward: int = 0
     """Peak bytes during F."""
@@ -148,7 +147,7 @@ class StageMemory:
     """Bytes on the host from forward to backward, not included in `kept`."""
 
     host: BufferCounts = field(default_factory=BufferCounts)
-    """Host buffers for offloaded bytes, by size."""
+    """Host buffers for offloaded activations, by size."""
 
     def __add__(self, more: StageMemory) -> StageMemory:
         return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
@@ -172,7 +171,7 @@ class PassEvents:
     """Events of deferred weight gradients (W of zero-bubble schedules)."""
 
     once: tuple[Event, ...] = ()
-    """Events of only the first micro-batch in a step: weight casts to fp8."""
+    """Events that only the first micro-batch of a step has: weight casts to fp8."""
 
     memory: StageMemory = StageMemory()
 

@@ -1,6 +1,7 @@
-"""Planned expert products: one kernel for all experts of a rank, where torch runs one product per expert.
+"""Planned expert products: one kernel for all experts of a rank where torch would run one product per expert.
 
-A planned grouped product is even over the experts. Separate products have a launch and a partial last wave each.
+A planned grouped product assumes an even distribution of tokens over the experts. Separate products each have a launch
+and a partial last wave.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""Replacements that represent GPUs without a kernel, if CPUs compute something else."""
+"""Replacements for operations whose plain CPU version differs from the one on GPUs without a fused kernel."""
 
 
 def planned_expert_products(

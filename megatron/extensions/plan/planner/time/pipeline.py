@@ -1,5 +1,5 @@
-"""Pipeline time by simulation of the schedule's own lists with the times of each stage. This module does not import
-torch.
+"""Pipeline time, found by simulating the schedule's own action lists with the times of each stage. This module does not
+import torch.
 
 After its warm-up a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of a
 further round of micro-batches is measured between two short steps.
@@ -51,7 +51,8 @@ class Schedule:
     def of_run(cls, config: RunConfig) -> Schedule:
         """Create the schedule of a run, whose steps may overlap.
 
-        If no log line reads the result of each step, an unflushed schedule starts passes before the previous step ends.
+        Unless a log line reads the result of each step, an unflushed schedule starts passes before the previous step
+        ends.
         """
         alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
         flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
@@ -70,8 +71,8 @@ class Schedule:
         return build_schedule(*shape, self.group, self.in_turns)
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return, by pipeline rank, the end of its last action in a step of this number of micro-batches, and the part
-        of this time due to messages."""
+        """Return, for each pipeline rank, the end of its last action in a step of this number of micro-batches, and the
+        part of this time that messages take."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
@@ -87,7 +88,7 @@ class Schedule:
         return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
 
     def _work(self, costs: StageCosts, rank: int) -> float:
-        """Return the time that a rank computes for one micro-batch."""
+        """Return a rank's computation time for one micro-batch."""
         passes = (costs.forward, costs.input_grad, costs.weight_grad)
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
@@ -110,7 +111,7 @@ class Schedule:
 
 
 STEPS = 4
-"""Number of steps simulated in sequence. The difference between the ends of the last two counts."""
+"""Number of steps simulated in sequence. The step time is the difference between the ends of the last two."""
 
 
 def consecutive(lists: Lists, steps: int) -> Lists:
@@ -126,9 +127,9 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
     """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
 
     `lists` are the lists of one step with VALIDATE, where each rank waits for the end of the previous step on all
-    ranks. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). Not for weights
-    shared by the first and last rank: the sum of their gradients makes these ranks end a step together, and all others
-    wait for the first rank's forward passes.
+    ranks. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). This does not
+    hold if the first and last rank share weights: the sum of the weights' gradients makes these two ranks end a step
+    together, and all others wait for the first rank's forward passes.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)
@@ -139,7 +140,7 @@ def unflushed(
 ) -> tuple[float, float]:
     """Return (time of a step, its idle share) in a steady run of an unflushed schedule.
 
-    With `tied` weights, the last rank waits for the end of each step on the first one.
+    With `tied` weights, the last rank waits for the first rank to end each step.
     """
     lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
     if tied and p > 1:
@@ -153,7 +154,7 @@ def unflushed(
 
 
 def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, float]:
-    """Return (time, idle share) of step number `number`, counted from 1, among `STEPS`."""
+    """Return (time, idle share) of step `number`, counted from 1, of the `STEPS` simulated steps."""
     time = _end(found, number * microbatches) - _end(found, (number - 1) * microbatches)
     return time, 1 - sum(found.busy) / STEPS / len(found.busy) / time
 

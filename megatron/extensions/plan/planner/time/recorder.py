@@ -39,7 +39,7 @@ FREE = frozenset(
 """Operations that launch no kernel."""
 
 INDEXED = frozenset("embedding gather index index_select index_put_ index_add_ scatter_ take_along_dim".split())
-"""Operations that touch only some elements of their first tensor."""
+"""Operations that access only some elements of their first tensor."""
 
 PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
@@ -116,10 +116,11 @@ class Recorder(LiveMemory):
         """Storages that the current region has written, including new ones."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
-        """Memory traffic of compiled regions, by the bytes of their inputs."""
+        """Memory traffic of compiled regions, keyed by the bytes of their inputs."""
 
         self._nodes = set[int]()
-        """Numbers of autograd nodes created by compiled regions; the backward of each is one kernel."""
+        """Sequence numbers of the autograd nodes that compiled regions created. The backward pass of each node is one
+        kernel."""
 
     def begin(self) -> None:
         """Clear the recording."""
@@ -151,7 +152,7 @@ class Recorder(LiveMemory):
 
         If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
         middle part represents all. Otherwise both halves are tried. The last two parts run first, in sequence, because
-        memory may be largest there, including what the previous part left.
+        memory, including the tensors left by the previous part, may be largest there.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -253,8 +254,8 @@ class Recorder(LiveMemory):
     ) -> None:
         """Record a fused kernel launch for this number of query-key pairs over all heads.
 
-        With `dropout`, both backward passes are recorded: each recomputes the scores and their gradients, and hashes
-        the masks.
+        With `dropout`, both kernels of the backward pass are recorded: each recomputes the scores and their gradients,
+        and hashes the masks.
         """
         passes = 1 + dropout
         of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
@@ -323,7 +324,8 @@ class _InputsContext(AutogradContext):
 
 
 class _Inputs(torch.autograd.Function):
-    """Function on the inputs of a compiled region, whose backward calls `record` with the gradients of the inputs."""
+    """Autograd function on the inputs of a compiled region. Its backward pass calls `record` with the gradients of the
+    inputs."""
 
     @staticmethod
     def forward(ctx: _InputsContext, record: Callable[[object], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -363,7 +365,7 @@ def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the name of the rate for products of such operands."""
+    """Return the name of the product rate for these operands."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
 
 

@@ -1,12 +1,12 @@
-"""Times of a list of events on one kind of device and placement of ranks. This module does not import torch.
+"""Time of a list of events on one kind of device and one placement of ranks. This module does not import torch.
 
 Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
 node each rank has its own link. Between nodes, the ranks of a node share its adapters, and all groups of the node are
 active at once.
 
 Kernels follow each other on one stream, and the collectives of each axis on another. A collective starts when the
-preceding kernels are done, and its remaining time when its result is needed is exposed. Hidden communication slows
-concurrent kernels.
+preceding kernels are done. If it is not finished when its result is needed, the remaining time is exposed. Hidden
+communication slows concurrent kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.extensions.plan.planner.time.events import (
 )
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""Number of times that a ring moves its operand."""
+"""Number of times that a ring moves the operand, by kind of collective."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Return the placements of `inner` consecutive ranks of a group at a time, and of the ranks at the same position of
-    each."""
+    """Return the placements of the subgroups of `inner` consecutive ranks, and of the ranks at the same position of
+    each subgroup."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 
@@ -94,7 +94,7 @@ class Network:
         return max(near, far) + self._latency(group, rounds, ring=self.device.device_type == "cpu")
 
     def _message(self, moved: float, group: Placement) -> float:
-        """Return the time of a message to the next rank of the group if all ranks send one."""
+        """Return the time of a message to the next rank of the group when all ranks send one."""
         node, network = self._links(group)
         if not group.crosses:
             return moved / _rate(node, "send") + self._latency(group, 0) + 1e-6 * node.latency_us
@@ -103,7 +103,7 @@ class Network:
         return moved / rate + 1e-6 * (network.launch_us + network.latency_us)
 
     def _rank_rate(self, network: Link, kind: str) -> float:
-        """Return the bytes per second between nodes for one rank of a node if all of its ranks send."""
+        """Return the bytes per second between nodes for one rank when all ranks of its node send."""
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
     def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
@@ -142,7 +142,7 @@ SUBJECT_OF_AXIS = {
 EXPERT_IMBALANCE = 1.1
 """Tokens of the busiest rank's experts divided by the mean, under expert parallelism.
 
-This assumes that routers balanced by a loss or a bias are within 10 % of even over the experts of a rank.
+The value assumes that routers balanced by a loss or a bias are within 10 % of an even load over the experts of a rank.
 """
 
 
@@ -209,7 +209,7 @@ class Replay:
         return self.network.seconds(event.kind, event.moved, self.groups[event.axis])
 
     def kernel(self, event: Kernel) -> tuple[str, float]:
-        """Return the subject of a kernel and its seconds, including the gap before the kernel."""
+        """Return the category of a kernel and its seconds, including the gap before the kernel."""
         device = self.device
         if isinstance(event, Product):
             together = event.batches * event.at_one_time

@@ -1,7 +1,7 @@
 """Predicted time of a training step from kernels, collectives, the pipeline schedule and work between steps.
 
-All numbers are derived from the fake step that gives memory and FLOPs, and from the device file. docs/planner.md
-describes the model and its error on published runs.
+All times are derived from the fake step that is also used for memory and FLOPs, and from the device file.
+docs/planner.md describes the model and its error on published runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
     *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
-"""Categories of a step's time. Communication counts its exposed time and the time by which it slows concurrent
+"""Categories of a step's time. Communication includes its exposed time and the time by which it slows concurrent
 kernels."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
@@ -51,14 +51,15 @@ AXES = ("tp", "cp", "ep", "expt_tp")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted step. `parts` are the seconds of the busiest pipeline rank, by `SUBJECTS`; they sum to `seconds`."""
+    """Predicted step. `parts` holds the seconds of the busiest pipeline rank by category (`SUBJECTS`), which sum to
+    `seconds`."""
 
     seconds: float
     tokens_per_second: float
     """Tokens per second of all ranks together."""
 
     tflops: float
-    """Causal model FLOPs per second of a device, in 1e12; recomputation is not counted."""
+    """Model TFLOP/s of a device, with causal attention and without recomputation."""
 
     mfu: float | None
     """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not state
@@ -66,7 +67,7 @@ class StepTime:
 
     parts: dict[str, float]
     bubble: float
-    """Mean share of the step in which pipeline ranks idle or send while passes run, until the last pass ends."""
+    """Mean share of the step, until the last pass ends, in which pipeline ranks idle or send messages."""
 
     parts_of_pp_rank: int | None
     """Pipeline rank to which `parts` belong; None without pipeline parallelism."""
@@ -133,7 +134,7 @@ class StageTimes:
 
 
 class Exposed(NamedTuple):
-    """Exposed seconds of a step on one rank."""
+    """Exposed communication of a step on one rank, in seconds."""
 
     grad_reduce: float
     param_gather: float
@@ -193,7 +194,7 @@ class Step:
             ends, messages = Schedule.of_run(config).times(costs, self.microbatches)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
-        # The rank that ends last may idle for most of the step, and then does not show the bottleneck.
+        # The rank that ends last may idle for most of the step, and would then not show the bottleneck.
         busiest = max(range(len(ranks)), key=busy.__getitem__)
         parts = Times(dict.fromkeys(SUBJECTS, 0.0))
         parts.add(ranks[busiest], self.microbatches)
@@ -291,7 +292,7 @@ class Step:
         )
 
     def _messages(self) -> list[float]:
-        """Return, by stage, the time of a message between it and the next one."""
+        """Return, for each stage, the time of a message between the stage and the next one."""
         model, parallel = self.config.model, self.config.parallel
         if self.layout.num_stages == 1:
             return [0.0]
@@ -323,7 +324,7 @@ class Step:
         overlaps = config.ddp.overlap_grad_reduce or every_batch
         reduced = self._behind(reduce, backward) if overlaps else sum(reduce)
         reduced *= self.microbatches if every_batch else 1
-        if config.ddp.shards_parameters:  # gathered for the forward and again for the backward of every micro-batch
+        if config.ddp.shards_parameters:  # gathered for both passes of every micro-batch
             gathered = self.microbatches * (self._behind(gather, forward) + self._behind(gather, backward))
         elif config.optimizer.use_distributed_optimizer:
             gathered = self._behind(gather, forward) if config.ddp.overlap_param_gather else sum(gather)
@@ -334,15 +335,15 @@ class Step:
     def least_exchanged(
         self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
     ) -> float:
-        """Return the minimum seconds per step that reducing and gathering parameters adds to a rank's passes.
+        """Return the minimum seconds per step that reducing gradients and gathering parameters add to a rank's passes.
 
         If collectives of T seconds follow C seconds of computation, at least T - C is exposed, and the hidden part
         slows the computation.
 
         Args:
-            elements: Numbers of trained parameters, by whether they belong to experts.
-            forward: Seconds of a micro-batch's forward, or less.
-            backward: Seconds of its backward, or less.
+            elements: Numbers of trained parameters, keyed by True for experts and False for dense parameters.
+            forward: Lower bound on the seconds of a micro-batch's forward pass.
+            backward: Lower bound on the seconds of a micro-batch's backward pass.
             microbatches: Micro-batches per step.
         """
         slowdown = min(1.0, self.device.overlap_slowdown)
@@ -352,7 +353,7 @@ class Step:
         def added(time: float, compute: float) -> float:
             return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
 
-        if self.config.ddp.shards_parameters:  # a longer backward hides more of a reduction and of a gather
+        if self.config.ddp.shards_parameters:  # a longer backward pass hides more of a reduction and of a gather
             longer = max(0.0, min(reduce, gather) - backward)
             both = added(reduce, backward + longer) + added(gather, backward + longer)
             return microbatches * (longer + both + added(gather, forward))
@@ -360,7 +361,7 @@ class Step:
         return reductions * added(reduce, backward) + added(gather, forward)
 
     def _overhead(self) -> float:
-        """Return the fixed time, and the time of summing loss, tokens and gradient norm over all ranks."""
+        """Return the fixed time plus the time to sum loss, tokens and gradient norm over all ranks."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
         fixed = self.device.fixed_ms(self.dims.world_size)
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
@@ -378,7 +379,8 @@ class Step:
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
-        """Return the times of gradient buckets; for layers only, if every micro-batch's gradients are reduced."""
+        """Return the times of gradient buckets. If every micro-batch's gradients are reduced, only the buckets of
+        layers are included."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"

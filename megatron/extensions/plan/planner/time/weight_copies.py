@@ -1,8 +1,9 @@
-"""Exposed time of copies of weights and gradients in host memory.
+"""Exposed time of copying weights and gradients to and from host memory.
 
-Both directions of the link copy at the same time, concurrently with the passes. During a pass, the parameters of the
-next pass arrive. From the second micro-batch on, the gradient sums to which the next backward adds arrive too, and the
-gradients of the previous pass leave. A pass of C seconds with `coming` and `leaving` bytes takes
+Copies in both directions run at the same time, concurrently with the passes. During a pass, the parameters of the next
+pass are copied to the device, and the gradients of the previous pass are copied to the host. From the second
+micro-batch on, the gradient sums to which the next backward pass adds are copied to the device too. A pass of C seconds
+with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
 
@@ -28,10 +29,10 @@ class UnitPass(NamedTuple):
 
     seconds: float
     needed: float
-    """Bytes that must be on the device before the pass."""
+    """Bytes that must be copied to the device before the pass."""
 
     left: float = 0.0
-    """Bytes that leave the device after the pass."""
+    """Bytes that are copied to the host after the pass."""
 
 
 def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
@@ -44,7 +45,8 @@ def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
 
 
 def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> list[float]:
-    """Return the matrix elements that a rank keeps of each part of a stage: the embedding, each layer, and the head."""
+    """Return the number of matrix elements that a rank keeps for each part of a stage: the embedding, each layer, and
+    the head."""
     found: dict[str, float] = {}
     for meta in stage_metas(config.model, stage, sequence_parallel=config.parallel.sequence_parallel):
         if meta.matrix and not config.optimizer.freezes(meta):
@@ -52,18 +54,18 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
             found[unit_of(meta.name)] = found.get(unit_of(meta.name), 0.0) + kept
     layers = [found.pop(f"decoder.layers.{number}", 0.0) for number in stage.layers]
     embedding = found.pop(EMBEDDING, 0.0)
-    head = sum(found.values()) or embedding  # whose embedding is tied
+    head = sum(found.values()) or embedding  # with a tied embedding
     return [*([embedding] if stage.first else []), *layers, *([head] if stage.last else [])]
 
 
 def copies_beside(
     config: RunConfig, elements: Sequence[float], seconds: Sequence[tuple[float, float]], again: bool, rate: float
 ) -> tuple[float, float]:
-    """Return the exposed seconds in the forward and in the backward of a micro-batch.
+    """Return the exposed copy time, in seconds, in the forward and in the backward pass of a micro-batch.
 
     Args:
         config: The configuration.
-        elements: Matrix elements of each part of the stage.
+        elements: Number of matrix elements of each part of the stage.
         seconds: (forward, backward) seconds of each part.
         again: True if gradient sums of earlier micro-batches are copied back.
         rate: Copy rate of one direction in GB/s.
@@ -73,7 +75,7 @@ def copies_beside(
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
     back = []
     for number in reversed(range(len(elements))):
-        numel, kept = elements[number], number == len(elements) - 1  # the weights are still there from the forward
+        numel, kept = elements[number], number == len(elements) - 1  # the weights are still there from the forward pass
         needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
         back.append(UnitPass(seconds[number][1], needed, gradient * numel))
     found = exposed([*ahead, *back], rate)

@@ -1,10 +1,9 @@
-"""Choices of --attention-backend in addition to torch's own. On other devices than GPUs, torch's own kernels replace
-them.
+"""Choices of --attention-backend in addition to torch's own kernels, which replace them on devices other than GPUs.
 
 flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), if its module `flash_attn_interface` is installed. Its
 public functions are autograd functions. This module calls the two functions that they wrap, because tiles need a
-backward that starts from a merged output and log-sum-exp. The arguments for windows and causality have different names
-in different versions.
+backward pass that starts from a merged output and log-sum-exp. The arguments for windows and causality have different
+names in different versions.
 
 cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It builds a plan for each shape, which takes
 longer than a step. Therefore cuDNN computes only the tiles of context parallelism, which have few shapes.
@@ -33,7 +32,7 @@ MODULE = "flash_attn_interface"
 CAUSAL: Window = (-1, 0)
 
 SCALES = "q_descale", "k_descale", "v_descale"
-"""Names of FlashAttention-3's parameters for scales [b, groups]."""
+"""Names of FlashAttention-3's parameters for the scales [b, groups]."""
 
 
 class Flash3:
@@ -184,7 +183,7 @@ def cudnn_backward(
         qkv: Queries, keys and values.
         kept: Results of the forward.
         causal: Whether attention is causal.
-        scale: Factor of the scores.
+        scale: Factor by which the scores are multiplied.
     """
     n, m = qkv[0].shape[2], qkv[1].shape[2]
     unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # random state of dropout, which is disabled

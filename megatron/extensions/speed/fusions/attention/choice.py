@@ -3,8 +3,8 @@
 With dropout, the fused kernel with dropout (triton) is used wherever it runs. Tiles in plain torch, which keep scores
 in memory, take many times as long.
 
-The fastest kernel depends on the GPU, the head size and the version, so that a fixed rule would be wrong in some cases.
-The slowest time of all ranks decides, and all ranks use the same kernel.
+The fastest kernel depends on the GPU, the head size and the version, so a fixed rule would be wrong in some cases. The
+slowest time of all ranks decides, and all ranks use the same kernel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WITH_DROPOUT = "triton"
 """Name of the only fused kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Kernels by choice of --attention-backend, for choices with a forward in fp8."""
+"""Kernels of each choice of --attention-backend with a forward pass in fp8."""
 
 COMPARED_LENGTH = 512
-"""Number of tokens with which fp8 kernels are compared with their definition, which keeps scores in memory."""
+"""Number of tokens used to compare fp8 kernels with their definition, which keeps scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Kernels of `scaled_dot_product_attention`."""
@@ -60,7 +60,7 @@ class AttentionShape:
     """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all positions."""
 
     window: int | None = None
-    """Number of keys that a query attends to in every layer; None for all up to its own position."""
+    """Number of keys that a query attends to in every layer; None if it attends to all keys up to its own position."""
 
     tiles: bool = False
     """True if tile kernels compute the attention: with context parallelism, documents or windows."""
@@ -89,7 +89,7 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
         shape: Shape of a rank's attention.
         device: Device of the kernels.
         world: Axis of all ranks.
-        fixed: The only kernel to time. "fp8": time all fp8 and 16-bit kernels. None: time all 16-bit kernels.
+        fixed: The only kernel to time. With "fp8", all fp8 and 16-bit kernels are timed; with None, all 16-bit kernels.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -111,14 +111,14 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """Return a run that allocates its operands at the first call, so that `compare` holds only one kernel's operands in
-    memory at a time."""
+    """Return a timed function that allocates its operands at the first call, so that `compare` holds only one kernel's
+    operands in memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
-    """Return a run of forward and backward of attention with one kernel, as in a layer."""
+    """Return a function that runs the forward and backward pass of attention with one kernel, as in a layer."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, heads: int, width: int) -> Tensor:
@@ -166,8 +166,8 @@ def use(winner: str) -> None:
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Return the shape of this rank's attention; None if no kernels are to be compared. This is the case if no layer
-    has attention, if plain torch or 32 bits are used, or if the run is deterministic and has no dropout, so that
-    nothing may depend on timings."""
+    has attention, if attention runs in plain torch or in 32 bits, or if the run is deterministic without dropout, so
+    that nothing may depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -203,8 +203,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    A requested kernel that does not support this attention is not used, as a notice has reported. Raises ValueError if
-    the kernel supports the attention but does not run here.
+    A requested kernel that does not support this attention is not used. An earlier notice has reported this. Raises
+    ValueError if the kernel supports the attention but does not run here.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):

@@ -1,18 +1,18 @@
 """Attention with dropout in one fused GPU kernel, with the masks of `megatron.core.dropout`: the tile kernel, its
 operators, and attention for all local queries.
 
-The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks and
+The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks but
 sums in another order.
 
-The forward works as in FlashAttention-2 (arXiv 2307.08691). The backward consists of two passes without atomic
-additions, one for queries and one for keys and values, so that it is bit-equal in every run. Dropout masks are hashed
-where the scores are computed, and never stored.
+The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward consists of two kernels without atomic
+additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks are
+hashed where the scores are computed, and never stored.
 
 Tiles are converted to bands: for each query the range of keys that it attends to, and for each key the range of
 queries. Rows are in ascending order of positions, and a query attends to an interval of positions, from the beginning
-of its document or window to its own position. Its keys are therefore adjacent rows for all kinds of tiles: documents,
-windows, and the two chunks of a rank under context parallelism. Neither end of the range decreases from one query to
-the next.
+of its document or window to its own position. The keys of a query are therefore adjacent rows for all kinds of tiles:
+documents, windows, and the two chunks of a rank under context parallelism. Neither end of the key range decreases from
+one query to the next.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Band:
     represents all samples if they are alike."""
 
     queries: range
-    """Smallest range of rows that contains all queries with a key."""
+    """Smallest range of rows that contains all queries with at least one key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """First key of each query [samples, n], and the end of its keys. The two are equal if the query has no keys."""
+    """First key of each query, and the end of its keys, each [samples, n]. The two are equal if the query has no
+    keys."""
     of_keys: tuple[Integers, Integers]
-    """First query of each key [samples, m], and the end of its queries."""
+    """First query of each key, and the end of its queries, each [samples, m]."""
     query_places: Integers
     """Positions [n] of the queries in the whole sequence."""
     key_places: Integers

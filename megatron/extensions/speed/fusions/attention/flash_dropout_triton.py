@@ -1,11 +1,11 @@
 """Triton kernels of `flash_dropout.py`.
 
-In the forward, a program computes a block of queries for one sample and head. In the backward, one kernel computes the
-query gradients by blocks of queries, and another the key and value gradients by blocks of keys. Each program recomputes
-the scores and masks, and sums in a fixed order.
+In the forward pass, a program computes a block of queries for one sample and head. In the backward pass, one kernel
+computes the query gradients by blocks of queries, and another the key and value gradients by blocks of keys. Each
+program recomputes the scores and masks, and sums in a fixed order.
 
-The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ors, two products and
-one comparison.
+The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ORs, two
+multiplications and one comparison.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,7 +39,7 @@ from megatron.extensions.speed.fusions.attention.row_blocks_triton import (
 LOG2_E = 1.4426950408889634
 
 FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
-"""Block size of queries, block size of keys, warps and stages of the forward, by head width."""
+"""Block size of queries, block size of keys, warps and stages of the forward pass, by head width."""
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
 """Block size of queries, block size of keys, warps and stages for query gradients, by head width."""
@@ -48,7 +48,7 @@ OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
 """Block size of queries, block size of keys, warps and stages for key and value gradients, by head width."""
 
 ROWS = 64
-"""Number of rows per program of the kernel that prepares the backward."""
+"""Number of rows per program of the kernel that prepares the backward pass."""
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Compute the values of each row that both backward kernels read, [samples, heads, n]: the base-2 log-sum-exp,
-    which is infinite for rows without keys, the sum of grad * out, and the hash."""
+    """Compute the values of each row that both kernels of the backward pass read, [samples, heads, n]: the base-2
+    log-sum-exp, which is infinite for rows without keys, the sum of grad * out, and the hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N
@@ -262,7 +262,7 @@ class Settings(NamedTuple):
     """Arguments of the operators other than their operands."""
 
     of_queries: Tensor
-    """Bounds of the queries, [2, 1 or b, n] int32. `of_keys` is [2, 1 or b, m]."""
+    """Key ranges of the queries, [2, 1 or b, n] int32. `of_keys` holds the query ranges of the keys, [2, 1 or b, m]."""
     of_keys: Tensor
     places: Tensor
     """Positions of the queries, [n] int32."""
@@ -287,7 +287,7 @@ class Settings(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Return the limit below which hashes are dropped."""
+        """Return the limit below which a hash drops its pair."""
         return threshold(self.p)
 
 

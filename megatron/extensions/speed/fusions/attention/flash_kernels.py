@@ -1,4 +1,4 @@
-"""FlashAttention for CPUs and GPUs as tile kernels (`megatron.core.attention.tile_kernels`)."""
+"""FlashAttention tile kernels for CPUs and GPUs (`megatron.core.attention.tile_kernels`)."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashCPUKernel(TorchKernel):
-    """torch's flash attention for CPUs, exact in fp64. Does not support dropout."""
+    """torch's FlashAttention for CPUs, which is exact in fp64. It does not support dropout."""
 
     needs_places, most_queries = False, None
     longest_diagonal = 128
     """Largest number of queries of a diagonal tile; larger tiles are halved, because torch's kernel computes masked
-    pairs of up to 512 keys. With 16 heads of 192 and 128 channels and 512 tokens, forward and backward take a quarter
-    less time than in one tile."""
+    pairs of up to 512 keys. With 16 heads of 192 and 128 channels and 512 tokens, the forward and backward pass take a
+    quarter less time than with one tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         return super().forward(q, k, v, halved(tuple(tiles), self.longest_diagonal))
@@ -91,7 +91,7 @@ class FlashCPUKernel(TorchKernel):
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
         causal, mask = self._mask(tile, q)
-        lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)  # in memory [b, n, heads], as the kernel stores it
+        lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)  # laid out [b, n, heads], as the kernel stores it
         operands = *map(by_head, of_one_width(rows.grad, q, k, v, rows.out)), lse
         grads = cpu_attention_backward(*operands, 0.0, causal, attn_mask=mask, scale=self.scale)
         dq, dk, dv = (grad.permute(2, 0, 1, 3)[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
@@ -152,8 +152,8 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """Adapter for a packed-sequence kernel that requires keys and values of equal width. It pads the narrower ones with
-    zero channels, which change neither scores nor outputs, and exist only while the kernel runs."""
+    """Adapter for a packed-sequence kernel that requires keys and values of equal width. It pads the narrower tensors
+    with zero channels, which change neither scores nor outputs and exist only while the kernel runs."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel

@@ -1,20 +1,20 @@
-"""Causal attention with a forward in 8-bit floating point and a backward in 16 bits.
+"""Causal attention with a forward pass in 8-bit floating point and a backward pass in 16 bits.
 
 Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 
-The softmax is in fp32, and its sums use the unrounded P. Factors of 256 bring P, which is at most 1, into the range of
-e4m3 (FlashAttention-3, arXiv 2407.08608, does the same). Rounded operands are exact in 16 bits, because their scales
-are powers of two. The backward restores these operands, so that its scores and its log-sum-exp equal those of the
-forward. Only the rounding of P has a straight-through gradient. Saving the casts instead of 16-bit operands halves the
-bytes.
+The softmax is in fp32, and its sums use the unrounded P. The factor of 256 brings P, which is at most 1, into the range
+of e4m3, as in FlashAttention-3 (arXiv 2407.08608). Rounded operands are exact in 16 bits, because their scales are
+powers of two. The backward pass restores these operands, so that its scores and its log-sum-exp equal those of the
+forward pass. Only the rounding of P uses a straight-through gradient. Saving the casts instead of 16-bit operands
+halves the bytes.
 
 For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm; each
-rounding to e4m3 contributes 2.6 %. From fp64 attention on the rounded operands, outputs differ by 2 %, and gradients by
-1 % (`tests/extensions/fusions/test_fp8_attention.py`).
+rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
+gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
-There are several kernels. `Twin` is the definition in plain torch, for every device. FlashAttention-3 and
+There are several kernels. `Twin` is the definition in plain torch and runs on every device. FlashAttention-3 and
 `fp8_attention_triton` are for GPUs. torch's cuDNN function accepts no scales.
 """
 
@@ -63,8 +63,8 @@ class CastHeads(NamedTuple):
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
-    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. Values that are not finite make the scale
-    NaN, and therefore the output."""
+    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. Values that are not finite make the scale,
+    and therefore the output, NaN."""
     groups = k.shape[2]
     in_groups = (x.unflatten(2, (groups, -1)) for x in (q, k, v))
     amax = torch.stack([x.abs().amax((0, 3, 4)) for x in in_groups]).to(torch.float32)
@@ -86,7 +86,7 @@ def restored_heads(cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 class Kernels(Protocol):
-    """Kernels for a forward in fp8 and a backward in 16 bits."""
+    """Kernels for a forward pass in fp8 and a backward pass in 16 bits."""
 
     def forward(self, cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the output [n, b, heads, dv] in `dtype`, and the log-sum-exp [b, heads, n] in fp32."""
@@ -94,8 +94,8 @@ class Kernels(Protocol):
     def backward(
         self, grad: Tensor, kept: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the restored q, k and v from grad [n, b, heads, dv] and the results of the
-        forward."""
+        """Compute the gradients of the restored q, k and v from grad [n, b, heads, dv] and the results of the forward
+        pass."""
 
 
 class Twin:
@@ -135,7 +135,7 @@ class Twin:
 
 
 class Flash3Kernels:
-    """Forward and backward with FlashAttention-3. Raises ImportError if the package is not installed, or does not
+    """Forward and backward pass with FlashAttention-3. Raises ImportError if the package is not installed, or does not
     support scales."""
 
     def __init__(self, scale: float) -> None:
@@ -155,7 +155,7 @@ class Flash3Kernels:
 
 
 class TritonKernels:
-    """Forward with Triton, and backward with cuDNN."""
+    """Forward pass with Triton, and backward pass with cuDNN."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

@@ -1,4 +1,4 @@
-"""Triton kernel of `fp8_attention.py`: causal attention forward, as in FlashAttention-2 (arXiv 2307.08691).
+"""Triton kernel of `fp8_attention.py`: the forward pass of causal attention, as in FlashAttention-2 (arXiv 2307.08691).
 
 A program computes a block of queries of one head in one sample. Only blocks of keys on the diagonal need a mask.
 Hopper's tensor cores sum fp8 products with fewer bits, so they compute only the sums within a block of keys; sums over

@@ -1,7 +1,7 @@
 """Blocks of rows in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
 
-A band bounds the loop over the blocks of the other side. Only blocks at both ends of the range need a mask; every row
-of the program attends to all blocks in between.
+A band limits the loop over the blocks of the other side. Only the blocks at both ends of the range need a mask, because
+every row of the program attends to all blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
     sample: int
     """Stride between the bounds of two samples; 0 if all samples are alike."""
     stop: int
-    """Stride between the first rows and the ends of ranges."""
+    """Stride between the tensor of first rows and the tensor of range ends."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
@@ -61,7 +61,7 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return a mask of dropped pairs, given the sums of the uint32 hashes of their rows and columns."""
+    """Return a mask of dropped pairs from the sums of their rows' and columns' uint32 hashes."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit
@@ -97,7 +97,7 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """Load the ranges [first, stop) that rows i attend to."""
+    """Load the ranges [first, stop) to which rows i attend."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 

@@ -35,7 +35,7 @@ MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
 """Schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the requested
-casts, by rows first, and the scale. They return no tensor twice, as torch requires."""
+casts, by rows first, and the scale. As torch requires, they never return the same tensor twice."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
@@ -45,8 +45,8 @@ def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
 
 
 def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
-    """Arrange `values` and `scales`, by rows first, as a `CastPair` with the `wanted` casts. There may be a single
-    scale for both."""
+    """Arrange `values` and `scales`, by rows first, as a `CastPair` with the `wanted` casts. Both casts may share a
+    single scale."""
     rows, columns = wanted
     by_rows = (values[0], scales[0]) if rows else (None, None)
     return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
@@ -202,9 +202,10 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
-    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups of queries, a key and a
-    value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups, d]. `tables` are the
-    cosines and sines [s, 1 or b, 1, d / 2] of a rotation of queries and keys (arXiv:2104.09864), which is reversed."""
+    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups, each with several
+    queries, a key and a value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups,
+    d]. `tables` are the cosines and sines [s, 1 or b, 1, d / 2] of a rotation of queries and keys (arXiv:2104.09864),
+    which is reversed."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)

@@ -1,8 +1,8 @@
 """Triton kernels of `casts.py`. Each kernel reads its operands once.
 
 A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as integers with the same
-bits. Their order is the same, with NaN above infinity, so that a maximum does not depend on the order of operands and
-keeps NaN.
+bits. These integers have the same order, with NaN above infinity, so a maximum keeps NaN and does not depend on the
+order of operands.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +23,7 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Tokens and features per tile. A backward holds three operands and two results of a tile in registers."""
+"""Tokens and features per tile. The backward pass holds three operands and two results of a tile in registers."""
 
 
 class Casts(NamedTuple):
@@ -69,7 +69,7 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """Return the `state` of `Casts`. There is one for each stream, since the kernels of a stream run one after
+    """Return the `state` of `Casts`. There is one state for each stream, because the kernels of a stream run one after
     another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
@@ -273,7 +273,7 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return the values by rows and by columns, without those whose amax is None, and then their scales, or a single
+    """Return the values by rows and by columns, omitting a cast whose amax is None, and then the scales, or a single
     scale for both if the amax is []. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]

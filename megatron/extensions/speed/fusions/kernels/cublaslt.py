@@ -34,7 +34,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Numbers of matrix product attributes. Operand B is not transposed by default."""
+"""Numbers of the attributes of a matrix product. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""
@@ -57,7 +57,7 @@ class _Algorithm(ctypes.Structure):
 
 @dataclass
 class _Product:
-    """Prepared product of one shape."""
+    """Prepared matrix product of one shape."""
 
     description: ctypes.c_void_p
     a: ctypes.c_void_p

@@ -3,8 +3,8 @@
 
 Tensor cores read fp8 operands along the dimension that a product sums over. Therefore a cast for weight gradients
 writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. A
-step of the loop is one tile, whose scales are applied in fp32. Hopper's tensor cores thus sum only the terms of one
-tile with fewer bits.
+step of the loop is one tile, whose scales are applied in fp32. Thus only the terms of one tile are summed with the
+fewer bits of Hopper's tensor cores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,7 +44,7 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings for weight gradients by name. The unit of rows is a tile of 128 rows.
+"""Tilings for weight gradients by name. Rows are counted in tiles of 128.
 
 Larger tiles leave no registers for the second sum of each output. The second tiling fits the shared memory of Ada.
 """
@@ -88,7 +88,7 @@ def cast_along_tokens_kernel(
     TILE: tl.constexpr,
 ):
     """Cast x [n, width] -> values [width, tokens], scale [tokens / TILE, width]. A program casts COLUMNS columns of one
-    tile. Tiles of no expert are 0. EXPERTS is a power of two."""
+    tile. Tiles that belong to no expert are 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)

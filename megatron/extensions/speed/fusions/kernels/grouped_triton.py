@@ -27,15 +27,13 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
 """Positions in a schedule of the numbers of experts without rows, of whole tiles, of split tiles, and of parts per
-split tile. At HEAD begin the experts in ascending order of rows, with the first row and the end of each."""
+split tile. The experts start at HEAD, in ascending order of rows, each with its first row and its end."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Total number of steps, in units of one step per program, relative to the steps of the longest tile, above which no
-tile is split.
-"""
+"""Limit on the steps per program, relative to the steps of the longest tile, above which no tile is split."""
 
 LEAST_STEPS = tl.constexpr(8)
 """Minimum number of steps of a part of a tile."""
@@ -65,7 +63,7 @@ TILINGS = {
     "tall": Tiling(256, 128, 64, warps=8, stages=4),
     "small": Tiling(128, 128, 64, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings by name. The last one suits Hopper, whose multiprocessors run two of its programs."""
+"""Tilings by name. The last tiling suits Hopper, whose multiprocessors run two of its programs at a time."""
 
 
 @triton.jit
@@ -208,8 +206,8 @@ def send_tile(
 ):
     """Add a whole tile or its first part to the matrix, or write another part to separate memory.
 
-    Only one program of this kernel adds to a tile. It works in four pieces, which reduces the shared memory for
-    rearranging the values so that each thread holds adjacent ones.
+    No other program of this kernel adds to the same tile. It works in four pieces, to save shared memory when values
+    are rearranged so that each thread holds adjacent ones.
     """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):

@@ -24,16 +24,16 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 from megatron.extensions.speed.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
 ELEMENTS, WARPS = 2**15, 16
-"""Number of 16-bit elements of each operand that a program of the forward holds, 64 per thread, and the number of its
-warps."""
+"""Number of 16-bit elements of each operand that a program of the forward kernel holds (64 per thread), and the
+program's number of warps."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Number of elements of each operand that a program of the backward holds, 16 per thread. With sums over rows and
-casts, more would not fit into the 128 registers of a thread."""
+"""Number of elements of each operand that a program of the backward kernel holds, 16 per thread. With sums over rows
+and casts, more would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Largest number of elements in a block of rows, which a program reads twice: for two 16-bit operands and 132 programs
-these are 35 MB, in an L2 cache of 50 MB. Largest number of rows of a block, whose casts fill 16 bytes of a column."""
+"""Largest numbers of elements and of rows in a block. A program reads its block twice: for two 16-bit operands and 132
+programs, the blocks take 35 MB of an L2 cache of 50 MB. The casts of a block's rows fill 16 bytes of a column."""
 
 SUMMED, SUMMED_PARTS = 64, 32
 """Number of columns whose sums a program adds, and number of programs whose sums it reads at a time."""
@@ -63,8 +63,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Compute x + update [n, h] -> `total`, its statistics [n], with a `mean` for LayerNorm, and the casts of its norm.
-    The amax of the norm is recorded."""
+    """Compute `total` = x + update [n, h], its statistics [n] (including the `mean` for LayerNorm), and the casts of
+    its norm. The amax of the norm is recorded."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h

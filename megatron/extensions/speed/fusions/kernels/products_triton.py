@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
-"""Numbers of rows and columns of a weight gradient that one program computes, and of token rows that it reads at a
-time."""
+"""Numbers of rows and columns of a weight gradient that one program computes, and number of token rows that it reads at
+a time."""
 
 CLEARED = 1024
 """Number of columns that a program clears."""
@@ -24,7 +24,7 @@ second sum of each output."""
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""Kinds of scales: for a matrix, for rows, for tiles of a row."""
+"""Kinds of scales: one for a matrix, one for each row, or one for each tile of a row."""
 
 
 @triton.jit
