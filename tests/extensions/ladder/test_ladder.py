@@ -223,7 +223,7 @@ def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
     assert [each.rung.size.hidden_size for each in of_law(old, 1e-2)] == [48]
     with pytest.raises(ValueError, match="no run at the target's learning rate: h16") as error:
         predict(ladder, old)
-    assert "since they have not finished: h16" in str(error.value)
+    assert "because they have not finished: h16" in str(error.value)
     everywhere = reached(ladder_of("--lr", "0.5", widths=(16, 32, 48), rates=(2e-3, 1e-2)))
     assert [each.rung.rate for each in of_law(everywhere, 0.5)] == [1e-2] * 3
     told = predict(ladder_of("--lr", "0.5", rates=(2e-3, 1e-2)), everywhere)["unknown"]
@@ -245,7 +245,7 @@ def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> 
     assert sum(each.diverged for each in found) == 6 and all(each.done == 1 for each in found)
     assert table(found).count(",100%,diverged\n") == 6
     prediction = predict(ladder, found, rates := swept_rates(found))
-    assert len(prediction["rungs"]) == 3 and "since they diverged: h16-" in prediction["unknown"][0]
+    assert len(prediction["rungs"]) == 3 and "because they diverged: h16-" in prediction["unknown"][0]
     assert [(rate.rate, rate.bracketed) for rate in rates] == [(1e-2, True)] * 3
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "valid_loss": NaN}')
     bare = json.loads((tmp_path / "metrics.jsonl").read_text())
