@@ -102,7 +102,7 @@ FILES = frozenset(
 
 
 def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
-    """Return the configuration with local copies in place of URLs. Raises ValueError if one cannot be read."""
+    """Return the configuration with local copies in place of URLs. Raises ValueError if a URL cannot be read."""
     found: dict[str, Any] = {}
     for field in FILE_FIELDS:
         path = located(getattr(config, field) or "")
@@ -124,7 +124,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     """
     if config.tokenizer_type is None:
         raise ValueError(
-            f"--tokenizer-type: is not given, and no run determines it; choose one of {', '.join(TOKENIZERS)}"
+            f"--tokenizer-type must be given, because no run determines it: choose one of {', '.join(TOKENIZERS)}"
         )
     config = with_local_files(config)
     kind, problems = config.tokenizer_type, list[str]()

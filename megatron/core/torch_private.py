@@ -64,7 +64,7 @@ foreach_lerp_ = torch._foreach_lerp_
 """a += factor * (b - a) for each pair of tensors. torch 2.13."""
 
 foreach_zero_ = torch._foreach_zero_
-"""Sets each tensor of a list to zero. torch 2.13."""
+"""Set each tensor of a list to zero. torch 2.13."""
 
 foreach_norm = torch._foreach_norm
 """Computes the norm of each tensor of a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, for a single norm
@@ -196,20 +196,20 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 torch 2.13. Fallback: its new location."""
 
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
-"""Returns True if a dispatch mode is active. torch 2.13. Fallback: assume that one is, so that one thread initializes
+"""Return True if a dispatch mode is active. torch 2.13. Fallback: assume that one is, so that one thread initializes
 weights."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
-"""Returns the active dispatch modes. torch 2.13. Fallback: enter the modes with `with` in the second thread."""
+"""Return the active dispatch modes. torch 2.13. Fallback: enter the modes with `with` in the second thread."""
 
 push_mode = _python_dispatch._push_mode
-"""Enters a dispatch mode that another thread created. torch 2.13. Fallback: `mode.__enter__()`."""
+"""Enter a dispatch mode that another thread created. torch 2.13. Fallback: `mode.__enter__()`."""
 
 pop_mode = _python_dispatch._pop_mode
 """Leaves the innermost dispatch mode. torch 2.13. Fallback: `mode.__exit__(None, None, None)`."""
 
 tree_flatten = _pytree.tree_flatten
-"""Returns the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
+"""Return the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
 """Rebuilds nested containers from their leaves. torch 2.13. Fallback: the same as for `tree_flatten`."""
@@ -231,7 +231,7 @@ def no_function_modes() -> Iterator[None]:
 
 
 device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_constructors
-"""Returns the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use that `with`."""
+"""Return the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use that `with`."""
 
 
 OpOverload = torch._ops.OpOverload
@@ -291,7 +291,7 @@ def sequence_number(node: Node) -> int:
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""Returns the sequence number of the next node that this thread creates. torch 2.13. Fallback: as for
+"""Return the sequence number of the next node that this thread creates. torch 2.13. Fallback: as for
 `sequence_number`."""
 
 

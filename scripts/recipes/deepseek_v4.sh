@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# DeepSeek-V4 (arXiv 2606.19348): compressed attention. Every layer attends to a window of 128 tokens and to compressed
-# keys. Each compressed key covers 4 tokens in some layers, where an indexer selects among the keys, and 128 tokens in
-# the others. There are four residual streams. Experts are chosen by token tables in the first 3 layers, and by
-# sqrtsoftplus scores with a balancing bias in the others. One multi-token prediction module predicts one further token.
+# DeepSeek-V4 (arXiv 2606.19348): compressed attention. Every layer attends to a window of 128 tokens, and most layers
+# attend to compressed keys too. A compressed key covers 4 tokens in some of these layers, where an indexer selects
+# among the keys, and 128 tokens in the others. There are four residual streams. Experts are chosen by token tables in
+# the first 3 layers, and by sqrtsoftplus scores with a balancing bias in the others. One multi-token prediction module
+# predicts one further token.
 #
 #   SIZE=flash DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v4.sh

@@ -255,8 +255,8 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
     """Return bool [..., E], True for experts outside the `group_topk` best groups of a token.
 
     The experts of scores [..., E] form `groups` equal groups, in order. A group's score is the sum of its `each` best
-    scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; with one, DeepSeek-V2, arXiv 2405.04434, section 2.2.2). Ties
-    go to the lower group number.
+    scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). DeepSeek-V2 uses `each` = 1 (arXiv 2405.04434, section
+    2.2.2). Ties go to the lower group number.
     """
     of_groups = scores.unflatten(-1, (groups, -1))
     sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)

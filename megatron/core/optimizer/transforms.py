@@ -115,7 +115,7 @@ class ParameterUpdate:
 
     meta: ParamMeta
     param: Tensor
-    """Parameter before the update, [n]. Links must not change it."""
+    """Parameter before the update, [n]. The transforms of a chain must not change it."""
 
     update: Tensor
     """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link it is added to the

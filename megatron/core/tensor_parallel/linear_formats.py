@@ -63,7 +63,7 @@ class FormatOfProducts(Protocol):
         """Return the format object for these layers of a model."""
 
     def check(self, config: ModelParallelConfig, device: torch.device) -> None:
-        """Raise ValueError if the device does not support it."""
+        """Raise ValueError if the device does not support the number format."""
 
     def gather(self, ddp: object) -> ParamGather | None:
         """Return the gather of weights in this format for a rank's `DistributedDataParallel`; None for the weights' own

@@ -191,7 +191,7 @@ def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     Indices must be in [0, len(out)). GPUs do not check them: some versions of torch's `index_put_` would read the
     largest and the smallest index on the host.
     """
-    if out.is_cuda:  # sorts; index_add_ would race
+    if out.is_cuda:  # sums in sorted order; index_add_ uses atomics, whose order varies
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
         out.index_add_(0, index, rows.to(out.dtype))
