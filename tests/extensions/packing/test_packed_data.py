@@ -123,7 +123,7 @@ def test_flags(tmp_path: Path) -> None:
     assert not validate(config, 1) and config.data.reset_attention_mask and config.data.reset_position_ids
     assert not resolve(parse_args(f"{given} --position-embedding-type rope".split()), 1).data.reset_position_ids
     wrong = {
-        given.replace("--tokenizer-type NullTokenizer ", ""): "needs the end-of-document token of the tokenizer",
+        given.replace("--tokenizer-type NullTokenizer ", ""): "needs the tokenizer's end-of-document token",
         f"{TINY} {PACKED}": "packs documents of files, but --dataset-type mock makes its own samples",
         f"{given} --fim-data": "cannot be combined with --fim-data",
         f"{TINY} --packing-window 9": "has no effect without --sequence-packing best-fit",

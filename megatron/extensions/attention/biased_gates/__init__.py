@@ -1,4 +1,4 @@
-"""Self-attention with one output gate bias per head, and queries scaled by position, as in Beam.
+"""Self-attention with one output gate bias per head, and with queries scaled by position, as in Beam.
 
 Enabled by --attention-module biased_gates. Flags: --query-growth-exponent and --query-growth-length.
 

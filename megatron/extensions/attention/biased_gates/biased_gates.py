@@ -1,4 +1,4 @@
-"""Self-attention with output gate biases, and queries scaled by position."""
+"""Self-attention with output gate biases and position-scaled queries."""
 
 from __future__ import annotations
 

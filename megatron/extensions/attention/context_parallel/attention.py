@@ -1,17 +1,16 @@
 """Context-parallel attention by all-gather of keys and values, or by all-to-all of heads.
 
-All-gather (as in Llama 3, arXiv:2407.21783): the forward all-gathers keys and values before attention; the backward
-reduce-scatters their gradients. The fewer key groups there are, the fewer bytes are communicated. Communication does
-not overlap with computation.
+All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers keys and values before attention; the
+backward pass reduce-scatters their gradients. The fewer key groups there are, the fewer bytes are communicated.
+Communication does not overlap with computation.
 
 All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all exchanges sequence shards for head shards, so that
-each rank computes the whole sequence for some heads; a second one restores the sequence shards of the output. The bytes
-that each rank sends decrease with the number of ranks. The number of ranks must divide both the heads and the key
-groups.
+each rank computes the whole sequence for some heads; a second one restores the sequence shards of the output. The more
+ranks there are, the fewer bytes each rank sends. The number of ranks must divide both the heads and the key groups.
 
-Both (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): an all-to-all among neighbouring ranks, such as those
-of one node, and a ring among the ranks with the same index in each group. Fewer bytes cross nodes than with one ring,
-and fewer heads are needed than with all-to-all alone.
+A combination of all-to-all and ring (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): an all-to-all among
+neighbouring ranks, such as those of one node, and a ring among the ranks with the same index in each group. Less data
+crosses node boundaries than with one ring, and fewer heads are needed than with all-to-all alone.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
     """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] holds keys of `width` channels, followed
-    by values. Only the keys that another rank attends to are gathered."""
+    by values. Only keys that other ranks attend to are gathered."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:

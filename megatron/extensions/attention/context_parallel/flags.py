@@ -1,4 +1,4 @@
-"""Registration and rules of more context parallelism methods. This module does not import torch."""
+"""Registration and rules of the additional context parallelism methods. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class DifferentialAttention(nn.Module):
     """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2] for each pair of heads, divided by its root mean square.
 
-    Query groups p and p + pairs form a pair, where pairs is half of the number of groups. linear_qkv is [pairs, 2,
+    Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. linear_qkv is [pairs, 2,
     q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. lambda is one number per
     layer, exp(q1 k1) - exp(q2 k2) of trained vectors, plus a constant that grows with the layer number.
     """
@@ -67,13 +67,13 @@ class DifferentialAttention(nn.Module):
         return self.linear_proj(normed.flatten(2), addend=addend)
 
     def _factor(self) -> Tensor:
-        """Return lambda, in fp32 if the vectors have 16 bits."""
+        """Return lambda, in fp32 if the vectors are 16-bit."""
         q1, k1, q2, k2 = (each.float() if each.itemsize == 2 else each for each in self.lambdas)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """Return the outputs of all heads [s, b, heads/tp * 2 d]. In generation, queries attend to cached tokens
-        too."""
+        """Return the outputs of all heads [s, b, heads/tp * 2 d]. During generation, queries also attend to cached
+        tokens."""
         if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
             k, v = seen
             return self.core.behind_cache(q, k, v, context.cache)

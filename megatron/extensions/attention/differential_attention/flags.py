@@ -37,7 +37,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--softmax-type", m.softmax_type != "vanilla"),
     ):
         if given:
-            yield Problem.exclusive(CHOICE, None, name, "other attention modules have it")
+            yield Problem.exclusive(CHOICE, None, name, "only other attention modules support it")
 
 
 @extension_flags("differential attention", part_of="model")
@@ -53,7 +53,7 @@ class DifferentialAttentionFlags:
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Return the head widths: both heads of a pair attend to the values of both."""
+    """Return the head widths. Each head of a pair attends to the values of both heads."""
     key = config.kv_channels or config.hidden_size // config.num_attention_heads
     return HeadWidths(key, key, 2 * key)
 

@@ -31,7 +31,7 @@ class LatentAttentionFlags:
 
     multi_latent_attention: bool = flag(False, effective="attention")
     """Use multi-latent attention (MLA): the keys and values of all heads are projected from one narrow latent per
-    token. With --q-lora-rank, the queries are projected from a latent too. Shorthand for --attention-module
+    token. With --q-lora-rank, the queries are also projected from a latent. Shorthand for --attention-module
     multi_latent_attention. --qk-layernorm normalizes the latents."""
 
     q_lora_rank: int | None = flag(None, above=0)
@@ -59,17 +59,17 @@ class LatentAttentionFlags:
     mla_latent_gate: bool = flag(
         False,
         needs="--q-lora-rank",
-        excludes="--mla-head-gate: heads are gated already",
+        excludes="--mla-head-gate: the heads are already gated",
     )
-    """MLA: project queries from the normalized query latent beside the latent before its norm. Project a gate for each
-    channel of the head outputs from the same two, and multiply the output by its sigmoid (A.X K2)."""
+    """MLA: project queries from the concatenation of the normalized and the unnormalized query latent. Also project one
+    gate per channel of the head outputs from it, and multiply the outputs by the sigmoids of the gates (A.X K2)."""
 
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
     """MLA: epsilon of the latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Return the numbers of channels of the heads of multi-latent attention."""
+    """Return the head widths of multi-latent attention."""
     own = config.options(LatentAttentionFlags)
     return HeadWidths(own.qk_head_dim + own.qk_pos_emb_head_dim, own.qk_pos_emb_head_dim, own.v_head_dim)
 
@@ -90,7 +90,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.attention_module not in ("self_attention", "multi_latent_attention"):
         yield Problem.exclusive(MLA, None, f"--attention-module {m.attention_module}")
     if m.group_query_attention:
-        why = "all heads share one latent, and each head has its own keys and values"
+        why = "all heads share one latent, but each head has its own keys and values"
         yield Problem.exclusive(MLA, None, "--group-query-attention", why)
     for name, given in (
         ("--attention-output-gate", m.attention_output_gate),
@@ -102,7 +102,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         (f"--window-num-query-groups {m.window_num_query_groups}", m.window_num_query_groups),
     ):
         if given:
-            yield Problem.exclusive(MLA, None, name, "other attention modules have it")
+            yield Problem.exclusive(MLA, None, name, "only other attention modules support it")
     if m.qk_layernorm and m.qk_layernorm_scope != "head":
         rule = f"is not supported by {MLA}, which normalizes latents"
         yield Problem("--qk-layernorm-scope", m.qk_layernorm_scope, rule, "remove it")
@@ -126,7 +126,9 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--mla-latent-gate", own.mla_latent_gate, ("dsv4_hybrid",)),
     ):
         if given and variant in others:
-            yield Problem.exclusive(name, None, f"--experimental-attention-variant {variant}", "it has no such gates")
+            yield Problem.exclusive(
+                name, None, f"--experimental-attention-variant {variant}", "it does not support these gates"
+            )
     rotary = c.options(LatentAttentionFlags).qk_pos_emb_head_dim
     if rotary > 0 and 0 < m.rotary_percent <= 1 and (m.rotary_dim < 2 or m.rotary_dim % 2):
         rule = f"times --rotary-percent {m.rotary_percent:g} rotates {m.rotary_dim} channels; it must be an even number"
@@ -136,8 +138,8 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
-    """Check that the matrix dimensions of each rank are multiples that the linear format needs, and that the number of
-    tokens that are projected to latents is too."""
+    """Check that the matrix dimensions on each rank, and the number of tokens projected to latents, are multiples of
+    the sizes that the linear format requires."""
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size

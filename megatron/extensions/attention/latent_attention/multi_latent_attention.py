@@ -35,7 +35,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Latents(NamedTuple):
-    """Latents of tokens, from which the heads are projected, and the rotary channels of their keys."""
+    """Token latents, from which the heads are projected, and the rotary key channels of the tokens."""
 
     q: Tensor
     """[s, b, q_lora_rank]: query latents, or the hidden states [s, b, h] if there is no query latent; [s/tp, ...] under
@@ -171,7 +171,7 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the kinds of rows of the up-projections. All heads share the rotary key."""
+        """Return the row kinds of the up-projections. All heads share the rotary key."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -209,8 +209,8 @@ class MultiLatentAttention(nn.Module):
         """Return the head outputs [s, b, heads/tp * v_head_dim] of attention with a latent cache.
 
         The latents are the keys and values of one group that all heads share. The up-projection of keys is applied to
-        the queries instead, and the up-projection of values to the output, so that no earlier token is projected again
-        (section 2.1.2).
+        the queries instead, and the up-projection of values to the output, so that earlier tokens need not be projected
+        again (section 2.1.2).
         """
         key = rotated(latents.key, *self._tables(context))
         kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
@@ -232,7 +232,7 @@ class MultiLatentAttention(nn.Module):
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:
-    """Rotate x [s, b, heads, r] by the cosines and sines; return x if there are none."""
+    """Rotate x [s, b, heads, r] by the cosines and sines; return x unchanged if there are none."""
     return apply_rotary_interleaved(x, *tables) if tables else x
 
 
@@ -246,7 +246,7 @@ def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
         tables: Cosines and sines; none in a layer without rotary embedding.
 
     Returns:
-        Queries and keys [s, b, heads, d + r], and values [s, b, heads, v]. Each tensor has its own memory.
+        Queries and keys [s, b, heads, d + r], and values [s, b, heads, v]. The tensors do not share memory.
     """
     rotary = key.shape[-1]
     plain = q.shape[-1] - rotary

@@ -1,4 +1,4 @@
-"""Self-attention with normalized values, and layers whose keys also serve as values, as in Gemma 4.
+"""Self-attention with normalized values, and optionally with layers whose keys also serve as values, as in Gemma 4.
 
 Enabled by --attention-module normed_values. Flag: --global-keys-as-values.
 

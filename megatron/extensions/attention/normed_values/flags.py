@@ -22,7 +22,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check models with normalized values."""
     m = config.model
     if m.clip_qkv is not None:
-        yield Problem.exclusive(CHOICE, None, f"--clip-qkv {m.clip_qkv:g}", "values would be clipped after their norm")
+        yield Problem.exclusive(
+            CHOICE, None, f"--clip-qkv {m.clip_qkv:g}", "it would clip values after they are normalized"
+        )
     if config.options(NormedValuesFlags).kv_shared_layers:
         yield from _shared_layers(config)
     if not config.options(NormedValuesFlags).global_keys_as_values:
@@ -37,9 +39,9 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def source_of(config: TransformerConfig, number: int) -> int | None:
-    """Return the layer whose keys and values a layer attends to; None if it has its own.
+    """Return the layer whose keys and values the given layer reuses; None if the given layer has its own.
 
-    Raises ValueError if no layer of its kind has keys and values.
+    Raises ValueError if no earlier layer of the same kind has keys and values.
     """
     first = config.num_layers - config.options(NormedValuesFlags).kv_shared_layers
     if not first <= number < config.num_layers:
@@ -56,9 +58,11 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
     """Check that an earlier layer provides the keys and values of each layer that projects none."""
     m, count = c.model, c.options(NormedValuesFlags).kv_shared_layers
     if any(getattr(each, "qk_clip", False) for each in c.extension_options):
-        yield Problem.exclusive(SHARED, count, "--qk-clip", "keys belong to several layers, whose scores differ")
+        yield Problem.exclusive(SHARED, count, "--qk-clip", "several layers with different scores share the same keys")
     if m.norm_placement == "sum" or m.linear_attentions:
-        why = "every layer must have attention" if m.linear_attentions else "the norms are those of sums"
+        why = (
+            "every layer must have attention" if m.linear_attentions else "layers without input norms cannot share keys"
+        )
         other = "layers of another kind" if m.linear_attentions else "--norm-placement sum"
         yield Problem.exclusive(SHARED, count, other, why)
         return
@@ -75,7 +79,7 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
 
 
 def _of_other_stages(c: RunConfig, sources: list[int | None]) -> Iterator[Problem]:
-    """Check that no pipeline stage needs keys and values of another stage."""
+    """Check that no pipeline stage needs keys and values from another stage."""
     if c.model.vocab_size is None:
         return  # the stages depend on it; this rule runs again when the tokenizer is known
     try:
@@ -106,8 +110,9 @@ class NormedValuesFlags:
     before norm and rotary embedding, serve as values."""
 
     kv_shared_layers: int = flag(0, at_least=0)
-    """Normalized values: number of layers, at the end of the model, that project only queries. Each attends to the keys
-    and values of the last layer of the same kind (with or without a sliding window or chunks) that projects them."""
+    """Normalized values: number of layers at the end of the model that project only queries. Each of them reuses the
+    keys and values of the last layer of the same kind (with or without a sliding window or chunks) that projects
+    them."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:NormedValueAttention", attention=AttentionFacts(), rules=rules)

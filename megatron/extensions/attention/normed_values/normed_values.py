@@ -1,4 +1,4 @@
-"""Self-attention with values that are divided by their root mean square."""
+"""Self-attention whose values are divided by their root mean square."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NormedValueAttention(SelfAttention):
     """`SelfAttention` that divides each value head by its root mean square.
 
     With --global-keys-as-values, a layer without a window or chunks has linear_qk [groups, q_per_group + 1, head_dim,
-    h] instead of linear_qkv: the query heads of a group, then its key, which is also its value. A layer of
+    h] instead of linear_qkv: the query heads of a group, then its key, which also serves as its value. A layer of
     --kv-shared-layers has only linear_q [groups, q_per_group, head_dim, h], and attends to the keys and values of an
     earlier layer.
     """
@@ -68,7 +68,7 @@ class NormedValueAttention(SelfAttention):
         return q, gate, k, v
 
     def _with_earlier_keys(self, x: Tensor, context: BatchContext, source: int) -> Heads:
-        """Return queries of this layer, and keys and values of the layer `source`."""
+        """Return the queries of this layer, and the keys and values of layer `source`."""
         q, gate, *_ = SelfAttention.split(self, self.linear_qkv(x))
         q = q if self.normed_last else self.q_layernorm(q)
         if self.rotation is not None:

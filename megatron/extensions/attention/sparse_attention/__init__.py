@@ -1,6 +1,6 @@
 """DeepSeek sparse attention (DSA) of DeepSeek-V3.2 and GLM-5: an indexer selects the keys that each query attends to.
-Compressed attention of DeepSeek-V4 (CSA and HCA): queries attend to a window of recent tokens, and to keys that each
-summarize several earlier tokens.
+Compressed attention of DeepSeek-V4 (CSA and HCA): queries attend to a window of recent tokens, and to compressed keys,
+each of which summarizes several earlier tokens.
 
 Flags: --experimental-attention-variant dsa, on top of --multi-latent-attention, or D in --hybrid-layer-pattern. The
 flags --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk set the shape of the indexer;

@@ -55,7 +55,8 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens from which compressed keys are computed, for the longest possible sample."""
+    """Windows of consecutive tokens from which compressed keys are computed. The sizes are those of the longest
+    possible sample."""
 
     first: Tensor
     """[windows, 1 or b] int64: position of the first token; 0 for windows that do not exist."""
@@ -77,7 +78,7 @@ def windows_of(documents: Documents | None, length: int, ratio: int, device: tor
     Args:
         documents: First tokens of the documents of each sample; None if every sample is one document.
         length: Tokens per sample.
-        ratio: Tokens per window; 0 for no windows.
+        ratio: Tokens per window; 0 if there are no windows.
         device: Device of the results.
     """
     if documents is not None:
@@ -104,7 +105,7 @@ def _windows_of_documents(documents: Documents, length: int, ratio: int, device:
 
 
 class Compressor(nn.Module):
-    """Weighted means over windows of tokens, normalized and rotated."""
+    """Compute weighted means over windows of tokens, normalized and rotated."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Compressor(nn.Module):
         Args:
             made_of: [s, b, 2 * rows], the inputs that `forward` returns.
             windows: Windows of the samples.
-            packed: True if windows may begin at any token, because samples contain several documents.
+            packed: True if samples contain several documents, so that windows may begin at any token.
             tables: Cosines and sines [s, b, r / 2].
         """
         ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
@@ -297,7 +298,7 @@ class CompressedAttention(MultiLatentAttention):
     weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer does not have the parameters of its base class
+        nn.Module.__init__(self)  # this layer has other parameters than its base class
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp
@@ -366,6 +367,6 @@ class CompressedAttention(MultiLatentAttention):
 
 
 def rotated_last(x: Tensor, width: int, *tables: Tensor) -> Tensor:
-    """Rotate the last `width` channels of x [s, b, heads, d] by the cosines and sines."""
+    """Rotate the last `width` channels of x [s, b, heads, d] by the given cosines and sines."""
     plain, rotary = x.split((x.shape[-1] - width, width), dim=-1)
     return torch.cat((plain, apply_rotary_interleaved(rotary, *tables)), dim=-1)

@@ -25,7 +25,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 MLA = "multi_latent_attention"
 COMPRESSED, SELECTED = "dsv4_hybrid", 4
-"""Name of the variant with compressed keys, and the compression ratio of layers that select among them."""
+"""Name of the variant with compressed keys, and the compression ratio of layers that select among compressed keys."""
 
 
 def has_indexer(config: RunConfig) -> bool:
@@ -50,14 +50,14 @@ class SparseAttentionFlags:
 
     dsa_indexer_head_dim: int = flag(128, above=0)
     """DSA: channels per indexer head. The number of rotated channels is --qk-pos-emb-head-dim; they are the first
-    channels, or with compressed keys the last ones."""
+    channels, or the last ones if keys are compressed."""
 
     dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
-    """DSA: number of keys that each query attends to: the keys with the largest indexer scores."""
+    """DSA: number of keys that each query attends to. These are the keys with the largest indexer scores."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
     """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
-    GLM-5.2). Multi-token prediction modules always select."""
+    GLM-5.2). Multi-token prediction modules always select keys."""
 
     dsa_indexer_skip_topk_offset: int = flag(
         0,
@@ -66,8 +66,8 @@ class SparseAttentionFlags:
             "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
         ),
     )
-    """DSA: every one of the first N layers selects keys. --dsa-indexer-topk-freq counts from the last of these layers;
-    0 counts from the first layer."""
+    """DSA: the first N layers all select keys. --dsa-indexer-topk-freq counts from the last of these layers; 0 counts
+    from the first layer."""
 
     dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
     """DSA: coefficient of the indexer loss, the KL divergence of the indexer's distribution over keys from the
@@ -95,8 +95,8 @@ class CompressedAttentionFlags:
     default they equal the last layer's."""
 
     csa_window_size: int = flag(128, above=0)
-    """Compressed attention: number of most recent tokens, including its own, that a query attends to besides compressed
-    keys."""
+    """Compressed attention: number of most recent tokens, including its own, that a query attends to in addition to
+    compressed keys."""
 
     csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
     """Compressed attention: base of the rotary frequencies in layers with compressed keys, 160000 in DeepSeek-V4. Other
@@ -135,8 +135,8 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def selects(config: TransformerConfig, number: int) -> bool:
-    """Return True if a layer, or a multi-token prediction module, has an indexer. A layer without one reuses the keys
-    that the nearest earlier indexer selected."""
+    """Return True if a layer, or a multi-token prediction module, has an indexer. A layer without an indexer reuses the
+    keys that the nearest earlier indexer selected."""
     own = config.options(SparseAttentionFlags)
     since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
@@ -203,7 +203,7 @@ class SparseShape(NamedTuple):
 
 
 def sparse_shapes(config: RunConfig) -> list[SparseShape]:
-    """Return the shapes of attention to selected keys in a run, one for each kind of layer."""
+    """Return the shapes of attention to selected keys in a run, one per kind of layer."""
     model, own = config.model, config.options(SparseAttentionFlags)
     latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
     length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size
@@ -226,7 +226,7 @@ def sparse_shapes(config: RunConfig) -> list[SparseShape]:
 
 
 def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
-    """Report an indexer that is not trained because its loss is disabled."""
+    """Report an indexer that stays untrained because its loss is disabled."""
     if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
         coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer untrained"
         remedy = "add --dsa-indexer-loss-coeff 1 to train it"
@@ -265,7 +265,7 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _shared_selections(c: RunConfig) -> Iterator[Problem]:
-    """Check that no pipeline stage needs keys selected in another stage."""
+    """Check that no pipeline stage needs keys that another stage selected."""
     m = c.model
     if m.vocab_size is None:
         return  # the stages depend on the vocabulary size; this rule runs again when the tokenizer is known
@@ -287,7 +287,7 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
         rule = f"leaves layer {without[0]}, the first sparse layer of its pipeline stage, without selected keys"
         ends = [number for number in range(m.num_layers) if kinds[number] and selects(m, number)]
         shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
-        near = f"layers {shown} select keys: begin stages with such layers, by --pipeline-model-parallel-layout"
+        near = f"layers {shown} select keys: begin stages with such layers, using --pipeline-model-parallel-layout"
     yield Problem("--dsa-indexer-topk-freq", frequency, rule, near)
 
 
@@ -338,7 +338,7 @@ def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be the {m.head_dim} channels of --qk-head-dim and --qk-pos-emb-head-dim: keys are values too"
         yield Problem("--v-head-dim", m.value_head_dim, rule, f"use {m.head_dim}")
     if m.yarn and m.rotary_scaling_factor > 1 and (m.mscale or m.mscale_all_dim):
-        rule = "scales the rotated keys, which are also values, and outputs would not be scaled back"
+        rule = "scales the rotated keys, which are also values, but nothing would undo the scaling of the outputs"
         yield Problem("--rotary-scaling-factor", m.rotary_scaling_factor, rule, "add --mscale 0 --mscale-all-dim 0")
     width = of_index.dsa_indexer_head_dim
     if has_indexer(c) and width < latent.qk_pos_emb_head_dim:

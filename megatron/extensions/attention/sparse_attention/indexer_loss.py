@@ -38,7 +38,7 @@ class Loss(NamedTuple):
     heads: Axis
     """Ranks that hold the other heads."""
     own: range
-    """Rows whose queries are in this rank's indexer."""
+    """Rows whose queries this rank's indexer holds."""
     beside: Tensor | None = None
     """[n, b, h]: log-sum-exps of the scores of all other attended keys and sinks."""
     lse: Tensor | None = None
@@ -89,8 +89,8 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return `out` unchanged. The backward returns the gradients of the indexer loss times `scale`, or zeros if there
-    is no loss, and adds the loss to the tally [sum of divergences, tokens]."""
+    """Return `out` unchanged. The backward pass returns the gradients of the indexer loss times `scale`, or zeros if
+    there is no loss, and adds the loss to the tally [sum of divergences, tokens]."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
 """Attention to selected keys, in chunks of queries.
 
 Attention has one key group, and the first channels of its keys are its values, as in multi-latent attention over
-latents. Several key sets may share a softmax, such as the tokens and the compressed keys of DeepSeek-V4.
+latents. Several key sets, such as the tokens and the compressed keys of DeepSeek-V4, may share one softmax.
 
-GPU kernels (`kernels/attention.py`) compute forward and backward if they are faster. Shapes: n queries of b samples, s
-keys, h heads.
+GPU kernels (`kernels/attention.py`) compute the forward and backward passes if they are faster. Shapes: n queries of b
+samples, s keys, h heads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rows:
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
-        """Return the scores [rows, b, h, keys or topk] in fp32 or fp64; those of hidden keys are -infinity."""
+        """Return the scores [rows, b, h, keys or topk] in fp32 or fp64; the scores of hidden keys are -infinity."""
         q = self.q * scale
         wide = torch.promote_types(q.dtype, torch.float32)
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
@@ -100,7 +100,7 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """Key set, and the queries that attend to it."""
+    """One key set, and the queries that attend to it."""
 
     queries: Queries
     picked: Tensor | None = None
@@ -139,7 +139,7 @@ def attend_to_selected(
 
     Args:
         q: [n, b, h, w], queries.
-        sinks: [h], logits of attention sinks; None for no sinks.
+        sinks: [h], logits of attention sinks; None if there are no sinks.
         seen: Key sets.
         k: Keys [s, b, w] of each set.
         scale: Factor of the scores.
@@ -178,7 +178,7 @@ def selected_attention_gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q and of each key set. The latter have the dtype of `lse`.
+    """Return the gradients of q and of each key set. The gradients of key sets have the dtype of `lse`.
 
     With attention weights P: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO.
 
@@ -235,8 +235,8 @@ class SelectedContext(AutogradContext):
 
 class AttentionToSelected(torch.autograd.Function):
     """`attend_to_selected` with gradients. Returns the outputs, and the log-sum-exps over all scores and over the
-    scores of the first key set. Saves the operands, outputs and log-sum-exps for the backward. Calls `note` with the
-    largest scores [h]."""
+    scores of the first key set. Saves the operands, outputs and log-sum-exps for the backward pass. Calls `note` with
+    the largest scores [h]."""
 
     @staticmethod
     def forward(
@@ -274,7 +274,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
-    """Yield, for each chunk of queries, its rows for each key set."""
+    """Yield the rows of each chunk of queries, for each key set."""
     hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
     for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)

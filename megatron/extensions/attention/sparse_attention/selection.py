@@ -21,14 +21,14 @@ from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
-"""Largest number of elements of a tensor that is computed for a chunk of queries."""
+"""Largest number of elements of a tensor computed for one chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
 """Largest numbers of scores and of queries per chunk that kernels compute."""
 
 
 class Chunk(NamedTuple):
-    """Queries that are computed together."""
+    """Queries that are processed together."""
 
     rows: slice
     keys: int
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     """Position of the first key that any of the queries may attend to."""
 
     def moved(self, start: int) -> Chunk:
-        """Return a chunk of the same queries, with rows counted from `start`."""
+        """Return the same chunk with rows counted from `start`."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
@@ -70,7 +70,7 @@ class Index(NamedTuple):
 
 
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
-    """Divide queries into chunks, each of which is within one shard of the rows.
+    """Divide queries into chunks that do not cross shards of the rows.
 
     Args:
         spans: Positions of the queries.
@@ -92,7 +92,7 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
     """Merge chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores. Kernels store
-    only the scores of keys, and need many queries to occupy a GPU."""
+    only the scores of keys, and need many queries to keep a GPU busy."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -129,7 +129,7 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
     keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
     chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
-    chosen = chosen.clamp_(max=last)  # if a score is NaN, fewer keys are chosen
+    chosen = chosen.clamp_(max=last)  # NaN scores reduce the number of selected keys
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 
@@ -161,12 +161,12 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
 @operation
 @torch_function
 def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the keys of `selected`, computed in the chunks of `queries`."""
+    """Return the same keys as `selected`, computed in the chunks of `queries`."""
     return selected_in(queries.chunks, index, queries, topk)
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the keys of `selected`, computed in the given chunks.
+    """Return the same keys as `selected`, computed in the given chunks.
 
     Args:
         chunks: Chunks that cover all queries.

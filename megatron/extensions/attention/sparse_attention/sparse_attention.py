@@ -6,7 +6,7 @@ the output, so that all heads share the keys that are gathered for a query.
 
 The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each indexer selects keys for the
 queries of its rank's tokens, and ranks gather the selections. Under context parallelism, ranks gather the latents and
-indexer keys of the whole sequence, both of which are narrow; --cp-comm-type applies to other layers only.
+indexer keys of the whole sequence, which are both narrow; --cp-comm-type applies to other layers only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
     """Return a configuration for the LayerNorm of indexer keys, which does not depend on the model's norms. Its epsilon
-    is that of the latent norms."""
+    equals that of the latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
@@ -89,8 +89,8 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """Return operands of the scores, which are not rotated yet. x is [s, b, h]; q is [s, b, q_lora_rank], or x if
-        there is no query latent; both are [s/tp, ...] under sequence parallelism."""
+        """Return the operands of the scores before rotation. x is [s, b, h]; q is [s, b, q_lora_rank], or x if there is
+        no query latent; both are [s/tp, ...] under sequence parallelism."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -110,7 +110,7 @@ class SparseLatents(NamedTuple):
 
 
 def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], BatchContext]:
-    """Return the tensors and the context of a call whose last argument is the context."""
+    """Split the arguments of a call into the tensors and the context, which is the last argument."""
     *tensors, context = operands
     assert isinstance(context, BatchContext)
     return [x for x in tensors if isinstance(x, Tensor)], context
@@ -197,7 +197,7 @@ class SelectedKeys(CoreAttention):
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
-        """Return the rows whose queries are in this rank's indexer."""
+        """Return the rows whose queries this rank's indexer holds."""
         rows = len(index.q)
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
@@ -222,7 +222,7 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """Return `out`; in training, its backward adds the indexer loss."""
+        """Return `out`. In training, its backward pass adds the indexer loss."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None

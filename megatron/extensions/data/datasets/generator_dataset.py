@@ -18,8 +18,8 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of samples that are kept after being read on the way to a later one, because other ranks or threads
-may request them."""
+"""Largest number of skipped samples to keep. A request for a later sample reads past these samples, but other ranks or
+threads may still request them."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
 """Function first -> samples from number `first` on. Each sample has seq_length + 1 token ids; every call must return
@@ -30,9 +30,9 @@ class GeneratorDataset(TextDataset):
     """Data set of `samples` samples of a stream, accessed by number, so that a run resumes exactly and under any
     layout.
 
-    The stream is read sequentially. Every data-parallel rank reads all of it and keeps its own samples. A request for
-    an earlier sample, or for one more than `WINDOW` ahead, restarts the stream at that sample. `fingerprint` must
-    differ for different streams."""
+    The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. A
+    request for an earlier sample, or for one more than `WINDOW` ahead, restarts the stream at that sample.
+    Different streams must have different values of `fingerprint`."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
         self.stream = stream
@@ -86,7 +86,7 @@ def stream_splits(
     sizes: Sequence[int | None],
     fingerprint: str,
 ) -> Datasets:
-    """Return the splits of a run, read from a stream; a part registered in `DATASETS` may return this value.
+    """Return the splits of a run, read from a stream. A data set registered in `DATASETS` may return this value.
 
     Raises ValueError if the length of a split is not given, because a stream has no epoch.
 

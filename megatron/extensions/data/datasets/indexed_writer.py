@@ -60,10 +60,10 @@ class IndexedDatasetBuilder:
     """Write a `.bin/.idx` pair as a stream, in constant memory.
 
     Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
-    therefore complete or absent. As a context manager, it finalizes on success and deletes its files on an exception.
-    If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes visible when `finalize` completes the
-    upload; the index is uploaded after it. If `described` is given, a file `PREFIX.sums.json` with the checksums and
-    the description is written last.
+    therefore either complete or absent. As a context manager, it finalizes on success and deletes its files on an
+    exception. If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes visible when `finalize`
+    completes the upload; the index is uploaded after it. If `described` is given, a file `PREFIX.sums.json` with the
+    checksums and the description is written last.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
@@ -89,8 +89,8 @@ class IndexedDatasetBuilder:
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document. `lengths` divides it into sequences; by default it is one sequence. An empty document adds
-        a boundary and no sequence."""
+        """Append a document. `lengths` divides it into sequences; by default, the document is a single sequence. An
+        empty document adds a boundary but no sequence."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []
@@ -99,7 +99,7 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Append many documents of one sequence each; `tokens` is their concatenation."""
+        """Append several documents of one sequence each; `tokens` is their concatenation."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)

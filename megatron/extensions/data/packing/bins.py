@@ -52,7 +52,7 @@ class _Room:
         while items:
             above = self.rooms >> length
             room = length + (above & -above).bit_length() - 1 if above else self.capacity
-            each = room // length  # a bin that has received an item is the fullest bin with room for the next one
+            each = room // length  # a bin that has just received an item is the fullest bin with room for the next item
             wanted = -(-items // each)
             taken = self._take(room, wanted) if above else self._open(wanted)
             count = min(items, len(taken) * each)

@@ -2,8 +2,9 @@
 does not import torch.
 
 The default shards, an early and a late chunk of the sample for each rank, have equal work only if the sample is a
-single document. This module assigns other tokens to the ranks, but the same number, so that shapes and padding do not
-change. It evaluates several divisions of the documents, and uses the one with the lowest `Score`:
+single document. This module assigns different tokens to the ranks, but the same number of tokens per rank, so that
+shapes and padding do not change. It evaluates several divisions of the documents, and uses the one with the lowest
+`Score`:
 
 - pairs of chunks of the sample, the default division;
 - pairs of chunks of each document (zig-zag per document), whose work is equal by construction, but which fragments
@@ -36,10 +37,10 @@ EQUAL = 1.02
 the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunk pairs per rank that are evaluated if chunks of the sample are assigned by work."""
+"""Numbers of chunk pairs per rank to evaluate when chunks of the sample are assigned by work."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Length limits of whole documents that are evaluated, as fractions of a rank's tokens."""
+"""Length limits of whole documents to evaluate, as fractions of a rank's tokens."""
 
 Owners = NDArray[np.int64]
 """[seq_length]: rank that holds each position."""
@@ -95,10 +96,10 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the cheapest division of one sample that keeps short documents on one rank, as far as they fit.
+    """Return the cheapest division of one sample that keeps each short document on one rank, if it fits there.
 
     Args:
-        documents: Positions at which documents begin, for the single sample.
+        documents: Positions at which the documents of the single sample begin.
         seq_length: Tokens per sample.
         ranks: Number of context-parallel ranks.
         longest: Length limit of documents that stay on one rank; None to choose it by cost.
@@ -112,7 +113,7 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the division with the lowest time; among about equal ones, the first of those that send the fewest
+    """Return the fastest division. Among divisions of about equal time, return the first one that sends the fewest
     keys."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
@@ -143,7 +144,7 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 
 
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
-    """Divide each document into 2 * ranks chunks, and assign an early and a late one to each rank.
+    """Divide each document into 2 * ranks chunks, and assign an early and a late chunk to each rank.
 
     The lengths of a document's chunks differ by at most one token. Ranks receive the longer chunks in turn, so that all
     ranks hold the same number of tokens."""
@@ -163,7 +164,8 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Keep documents of at most the fraction `share` of a rank's tokens whole, as far as they fit; divide longer ones.
+    """Keep each document whole if it has at most the fraction `share` of a rank's tokens and fits on a rank; divide the
+    others.
 
     Pieces are assigned in descending order of pairs per token. A piece is assigned to the rank with the most missing
     work per missing token, among the ranks with room for the piece. Then chunks of the busiest rank are exchanged for
@@ -187,10 +189,10 @@ class _Deal:
         """[length + 1]: number of query-key pairs of all positions before each position."""
 
         self.room = np.full(ranks, length // ranks)
-        """Number of tokens for which each rank still has room."""
+        """Number of tokens that each rank can still take."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
-        """Number of query-key pairs that each rank lacks to the mean."""
+        """Number of query-key pairs by which each rank falls short of the mean."""
 
         self.pieces: list[tuple[int, int]] = []
         for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -231,7 +233,7 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            left = np.maximum(moved, gap - moved)  # the larger excess of both ranks over the least work
+            left = np.maximum(moved, gap - moved)  # the larger of the two ranks' excess over the least work
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
                 return
@@ -253,8 +255,8 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """Return the division as shards, with the keys to send. Each rank sends the same number of keys, so that some of
-    them may belong to documents that are on one rank."""
+    """Convert a division to shards, with the keys to send. Each rank sends the same number of keys, so some of these
+    keys may belong to documents that are on one rank."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)

@@ -2,8 +2,8 @@
 module does not import torch.
 
 Replicas wait for each other at the end of a step, so the slowest one decides its time. The work of a sample of packed
-documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs are the same
-for every sample. A step still trains on the same samples, so that the sum of their gradients does not change.
+documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs are equal
+for every sample. A step still trains on the same samples, so the sum of their gradients does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Largest number of swaps per group that balance the work of the groups."""
+"""Largest number of swaps per group when balancing the work of the groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
@@ -51,8 +51,8 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swap an item of the group with the most work for an item of another group, so that the larger sum is as small as
-    possible. Returns False if no swap reduces it."""
+    """Swap an item of the group with the most work for an item of another group, choosing the swap that minimizes the
+    larger sum. Returns False if no swap reduces it."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())

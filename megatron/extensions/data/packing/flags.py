@@ -51,7 +51,7 @@ def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
         rule = f"cannot be combined with {name}: all-to-all sends every token"
         yield Problem("--cp-comm-type", parallel.cp_comm_type, rule, "use p2p or all_gather")
     elif not divides_by_documents(config):
-        rule = "cannot be combined with layers that mix tokens by other means than the model's attention"
+        rule = "cannot be combined with layers that mix tokens other than by the model's attention"
         yield Problem(name, None, rule, "remove one of them")
 
 
@@ -68,7 +68,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"packs documents of files, but --dataset-type {config.data.dataset} makes its own samples"
         yield Problem(name, value, rule, "remove it, or give --data-path")
     elif config.tokenizer.tokenizer_type is None:
-        rule = "needs the end-of-document token of the tokenizer, for padding"
+        rule = "needs the tokenizer's end-of-document token for padding"
         yield Problem(name, value, rule, "add --tokenizer-type")
     if any(getattr(options, "fim_data", False) for options in config.extension_options):
         rule = "cannot be combined with --fim-data, which changes the lengths of documents"
@@ -94,8 +94,8 @@ class PackingConfig:
         False, no_effect_without="--sequence-packing best-fit or --reset-attention-mask"
     )
     """Balance attention work: assign the samples of a step to data-parallel replicas and micro-batches, and the tokens
-    of each micro-batch to context-parallel ranks, such that all have approximately equal numbers of query-key pairs.
-    The samples of a step stay the same."""
+    of each micro-batch to context-parallel ranks, such that all have about the same number of query-key pairs. The
+    samples of a step stay the same."""
 
     hybrid_context_parallel: bool = flag(
         False, "--dynamic-context-parallel", no_effect_without="--context-parallel-size above 1"
@@ -109,11 +109,11 @@ class PackingConfig:
 
     @property
     def packs(self) -> bool:
-        """True if documents stay whole."""
+        """True if samples consist of whole documents."""
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:
-        """Return the factory of data sets of whole documents; None if documents are not packed."""
+        """Return the factory of packed data sets; None if documents are not packed."""
         if not self.packs:
             return None
         made: SampleMaker = partial(imported(f"{__package__}.packed_dataset:PackedDataset"), window=self.packing_window)

@@ -20,7 +20,7 @@ from megatron.training.run import TrainingRun
 class WorkOfReplicas(Callback, Meter):
     """Logs the work of the busiest replica, divided by the mean (--balance-packed-samples).
 
-    The work depends only on document lengths, so that the first rank computes it for all replicas.
+    The work depends only on document lengths, so the first rank computes it for all replicas.
     """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
@@ -38,7 +38,7 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """Return [sum of imbalances in order, sum of imbalances as assigned, steps] in float64; other ranks than the
+        """Return [sum of imbalances in order, sum of imbalances as assigned, steps] in float64; all ranks except the
         first return zeros."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))

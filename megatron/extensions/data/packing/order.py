@@ -1,4 +1,4 @@
-"""Samples of packed documents, as a function of the seed and the document lengths. This module uses only numpy, and no
+"""Samples of packed documents as a function of the seed and the document lengths. This module uses only numpy, and no
 files.
 
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron.extensions.data.packing.bins import best_fit_decreasing
 
 FEWEST_BINS = 16
-"""Smallest number of full samples that documents packed together should fill. Smaller data sets are repeated within a
+"""Smallest number of full samples that the documents of one window should fill. Smaller data sets are repeated within a
 window."""
 
 
@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """Division of a run's epochs into rounds, and of each round into windows of documents that are packed together."""
+    """Division of a run's epochs into rounds, and of each round into windows of documents to pack together."""
 
     documents: range
     epochs: int
@@ -80,7 +80,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
     Args:
         lengths: Lengths of all documents of the data set.
-        rounds: Rounds, for some of these documents.
+        rounds: Rounds of some or all of these documents.
         seq_length: Tokens per sample, without the last label.
         seed: Seed of the order.
         number: Number of the round.

@@ -103,7 +103,7 @@ class PackedDataset(DocumentSamples):
         return [(*self._place(number, start), count) for number, start, count in numbers]
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the documents, starts and lengths of the parts in all samples after the first `taken`."""
+        """Return the documents, starts and lengths of the parts in all samples except the first `taken`."""
         first = int(self.index.ends[taken - 1]) if taken else 0
         documents, starts, lengths = (field[first:] for field in self.index[1:])
         if self.pieces is not None:

@@ -9,7 +9,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_documents_apart(config: RunConfig) -> RunConfig:
-    """Return the configuration with attention and positions that restart at each document, if documents are packed."""
+    """If documents are packed, return the configuration with attention and positions that restart at each document."""
     if not config.options(PackingConfig).packs or config.tokenizer.tokenizer_type is None:
         return config
     table = config.model.position_table

@@ -77,8 +77,8 @@ def context_imbalances(
 
 
 def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
-    """Return the positions at which documents of `counts` tokens, and the padding, begin in a sample. The last token of
-    a sample is only a label."""
+    """Return the positions in a sample at which the documents of `counts` tokens and the padding begin. The last token
+    of a sample is only a label."""
     return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
 
 
@@ -94,8 +94,8 @@ def work_line(before: float, after: float, how: str = "as dealt") -> str:
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """Return the mean work imbalance between replicas, in order and as assigned; None if there are fewer samples than
-    one step needs.
+    """Return the mean work imbalance between replicas, with samples in order and as assigned; None if there are fewer
+    samples than one step needs.
 
     Args:
         packed: Samples.
@@ -115,6 +115,6 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """Return the work of the busiest replica of a step, divided by the mean: in order, and as assigned."""
+    """Return the work of the busiest replica of a step, divided by the mean, with samples in order and as assigned."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

@@ -17,8 +17,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_last_size(config: RunConfig) -> RunConfig:
-    """Return the configuration with the last batch size of --step-batch-size-schedule as global batch size, if it is
-    not given."""
+    """Return the configuration with --global-batch-size set to the last batch size of --step-batch-size-schedule,
+    unless --global-batch-size is given."""
     text, training = config.options(BatchScheduleFlags).step_batch_size_schedule, config.training
     with suppress(ValueError):  # a rule reports an invalid schedule
         if text is not None and training.global_batch_size is None:

@@ -1,4 +1,4 @@
-"""Counts of the epochs over each data set of a run."""
+"""Epoch counts of each data set of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun
 
 PART = 1 << 20
-"""Number of samples that are counted together."""
+"""Number of samples that are counted at once."""
 
 
 class EpochLines(Callback):
@@ -24,7 +24,7 @@ class EpochLines(Callback):
     _epochs: Epochs | None = None
 
     def counted(self, run: TrainingRun) -> Epochs:
-        """Return the epoch counter of the run, which the first report creates."""
+        """Return the run's epoch counter, which is created for the first report."""
         if self._epochs is None:
             self._epochs = Epochs(run.plan, run.data.train.dataset, *run.data.sources.sized())
         return self._epochs
@@ -52,8 +52,8 @@ class Epochs:
         self._at, self._tokens = 0, np.zeros(len(names), np.int64)
 
     def at(self, consumed_samples: int) -> NDArray[np.float64]:
-        """Return the number of epochs over each source in the first `consumed_samples` samples of the run, [sources]. A
-        smaller number than in the last call is counted from the beginning."""
+        """Return the number of epochs over each source in the first `consumed_samples` samples of the run, [sources].
+        If the number is smaller than in the last call, counting restarts from the beginning."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for phase in self.plan.phases if self.names else ():

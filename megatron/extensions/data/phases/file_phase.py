@@ -1,5 +1,5 @@
-"""Phases of a file: their first samples, tokens and iterations, and the new division of a training source when the
-sequence length changes. This module does not import torch.
+"""Phases of a file: their first samples, tokens and iterations, and the division of a training source when the sequence
+length changes. This module does not import torch.
 
 A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that no
 sample has used as inputs are divided again and are used first.
@@ -35,7 +35,8 @@ from megatron.training.plan import Phase
 
 
 def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
-    """Divide the remainder of a source again if a phase has another sequence length than the earlier phases."""
+    """Divide the remainder of a source again if the sequence length of a phase differs from that of the earlier
+    phases."""
     if not source.segments or source.segments[0].format.seq_length == format.seq_length:
         return
     rest = _rest(source)
@@ -120,7 +121,7 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
     entries, wrong = read_phases(path)
     problems = list(wrong)
     if not entries or not config.training.global_batch_size or config.model.seq_length < 1:
-        return None, problems  # other rules report what is missing
+        return None, problems  # other rules report missing values
     if any(not _positive(entry) for entry in entries):
         return None, problems
     phases, sizes, found = _walk(config, [_in_units(config, entry) for entry in entries])
@@ -146,7 +147,7 @@ def _positive(entry: PhaseEntry) -> bool:
 
 
 def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
-    """Convert a beginning given as a fraction of the run to the unit of the run's length."""
+    """Convert a start position from a fraction of the run to the unit of the run's length."""
     t = config.training
     if entry.unit != "fraction":
         return entry
@@ -157,7 +158,7 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """Return the phases without ends and schedules, the batch sizes of the run, and problems."""
+    """Return the phases without ends and schedules, the batch sizes of the run, and the problems found."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)
@@ -181,8 +182,8 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
-    """Return the phase of `entry` after the phase `before`. It begins with the first step at or after the position in
-    the file."""
+    """Return the phase that `entry` describes, which follows the phase `before`. It begins with the first step at or
+    after the position in the file."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
         iterations = max(start, 0)

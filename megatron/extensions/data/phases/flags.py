@@ -42,11 +42,11 @@ class BatchScheduleFlags:
 
     @property
     def changes_batches(self) -> bool:
-        """True if a flag changes the batch size during the run."""
+        """Return True if a flag changes the batch size during the run."""
         return self != BatchScheduleFlags()
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a resolved and validated run."""
+        """Return the batch sizes over a run whose configuration is resolved and valid."""
         final = config.training.global_batch_size
         if self.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(self.step_batch_size_schedule)

@@ -1,4 +1,4 @@
-"""Transition of a run from one phase to the next: data, shapes, positions and schedule change; the parameters do
+"""Transition of a run from one phase to the next: data, shapes, positions and schedule change, but the parameters do
 not."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EntersPhases(Callback):
 
 
 def enter_phase(run: TrainingRun) -> None:
-    """Enter the phase of the next step, unless the run is in this phase already. Every rank calls this between two
+    """Enter the phase of the next step, unless the run is already in this phase. Every rank calls this between two
     steps."""
     assert isinstance(run.plan, PhasePlan)
     # An evaluation-only run uses the data of the phase in which the model was last trained.
@@ -45,7 +45,7 @@ def is_over(run: TrainingRun) -> bool:
 
 
 def change_phase(run: TrainingRun, phase: FilePhase, schedule: OptimizerParamScheduler) -> None:
-    """Switch the run to a phase."""
+    """Switch the run to the given phase."""
     started = run.config is not run.plan.base
     config = run.config = phase.config
     run.forward_backward = replace(run.forward_backward, config=config)

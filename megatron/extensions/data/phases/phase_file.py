@@ -21,7 +21,7 @@ UNITS = {
 }
 
 FRACTION = "from-fraction"
-"""Key of a beginning that is given as a fraction of the run's length."""
+"""Key of a start position that is given as a fraction of the run's length."""
 
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")
@@ -120,7 +120,7 @@ def _read(path: str, changed: int) -> tuple[tuple[PhaseEntry, ...], tuple[Proble
     names = [entry.name for entry in found]
     for entry in found:
         if names.count(entry.name) > 1:
-            rule, remedy = "is also the name of another phase", "give each phase its own name"
+            rule, remedy = "is the name of another phase as well", "give each phase its own name"
             problems.append(Problem(f"{entry.where}: name", entry.name, rule, remedy))
     return tuple(found), tuple(dict.fromkeys(problems))
 
@@ -172,7 +172,7 @@ def _entry(where: str, number: int, items: Sequence[tuple[str, Plain]]) -> tuple
         )
     unit, start = starts[0] if starts else ("samples", 0)
     if number == 0 and start:
-        rule = "the first phase begins with the run"
+        rule = "the first phase must begin with the run"
         problems.append(Problem(f"{where}: from-{unit}", start, rule, "use 0, or put a phase before it"))
     values = tuple((field, value) for field, value in reader.values.items())
     return PhaseEntry(where, name, unit, start, values, anew), [*problems, *reader.problems]

@@ -13,9 +13,9 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
 class PhasedDataset(SampleOrder):
-    """Training samples of a run, by sample number in the run. Sample i of the run, which is in phase k, is sample i -
-    `firsts[k]` of `parts[k]`, or sample i of `parts[k]` if `numbered_by_run` is True. Samples of different phases may
-    have different lengths. `end` is the number of samples of the run."""
+    """Training samples of a run, indexed by sample number in the run. Sample i of the run, which is in phase k, is
+    sample i - `firsts[k]` of `parts[k]`, or sample i of `parts[k]` if `numbered_by_run` is True. Samples of different
+    phases may have different lengths. `end` is the number of samples of the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)
@@ -34,7 +34,7 @@ class PhasedDataset(SampleOrder):
         return self.parts[phase], index - self.zeros[phase]
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the source numbers of samples. All phases number the sources in the same way."""
+        """Return the source numbers of samples. The source numbers are the same in all phases."""
         stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))

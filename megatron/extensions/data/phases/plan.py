@@ -30,7 +30,7 @@ class PhaseScheduler(OptimizerParamScheduler):
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
-        # Skipped steps delay the schedule relative to the samples, so that a phase's schedule may begin late, but never
+        # Skipped steps delay the schedule relative to the samples, so a phase's schedule may begin late, but never
         # early.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
@@ -75,7 +75,7 @@ class PhasePlan(RunPlan):
         """Do nothing: phases that have begun keep their batch sizes."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
-        """Return the schedule of a phase: the phase's own, or the run's."""
+        """Return the phase's own schedule if it has one; otherwise, return the run's schedule."""
         whole = self.schedule()
         if phase.optimizer is None:
             return whole

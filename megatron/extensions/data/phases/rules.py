@@ -1,5 +1,5 @@
-"""Rules about the phases of a file: each phase must be runnable, and a resumed run must not change the phases that it
-has begun.
+"""Rules about the phases of a file: each phase must be a valid configuration, and a resumed run must not change phases
+that have begun.
 
 This module does not import torch.
 """
@@ -27,12 +27,12 @@ def findings(
     phases: Sequence[FilePhase] | None,
     problems: Sequence[Problem],
 ) -> list[Problem]:
-    """Return the problems of the flags, of each phase, and of the file.
+    """Return the problems with the flags, with each phase, and with the file.
 
     Args:
         config: Configuration as given by the flags.
         resolved: Resolved configuration.
-        judge: Returns the problems of a configuration.
+        judge: Function that returns the problems with a configuration.
         phases: Phases of the file; None if they cannot be determined.
         problems: Problems found so far.
     """
@@ -49,8 +49,8 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """Return the configuration without phases, to which rules about flags apply. Its data are the first phase's if the
-    flags name no data."""
+    """Return the configuration without phases, to check it against the rules for flags. If the flags name no data, the
+    configuration uses the data of the first phase."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
@@ -58,7 +58,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Return the configuration of a phase as a run of its own, to which the rules apply."""
+    """Return the configuration of a separate run of the phase, to check it against the rules."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
@@ -119,8 +119,8 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Yield messages about phases that have begun with other values, or that would begin before the run's current
-    sample."""
+    """Yield messages about phases that have already begun with different values, or that would begin before the run's
+    current sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:

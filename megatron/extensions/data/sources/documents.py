@@ -1,4 +1,4 @@
-"""Documents that a library reads: texts, or token ids that are used unchanged."""
+"""Documents read by a library: texts, or token ids that are used unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN_KEYS = ("input_ids", "tokens")
 
 
 class Documents(ABC):
-    """Documents of a data set, in the order of its files. User errors are ValueErrors."""
+    """Documents of a data set, in the order of its files. User errors raise ValueError."""
 
     unit = "row"
     """Name of a record in messages."""
@@ -44,7 +44,8 @@ class Documents(ABC):
         """Yield the value of `key` in each record."""
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs from a cursor on; None is the beginning. Cursors consist of JSON types."""
+        """Yield (cursor, document) pairs, starting at a cursor; None is the beginning. Cursors are
+        JSON-serializable."""
         number = cursor if isinstance(cursor, int) else 0
         yield from enumerate(islice(self, number, None), number)
 
@@ -64,8 +65,8 @@ def library(module: str, extra: str) -> ModuleType:
 
 
 def chosen_key(wanted: str, names: Collection[str]) -> str:
-    """Return the column of the documents: the one that --text-key names, or a column of token ids if the default column
-    does not exist."""
+    """Return the column of the documents: the column that --text-key names or, if the default column does not exist, a
+    column of token ids."""
     if wanted in names:
         return wanted
     for key in TOKEN_KEYS if wanted == DEFAULT_KEY else ():
@@ -103,18 +104,18 @@ def size_of(path: str) -> int:
 
 
 def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
-    """Return the sorted names in a URL's folder that match a pattern, without hidden ones. Raises OSError."""
+    """Return the sorted names in a URL's folder that match a pattern, except hidden names. Raises OSError."""
     names = storage_of(folder).names(folder)
     return sorted(name for name in fnmatch.filter(names, pattern) if not name.startswith("."))
 
 
 def text_files(paths: Sequence[str]) -> list[TextFile]:
     """Return local files, or local copies of URLs, in the form that `Digests` expects."""
-    places = (os.path.realpath(local_path(path)) for path in paths)  # behind the links of this process
+    places = (os.path.realpath(local_path(path)) for path in paths)  # resolves the links of this process
     states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]
 
 
 def shown_files(folder: str) -> list[str]:
-    """Return the sorted files below a folder, without hidden ones."""
+    """Return the sorted files below a folder, except hidden files."""
     return sorted(path for path in files_below(folder) if not os.path.basename(path).startswith("."))

@@ -24,10 +24,10 @@ from megatron.extensions.data.sources.documents import (
 from megatron.extensions.data.text_data.inputs import by_name
 
 SCHEME = "datasets:"
-"""Prefix of a path whose files `datasets` reads, instead of the reader of text files."""
+"""Path prefix that selects `datasets` as the reader of files, instead of the reader of text files."""
 
 ROWS = 1024
-"""Number of rows that are read together."""
+"""Number of rows that are read at once."""
 
 READERS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "csv": "csv", "text": "text"}
 """Maps file formats to the names of their readers in `datasets`."""
@@ -84,7 +84,7 @@ def _is_shown(name: str, pattern: str = "*") -> bool:
 
 class HuggingFaceDocuments(Documents):
     """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or of a data set on the Hugging
-    Face hub. The latter is streamed (`named` is True), and nothing is stored."""
+    Face hub. A data set on the hub is streamed (`named` is True), and nothing is stored."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")

@@ -27,7 +27,7 @@ def is_mosaic(path: str) -> bool:
 
 
 class MosaicDocuments(Documents):
-    """One document of each sample. The library refuses columns of pickles, which could run code."""
+    """Documents of MosaicML shards, one per sample. The library refuses pickle columns, which could run code."""
 
     unit = "sample"
 
@@ -47,7 +47,8 @@ class MosaicDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs from a cursor on. A cursor is [shard number, sample number in the shard]."""
+        """Yield (cursor, document) pairs, starting at a cursor. A cursor is [shard number, sample number in the
+        shard]."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         with ExitStack() as folders:
             stream = self._streams.Stream(local=self._path)

@@ -57,8 +57,8 @@ class SourceKind(DataKind):
 
 
 def _has_shards(path: str) -> bool:
-    """Return True if a path names tar files. Files of a range in braces need not exist yet: the reader reports missing
-    shards. URLs are recognized by their names, without a request."""
+    """Return True if a path refers to tar files. Files of a range in braces need not exist yet: the reader reports
+    missing shards. URLs are recognized by their names, without a request."""
     if "://" in path:
         return isinstance(located(path), UrlPath) and is_shard(path)
     return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))

@@ -1,9 +1,9 @@
-"""Samples of documents that are read and tokenized during training, with the position at which each sample starts.
+"""Samples of documents that are read and tokenized during training, together with the start position of each sample.
 
 Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the window
 number. The shuffled documents are concatenated and cut into samples as in Megatron-LM, where adjacent samples share one
-token. A position determines all samples that follow. If the position of a sample is unknown, the samples before it are
-read again.
+token. A start position determines all following samples. If the position of a sample is unknown, the samples before it
+are read again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """Cursor of the first document of the window."""
 
     document: int = 0
-    """Number of finished documents in the shuffled window."""
+    """Number of documents of the shuffled window that have been consumed."""
 
     token: int = 0
     """Number of consumed tokens of the current document."""
@@ -77,7 +77,7 @@ class SampleStream:
                 del self._places[self._numbers.pop(1)]
 
     def __call__(self, first: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the samples from number `first` on."""
+        """Yield the samples, starting with number `first`."""
         with self._lock:
             number = self._numbers[bisect_right(self._numbers, first) - 1]
             place = self._places[number]
@@ -99,7 +99,7 @@ class SampleStream:
             self.know(number, held[0][0]._replace(token=offset))
 
     def _documents_from(self, place: Place) -> Iterator[tuple[Place, NDArray[np.int64]]]:
-        """Yield positions and token ids of the documents from a position on, epoch after epoch."""
+        """Yield positions and token ids of documents, starting at a position, epoch after epoch."""
         epoch, window, cursor, behind, _ = place
         while True:
             some = False

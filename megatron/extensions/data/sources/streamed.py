@@ -1,4 +1,4 @@
-"""Documents of a library that are tokenized during training; checkpoints store the position in the stream."""
+"""Documents read by a library and tokenized during training; checkpoints store the position in the stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.run import TrainingRun
 
 
 class StreamedDataset(GeneratorDataset):
-    """Data set of `samples` samples of documents that are read during training."""
+    """Data set of `samples` samples, whose documents are read during training."""
 
     def __init__(
         self, documents: Documents, samples: int, format: SampleFormat, seed: str, config: DatasetConfig
@@ -66,22 +66,20 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
             found.append(None)
             continue
         if size is None:
-            raise ValueError(f"{flag} {words[-1]}: a stream has no epoch; say how much with {SIZE_FLAGS[split]}")
+            raise ValueError(f"{flag} {words[-1]}: a stream has no epoch; give its length with {SIZE_FLAGS[split]}")
         if len(words) > 1:
-            raise ValueError(
-                f"{flag} {' '.join(words)}: a stream is one data set; leave --dataset-type out for a blend"
-            )
+            raise ValueError(f"{flag} {' '.join(words)}: a stream is one data set; omit --dataset-type for a blend")
         kind = data_kind_of(words[0])
         if not isinstance(kind, SourceKind):
             rule = "is not a data set of datasets, webdataset or mosaicml-streaming"
-            raise ValueError(f"{flag} {words[0]}: {rule}; leave --dataset-type out for other files")
+            raise ValueError(f"{flag} {words[0]}: {rule}; omit --dataset-type for other files")
         documents = kind.opened(flag, words[0], config.options(TextDataConfig).key_of(words[0]))
         found.append(StreamedDataset(documents, size, format, f"{seed} {split}", config))
     return Datasets(*found)
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Return the stream on which the views of a run are based."""
+    """Return the stream underlying the data set views of a run."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset
@@ -102,7 +100,7 @@ class PlaceInStream(Callback):
     """
 
     known: Mapping[str, object] = MappingProxyType({})
-    """State of the checkpoint from which the run resumes."""
+    """State in the checkpoint from which the run resumes."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self._run = run

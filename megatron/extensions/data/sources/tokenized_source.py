@@ -23,7 +23,7 @@ from megatron.extensions.data.text_data.identity import Digests, identity_of, st
 from megatron.extensions.data.text_data.tokenized import Source, TextData
 
 RECORDS = 1024
-"""Number of records of token ids that are read together."""
+"""Number of token id records that are read at once."""
 
 
 def dtype_of(job: Job) -> np.dtype:
@@ -35,7 +35,7 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Documents that a library reads, and everything else that determines their tokens."""
+    """Documents read by a library, and everything else that determines their tokens."""
 
     documents: Documents
     path: str
@@ -99,7 +99,7 @@ class DocumentSource(Source):
                 if isinstance(value, np.ndarray):
                     ids.append(value)
                 else:
-                    bad.append((number, str(value) if isinstance(value, ValueError) else "a text among token ids"))
+                    bad.append((number, str(value) if isinstance(value, ValueError) else "a text, not token ids"))
             lengths = np.array([len(each) for each in ids], np.int32)
             joined = np.concatenate(ids) if ids else np.empty(0, self.dtype(job))
             chunk = self._chunk(first + len(values) - 1, [b""] * len(values), joined.nbytes)
@@ -109,7 +109,7 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True)
 class SourceData(TextData):
-    """Conversion of documents that a library reads to datasets in this run."""
+    """Conversion of documents read by a library to datasets in this run."""
 
     kind: SourceKind
 

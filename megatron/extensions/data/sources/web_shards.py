@@ -53,14 +53,14 @@ def shards_of(path: str) -> list[str]:
 
 
 def _stored_shards(url: str, place: UrlPath) -> list[str]:
-    """Return the shards that a URL names; its last part may be a glob or contain a range in braces."""
+    """Return the shards that a URL names. The last part of the URL may be a glob or contain a range in braces."""
     if "{" in url:
         return list(library("braceexpand", "webdataset").braceexpand(url))
     return [str(place.parent / name) for name in stored_names(place.parent, place.name) if is_shard(name)]
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """Return the first shard that does not exist, with one request for each folder of URLs. Raises OSError."""
+    """Return the first shard that does not exist. For URLs, this takes one request per folder. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}
@@ -80,7 +80,7 @@ def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
 
 
 class WebDocuments(Documents):
-    """One document of each sample in WebDataset shards.
+    """Documents of WebDataset shards, one per sample.
 
     --text-key names the extension of the member that contains the document, such as `txt` or `npy`, or a field of the
     member `json`. By default, the document is the member `txt`, the field `text`, or the token ids `input_ids`."""
@@ -105,7 +105,8 @@ class WebDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs from a cursor on. A cursor is [shard number, sample number in the shard]."""
+        """Yield (cursor, document) pairs, starting at a cursor. A cursor is [shard number, sample number in the
+        shard]."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         for place, shard in enumerate(self.files[first:], first):
             # An absolute path, because the library treats other names, such as pipe:COMMAND, specially.

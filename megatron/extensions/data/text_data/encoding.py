@@ -31,7 +31,7 @@ CHUNKS_IN_FLIGHT = 3  # in each worker
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of tokenization in one process."""
+    """Tokenization settings in one process."""
 
     tokenizer: TokenizerConfig
     vocab_size: int | None
@@ -159,7 +159,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encode chunks in parallel and yield them in their order, with a bounded number of chunks in memory."""
+    """Encode chunks in parallel and yield them in order, with a bounded number of chunks in memory."""
     if workers == 1:
         encoder = Encoder(job)
         for chunk in chunks:

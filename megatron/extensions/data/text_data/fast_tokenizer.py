@@ -1,4 +1,4 @@
-"""Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers`, many times
+"""Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers` but is many times
 faster.
 
 Its ids are compared with those of the tokenizer that it replaces: on a list of difficult texts when it is built, and on
@@ -31,7 +31,7 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Number of first bytes that are all compared; after them, about one byte in `SHARE_COMPARED` is."""
+"""Number of leading bytes that are all compared. After them, about one byte in `SHARE_COMPARED` is compared."""
 
 
 class DifferentIds(Exception):
@@ -39,7 +39,7 @@ class DifferentIds(Exception):
 
 
 class StandIn:
-    """Replacement of a tokenizer by gigatoken, for the texts of one process. Use `stand_in_for` to construct it."""
+    """Gigatoken replacement for a tokenizer, for the texts of one process. Use `stand_in_for` to construct it."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken
@@ -54,7 +54,8 @@ class StandIn:
             self._compare(text, self._encode(text))
 
     def tokenize(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text. Raises DifferentIds if they are compared with the reference's and differ."""
+        """Return the token ids of a text. Raises DifferentIds if the ids are checked against the reference tokenizer
+        and differ."""
         ids = self._encode(text)
         self.seen += len(text)
         if self.compared < ALWAYS_COMPARED or self.compared * SHARE_COMPARED < self.seen:

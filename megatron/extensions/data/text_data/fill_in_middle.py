@@ -4,7 +4,7 @@
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
 Documents are cut at characters, possibly within tokens, and their three parts are tokenized separately. The random
-numbers for a sample depend only on the seed and the sample number, not on the layout, workers or restarts."""
+numbers for a sample depend only on the seed and the sample number, not on the layout, the workers or restarts."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class FillInMiddle(TextDataset):
 
 
 def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
-    """Split ids at the tokens `at`, which are left out."""
+    """Split ids at the tokens `at`, which are removed."""
     ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -45,7 +45,7 @@ class TextDataConfig:
     """Options for making documents from text files."""
 
     text_key: tuple[str, ...] = flag(("text",), "--json-keys", many=True)
-    """Key of JSON objects, or column of tables, that contains the document; PATH=KEY for one data set."""
+    """Key of JSON objects, or column of tables, that contains the document; PATH=KEY sets it for one data set."""
 
     text_documents: str = flag("file", choices=("file", "line"))
     """Unit of a document in a plain text file: the whole file, or a line."""
@@ -54,7 +54,7 @@ class TextDataConfig:
     """End each document of text files with the end-of-document token, if the tokenizer has one."""
 
     max_bad_lines: int = flag(0, at_least=0)
-    """Largest number of unreadable records of text files to skip; more are an error."""
+    """Largest number of unreadable records in text files to skip; more than this number is an error."""
 
     tokenizer_workers: int | None = flag(None, above=0)
     """Number of processes per node that tokenize text files. Default: one per core for large files."""
@@ -100,7 +100,7 @@ class FillInMiddleConfig:
     """Token at which documents are split into fragments, each of which is rearranged separately."""
 
     fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Fraction of fragments that are rearranged, in documents that --fim-split-sample splits."""
+    """Fraction of fragments that are rearranged in documents split by --fim-split-sample."""
 
     fim_no_prefix: str | None = None
     """Documents and fragments that begin with this text are not rearranged."""
@@ -115,7 +115,7 @@ class FillInMiddleConfig:
     """Token before the suffix of a rearranged document."""
 
     fim_pad_token: str = "<fim_pad>"
-    """Token that pads rearranged samples. The loss ignores predictions of it."""
+    """Token that pads rearranged samples. The loss ignores predictions of this token."""
 
     fim_eod_token: str | None = None
     """Token between documents. Default: the tokenizer's end-of-document token."""
@@ -147,7 +147,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """Return the flag values of the user's own extensions, for hashes of data. The flags of built-in extensions do not
-    affect tokens."""
+    """Return the flag values of the user's own extensions, to include them in data hashes. The flags of built-in
+    extensions do not affect tokens."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

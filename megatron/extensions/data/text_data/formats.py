@@ -1,4 +1,4 @@
-"""Readers that yield the documents of a file in chunks, with memory that does not grow with the file.
+"""Readers that yield the documents of a file in chunks, with memory use that does not grow with the file size.
 
 Readers keep most records as bytes; `texts_of` decodes them in the process that tokenizes them. An error in one record
 affects only that record. An error that makes the rest of a file unreadable is reported for the file."""
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
-"""Number of table rows that are read together, and number of bytes that `read_rows` reads together."""
+"""Number of table rows that are read at once, and number of bytes that `read_rows` reads at once."""
 
 LONGEST_ESCAPE = 16
-"""A JSON error within this many characters of the end of the text read so far may be due to a truncated escape
-sequence; more text is then read."""
+"""Distance from the end of the text read so far, in characters, within which a JSON error may be due to a truncated
+escape sequence. More text is then read."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""A line, the values of the keys in a row, a JSON object, a whole row, or the error of a record."""
+"""A line, the values of the keys in a row, a JSON object, a whole row, or the error in a record."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
         data = stream.read(piece)
         ended = not data
         text, at = text[at:] + decoder.decode(data, final=ended), 0
-        piece = max(piece, len(text))  # larger pieces, so that a long element is scanned few times
+        piece = max(piece, len(text))  # read larger pieces, so that a long element is rescanned only a few times
 
     def next_token() -> str:
         nonlocal at
@@ -387,7 +387,7 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """Convert an Arrow array of texts, in any layout, to bytes. Returns None if it does not contain text.
+    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Returns None if it does not contain text.
 
     Lengths and offsets are validated, because a stream has no checksum for them."""
     import pyarrow as pa
@@ -412,8 +412,7 @@ def _text_bytes(column: pa.Array) -> pa.Array | None:
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """Return a seekable stream. A stream that is not seekable, such as that of a compressed file, is read into
-    memory."""
+    """Return a seekable stream. A non-seekable stream, such as that of a compressed file, is read into memory."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
 

@@ -41,7 +41,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def state_of(path: str) -> list[int]:
-    """Return the state of a local file, which changes whenever its content does."""
+    """Return the state of a local file, which changes whenever the file's content changes."""
     state = os.stat(path)
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
 
@@ -53,8 +53,7 @@ class Digests:
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Return a mapping from paths to hashes of the content, or for remote files to the state that the store
-        reports.
+        """Return a mapping from paths to content hashes or, for remote files, to the state that the store reports.
 
         If several processes share the folder, one of them reads the files while the others wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
@@ -120,7 +119,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
 
 
 def _paths_in(options: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Yield the values of the user's flags that are paths of files."""
+    """Yield the values of the user's flags that are file paths."""
     values = (value for each in options for value in each.values() if isinstance(value, str) and value)
     yield from (value for value in values if os.path.isfile(value))
 
@@ -142,7 +141,7 @@ def describe_tokens(
         described: Everything that determines the tokens.
         files: Input files.
         digests: Digests of the input files, by path.
-        bad: Records that could not be read and were left out.
+        bad: Records that could not be read and were skipped.
     """
     inputs = [{"path": file.path, "bytes": file.size, "content": digests[file.path]} for file in files]
     written = {
@@ -155,7 +154,7 @@ def describe_tokens(
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return the unreadable records that were left out of the tokens in a folder."""
+    """Return the unreadable records that were skipped when the tokens in a folder were written."""
     return list(json.loads((folder / DESCRIPTION).read_text())["left_out"])
 
 

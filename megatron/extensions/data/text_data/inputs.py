@@ -38,7 +38,7 @@ class Damaged(Exception):
 
 
 class _Decompressor(Protocol):
-    """Decompressor of one stream, as in zlib, bz2, lzma and zstandard."""
+    """Single-stream decompressor, as in zlib, bz2, lzma and zstandard."""
 
     @property
     def eof(self) -> bool: ...
@@ -115,7 +115,7 @@ class _Decompressed(io.RawIOBase):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
-    """Open a local or remote file in its stored form. Raises OSError, or ValueError if a package is missing."""
+    """Open a local or remote file without decompressing it. Raises OSError, or ValueError if a package is missing."""
     if "://" in path:
         filesystem, inside = remote(path)
         with filesystem.open(inside, "rb") as stream:
@@ -192,7 +192,7 @@ class TextFile:
     """Size of the stored file in bytes."""
 
     modified: str
-    """Value that changes with the file: its modification time, or the state that a remote store reports."""
+    """Value that changes whenever the file changes: its modification time, or the state that a remote store reports."""
 
     @property
     def remote(self) -> bool:
@@ -200,7 +200,7 @@ class TextFile:
 
 
 def by_name(path: str) -> tuple[str | None, str]:
-    """Return the format and compression according to the name of a file: "a.jsonl.gz" gives ("jsonl", ".gz")."""
+    """Return the format and compression that a file name implies: "a.jsonl.gz" gives ("jsonl", ".gz")."""
     place = path.partition("?")[0] if path.startswith(WEB) else path
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes[-2:]]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
@@ -220,7 +220,7 @@ def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link,
     """Yield all files below a folder, including those in folders that symbolic links point to.
 
     A folder that is reached by several paths is visited once, under its own path if this is below `folder`. `left_out`
-    receives each further path together with the first one."""
+    receives each further path to the folder together with the first path."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:
@@ -244,8 +244,8 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     """Return the files given by paths, globs, folders and URLs, in the given order and without duplicates. Files of a
     glob or folder are sorted.
 
-    A folder stands for all files of known formats below it, except hidden ones. Raises ValueError that lists every
-    pattern without files.
+    A folder stands for all non-hidden files of known formats below it. Raises ValueError that lists every pattern
+    without files.
     """
     found: dict[str, TextFile] = {}
     problems = []

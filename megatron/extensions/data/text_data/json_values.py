@@ -15,8 +15,8 @@ def _integer(digits: str) -> int | Decimal:
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""Decoder without a limit for integers; it is slower than that of `json.loads`, which refuses integers of more than
-4,300 digits."""
+"""Decoder without a limit on integers. It is slower than the decoder of `json.loads`, which refuses integers of more
+than 4,300 digits."""
 
 
 def from_json(text: str) -> object:
@@ -30,7 +30,7 @@ def from_json(text: str) -> object:
 
 
 def next_value(text: str, at: int) -> tuple[object, int]:
-    """Return the JSON value that begins at a position, and the position of its end."""
+    """Return the JSON value that begins at a position, and its end position."""
     try:
         return _QUICK.raw_decode(text, at)
     except json.JSONDecodeError:
@@ -40,8 +40,8 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 
 def is_indented(start: bytes) -> bool:
-    """Return True if a file begins with an object that spans several lines: its first line is the beginning of an
-    object, and the next line is not a complete value. A truncated line before a complete one is a bad line instead."""
+    """Return True if a file begins with an object that spans several lines: its first line begins an object, and its
+    second line is not a complete value. A truncated line that a complete line follows counts as a bad line instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False

@@ -1,4 +1,4 @@
-"""Text files as training data: they are tokenized once into an indexed dataset, which is cached.
+"""Text files as training data, tokenized once into an indexed dataset, which is cached.
 
 The dataset equals the one that tools/preprocess_data.py writes for the same files, so that samples are bit-equal. Its
 name contains a hash of everything that determines it: the content of the files, the tokenizer (see `identity`), and the
@@ -39,10 +39,10 @@ from megatron.extensions.data.text_data.identity import (
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.WARNING)  # on every rank, because the rank that tokenizes reports
+logger.setLevel(logging.WARNING)  # on every rank, because any rank may be the one that tokenizes and reports
 
 REPORT_EVERY = 10.0
-"""Seconds between progress lines of a tokenization."""
+"""Seconds between progress messages during tokenization."""
 
 SHOWN_BAD = 5
 """Number of unreadable records that an error message lists."""
@@ -201,8 +201,8 @@ class TextData:
 
 
 def _intact(target: Path) -> bool:
-    """Return True if a folder contains tokens that have not changed since they were written. Logs a warning if they
-    have changed."""
+    """Return True if a folder contains tokens that are unchanged since they were written. Logs a warning if they have
+    changed."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

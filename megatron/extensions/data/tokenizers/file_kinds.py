@@ -1,4 +1,4 @@
-"""Recognition of tokenizer files by their content, for error messages about the wrong kind of file."""
+"""Recognition of tokenizer files by their content, for error messages about files of the wrong kind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def _kind_of_json(file: Path) -> tuple[str, str] | None:
 
 
 def described(file: Path, wanted: str, error: object) -> str:
-    """Describe why a file is not `wanted`: by the kind of the file, or by the error of the package that reads it."""
+    """Describe why a file is not `wanted`: name the file's actual kind, or give the error of the package that reads
+    it."""
     kind = kind_of_file(file)
     if kind is None or kind[0] == wanted:
         return f"not {wanted} ({error})"

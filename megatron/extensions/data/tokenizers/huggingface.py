@@ -111,7 +111,7 @@ class _OverTokenizers:
         raise problem
 
     def special_names(self) -> list[str]:
-        """Return the texts of added tokens, which documents may contain."""
+        """Return the texts of added tokens, which may occur in documents."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
@@ -128,9 +128,9 @@ def _size_of(vocab: Mapping[str, int], flags: str) -> int:
 
 
 def tokenizer_file(name: str) -> Path:
-    """Return the tokenizer.json that `name` refers to. `name` is the file, its folder, or a model in the local Hugging
-    Face cache (HF_HUB_CACHE, HF_HOME), of which the main branch is used. An existing path takes precedence. Nothing is
-    downloaded. Raises ValueError if there is no such file."""
+    """Return the tokenizer.json that `name` refers to. `name` is the file, its folder, or the name of a model in the
+    local Hugging Face cache (HF_HUB_CACHE, HF_HOME). The model's main branch is used. An existing path takes
+    precedence. Nothing is downloaded. Raises ValueError if there is no such file."""
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
@@ -167,10 +167,10 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 
 
 class HuggingFaceTokenizer(_OverTokenizers):
-    """Tokenizer of a tokenizer.json, which `tokenizer_file` finds.
+    """Tokenizer read from a tokenizer.json, which `tokenizer_file` finds.
 
     `read_special_tokens` returns the special and added tokens; EOD is the EOS token. Text is encoded as the file
-    specifies, including special tokens, but without its truncation, padding and random segmentation.
+    specifies, including special tokens. Only truncation, padding and random segmentation are disabled.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -262,14 +262,14 @@ def _growth(part: object) -> float:
     if kind == "Prepend":
         return growth * (1 + len(part["prepend"]))
     if kind == "Replace":
-        # a regular expression may match the empty string, between characters
+        # a regular expression may match the empty string between characters
         length = len(part["pattern"].get("String", ""))
         return growth * max(1.0, len(part["content"]) / length if length else 1 + len(part["content"]))
     return growth
 
 
 def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
-    """Disable truncation, padding and random segmentation of a tokenizer.json."""
+    """Disable the truncation, padding and random segmentation that a tokenizer.json specifies."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for setting in ("dropout", "alpha"):  # in BPE and Unigram models

@@ -1,4 +1,4 @@
-"""Tokenizers with a SentencePiece model."""
+"""Tokenizers based on a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class _OverModel:
-    """Common base class of tokenizers with a SentencePiece model."""
+    """Common base class of tokenizers based on a SentencePiece model."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -75,7 +75,7 @@ class SentencePieceTokenizer(_OverModel):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, in which special tokens appear by name."""
+        """Decode token ids to text in which special tokens appear by name."""
         parts: list[str] = []
         run: list[int] = []
         for id in map(int, ids):

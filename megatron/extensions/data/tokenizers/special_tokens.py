@@ -27,7 +27,7 @@ FILES = (CONFIG, MAP, ADDED)
 DECODER = "added_tokens_decoder"
 EXTRA = "extra_special_tokens"
 LEGACY_EXTRA = "additional_special_tokens"
-"""Key of tokenizer_config.json, in older files, for special tokens without a role."""
+"""Key for special tokens without a role in older tokenizer_config.json files."""
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -36,7 +36,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that the files beside a tokenizer.json name."""
+    """Tokens that the files next to a tokenizer.json define."""
 
     roles: dict[str, Token] = field(default_factory=dict)
     """Maps roles, such as "eos_token", to tokens, given as AddedToken or text."""
@@ -125,7 +125,7 @@ class _Settings(dict[str, object]):
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """Assign roles to other special tokens that are given as an object; its keys are the roles."""
+        """Assign roles to other special tokens that are given as an object whose keys are roles."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]

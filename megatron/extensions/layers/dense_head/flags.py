@@ -24,7 +24,7 @@ class DenseHeadFlags:
         False,
         excludes=(
             "--norm-placement sum: there is no final norm",
-            "--mtp-num-layers: only the last layer has the dense layer",
+            "--mtp-num-layers: multi-token prediction modules have no dense layer",
         ),
     )
     """Add a linear layer, GELU and a second norm between the final norm and the output layer (ModernBERT's decoder)."""

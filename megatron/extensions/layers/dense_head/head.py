@@ -34,8 +34,8 @@ class PlainResidual(nn.Module):
 
 
 class DenseHead(nn.Module):
-    """gelu(linear(norm(x))), the input of the norm before the output layer. The linear layer is replicated on all
-    tensor-parallel ranks."""
+    """Module that computes gelu(linear(norm(x))), the input of the norm before the output layer. The linear layer is
+    replicated on all tensor-parallel ranks."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

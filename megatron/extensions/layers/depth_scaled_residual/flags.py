@@ -16,7 +16,7 @@ SWITCH = "--depth-scaled-residual"
 @extension_flags("depth-scaled residual stream", part_of="model")
 @dataclass(frozen=True)
 class DepthScaledResidualFlags:
-    """Residual stream whose additions are scaled by their number."""
+    """Residual stream whose additions are scaled according to their position."""
 
     NO_EFFECT_WITHOUT: ClassVar = SWITCH
 
@@ -24,7 +24,7 @@ class DepthScaledResidualFlags:
         False,
         excludes=(
             "--parallel-residual: each addition needs its own number",
-            "--norm-placement sum: norms of sums cancel the scale",
+            "--norm-placement sum: norms of sums cancel the scaling",
             "--mtp-num-layers: additions are numbered over the layers of the model",
         ),
     )

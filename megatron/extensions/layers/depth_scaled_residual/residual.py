@@ -1,4 +1,4 @@
-"""Residual stream whose additions are scaled by their number."""
+"""Residual stream whose additions are scaled according to their position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 class DepthScaledResidual(nn.Module):
     """sqrt((n - 1) / n) x + sqrt(1 / n) f(x), where f(x) is the n-th term of the stream and the embeddings are the
-    first one. If all terms are independent and have the same variance, so does the stream."""
+    first term. If all terms are independent and have the same variance, the stream also has this variance."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Norms with a gate: the output is multiplied by a gate that a low-rank MLP computes from it, as in A.X K2.
+"""Norms with a gate: a low-rank MLP computes the gate from the norm's output, which is then multiplied by the gate, as
+in A.X K2.
 
 Chosen by --layer-module gated_norms. Its flag: --gated-norm-rank.
 

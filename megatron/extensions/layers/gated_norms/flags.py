@@ -23,10 +23,10 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.layer_module != NAME:
         return
     if not m.norms_inputs:
-        rule = "gates the norms of inputs, and there are none"
+        rule = "gates input norms, but the model has none"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
     if (chosen := linear_format(config.parallel)) is not None:
-        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # whose rules report it
+        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # its own rules report it
             yield from tokens_for_latents(config)
         rank = config.options(GatedNormFlags).gated_norm_rank
         whole, under = LINEAR_FORMATS.facts(chosen).alignment(config.parallel, 1)
@@ -44,7 +44,7 @@ class GatedNormFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     gated_norm_rank: int = flag(16, above=0)
-    """Gated norms: rank of the gate, the width between its two matrices (A.X K2)."""
+    """Gated norms: rank of the gate, which is the width between its two matrices (A.X K2)."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:GatedNormLayer")

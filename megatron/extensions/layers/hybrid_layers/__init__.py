@@ -1,4 +1,4 @@
-"""Layers with one sublayer each, given by a pattern of Megatron-LM's letters, as in Nemotron-H.
+"""Layers with one sublayer each, given by a pattern in Megatron-LM's letters, as in Nemotron-H.
 
 Flag: --hybrid-layer-pattern. Read `pattern.py`.
 """

@@ -15,7 +15,7 @@ from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
 DENSE, EXPERTS = "-", "E"
-"""Letters of a dense MLP, and of a mixture of experts."""
+"""Letters for a dense MLP and for a mixture of experts."""
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:

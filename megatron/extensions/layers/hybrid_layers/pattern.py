@@ -15,7 +15,7 @@ from megatron.training.config.rules.model import without_attention
 from megatron.training.config.run_config import RunConfig
 
 LAYOUT = "pipeline_model_parallel_layout"
-"""Field for the pipeline layout, which the extension pipeline_split defines."""
+"""Configuration field of the pipeline layout, which the extension pipeline_split defines."""
 
 
 class LayerPattern(NamedTuple):
@@ -33,7 +33,7 @@ class LayerPattern(NamedTuple):
 
     @property
     def without_stages(self) -> str:
-        """Text of the same pattern without stages."""
+        """Text of the pattern without stage borders."""
         return "/".join((self.layers, *self.modules))
 
 
@@ -81,7 +81,7 @@ def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
 
 
 def _together(parts: list[Sublayers]) -> Sublayers:
-    """Return the layer that consists of these parts: a mixer, an MLP, or both."""
+    """Return the layer that consists of the given parts: a mixer, an MLP, or both."""
     first, last = parts[0], parts[-1]
     return Sublayers(first.attends, first.linear, last.mlp, last.experts)
 

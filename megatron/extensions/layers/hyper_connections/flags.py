@@ -42,8 +42,8 @@ class HyperConnectionFlags:
         ),
     )
     """Use several residual streams (mHC, as in DeepSeek-V4). Each sublayer reads a weighted sum of the streams.
-    Before its output is added to each stream, a doubly stochastic matrix mixes them. All weights depend on the
-    token."""
+    A doubly stochastic matrix mixes the streams before the sublayer's output is added to each of them. All weights
+    depend on the token."""
 
     mhc_num_residual_streams: int = flag(4, "--num-residual-streams", at_least=1)
     """mHC: number of residual streams, each of width --hidden-size."""
@@ -56,7 +56,7 @@ class HyperConnectionFlags:
     of the streams."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
-    """mHC: epsilon that is added to a sublayer's input weights, and to the entries and sums of the mixing matrix."""
+    """mHC: epsilon added to a sublayer's input weights, and to the entries and sums of the mixing matrix."""
 
     mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
     """mHC: reduction of the streams after the last layer: a sum with token-dependent weights (learned), or the mean."""

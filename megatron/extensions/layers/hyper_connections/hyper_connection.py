@@ -34,8 +34,8 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Streams after a sublayer, not yet mixed. The backward of the layer's next sublayer recomputes the mixed
-    streams."""
+    """Operands of the streams after a sublayer, which are not mixed yet. The backward pass of the layer's next sublayer
+    recomputes the mixed streams."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -50,7 +50,7 @@ class PendingMix:
 
 class TokenWeights(nn.Module):
     """Weights that depend on the streams of a token: a normalized projection of the streams, with factors and a bias.
-    Only the streams are saved; the backward recomputes everything else from them.
+    Only the streams are saved; the backward pass recomputes everything else from them.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -60,11 +60,11 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """Return function(x); in training, save only x for the backward."""
+        """Return function(x). In training, save only x for the backward pass."""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [s, b, n * h] -> [s, b, rows], in fp32 if x has 16 bits"""
+        """x [s, b, n * h] -> [s, b, rows], in fp32 if x is 16-bit"""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), weight.to(wide))
 
@@ -77,8 +77,8 @@ class HyperConnection(TokenWeights):
     """Hyper-connection: compute the input of a sublayer from the streams, mix the streams, and add the sublayer's
     output.
 
-    With --recompute-modules mhc, the first of two sublayers leaves the mixing to the second one, which does not save
-    the mixed streams.
+    With --recompute-modules mhc, the first of two sublayers leaves the mixing to the second sublayer, which does not
+    save the mixed streams.
     """
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -1,7 +1,7 @@
-"""Formulas of hyper-connections: stream weights, and the mixing of streams.
+"""Formulas of hyper-connections: stream weights and stream mixing.
 
-Shapes: x [..., n, h] has n streams. If streams have 16 bits, weights and sums are computed in fp32, and the sums are
-then rounded."""
+Shapes: x [..., n, h] has n streams. For 16-bit streams, weights and sums are computed in fp32, and the sums are then
+rounded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Registration and rules of attention and an activation function that are followed by a norm. This module does not
-import torch."""
+"""Registration and rules of an attention module and an activation function with a norm of their outputs. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATION = "normed_squared_reglu"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     m = config.model
     if m.activation == ACTIVATION and m.num_experts is not None:
-        why = "it normalizes the whole width of an MLP"
+        why = "it normalizes over the whole width of an MLP"
         yield Problem.exclusive("--activation-func", ACTIVATION, "--num-experts", why)
     if m.activation == ACTIVATION and m.ffn_hidden_size_pattern is not None:
         yield Problem.exclusive("--activation-func", ACTIVATION, "--ffn-hidden-size-pattern")

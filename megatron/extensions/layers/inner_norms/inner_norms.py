@@ -39,12 +39,12 @@ class NormedOutputAttention(SelfAttention):
         self.linear_proj.register_forward_pre_hook(self._normed)
 
     def _normed(self, linear: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Normalize the input of linear_proj, before its forward."""
+        """Forward pre-hook of linear_proj that normalizes its input."""
         return self.output_layernorm(operands[0]), *operands[1:]
 
 
 class NormedSquaredReGLU(nn.Module):
-    """relu(gate)^2 * up, normalized over the whole width of the MLP."""
+    """Activation function relu(gate)^2 * up, normalized over the whole width of the MLP."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

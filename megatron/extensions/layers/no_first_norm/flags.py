@@ -16,7 +16,7 @@ NAME = "no_first_norm"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     m = config.model
     if m.layer_module == NAME and not m.norms_inputs:
-        rule = "removes an input norm, but there are no input norms"
+        rule = "removes an input norm, but the model has no input norms"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
 
 

@@ -1,4 +1,4 @@
-"""Layer without a norm before attention if it is the first one."""
+"""Layer that has no norm before attention if it is the first layer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Activation function of the MLP -> function of the embeddings' gate: silu, or the approximation of GELU."""
+"""Maps the MLP's activation function to the gate function of the embeddings: silu, or the GELU approximation."""
 
 
 def size_of(config: TransformerConfig) -> int:
@@ -38,7 +38,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(SWITCH, size, rule, f"use one of them, not {m.activation}")
     with suppress(ValueError):  # if other rules refuse the pattern
         if not all(kind.mixes and kind.mlp for kind in m.layers):
-            yield Problem(SWITCH, size, "follows the MLP of each layer, and some layers have none", "remove it")
+            yield Problem(SWITCH, size, "follows the MLP of each layer, but some layers have no MLP", "remove it")
     if not divides(ranks, size):
         rule = f"must be a multiple of --tensor-model-parallel-size {ranks}, whose ranks share the channels"
         yield Problem(SWITCH, size, rule, multiples(size, max(ranks, 1)))
@@ -52,7 +52,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("per-layer embeddings", part_of="model", rules=rules)
 @dataclass(frozen=True)
 class PerLayerEmbeddingFlags:
-    """Embeddings of each layer (PLE; Gemma 3n, Gemma 4)."""
+    """Per-layer embeddings (PLE; Gemma 3n, Gemma 4)."""
 
     per_layer_embedding_size: int | None = flag(
         None,
@@ -63,9 +63,8 @@ class PerLayerEmbeddingFlags:
             "--mtp-num-layers: multi-token prediction modules have no per-layer embeddings",
         ),
     )
-    """Per-layer embeddings: number of channels of the embedding table that each layer has. After the MLP, the layer
-    adds norm(W (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding
-    (Gemma 4)."""
+    """Per-layer embeddings: number of channels of each layer's embedding table. After the MLP, the layer adds norm(W
+    (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding (Gemma 4)."""
 
 
 RESIDUALS.register(

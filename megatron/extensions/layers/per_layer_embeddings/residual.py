@@ -1,10 +1,10 @@
 """Residual stream of models with per-layer embeddings, [s, b, 2h + e].
 
 It consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings to the
-channels of its own embeddings, so the stream carries them. The norm of these projections has the same weight in all
-layers, which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, where the other layers
-read it, and its gradient returns the same way, so pipeline stages need no further messages. Tensor-parallel ranks share
-the channels of tables and projections.
+channels of its own embeddings, so the stream carries them. All layers normalize these projections with the same weight,
+which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, where the other layers read it,
+and its gradient returns the same way, so pipeline stages need no further messages. Tensor-parallel ranks share the
+channels of tables and projections.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LayerEmbeddings(nn.Module):
         self.approximate = GATES.get(config.activation, "none")
         self.scales = hidden**-0.5, rounded(sqrt(size), ctx.dtype)
         self.context_layernorm = None
-        """Weight of the norm of projections in all layers; None except in layer 0."""
+        """Weight of the projection norm of all layers; None except in layer 0."""
         if ctx.layer == 0:
             partial_over = sequence_partial(ctx.sequence_parallel)
             weight = ParamMeta(f"{name}.context_layernorm.weight", (size,), partial_over=partial_over, role="norm")
@@ -124,9 +124,9 @@ class LayerEmbeddings(nn.Module):
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [s, b, e/tp], normalized over the channels of all ranks, times this rank's part of the weight [e]."""
         wide = x.float() if x.itemsize == 2 else x
-        # every rank's computation uses the sum of all ranks, so the sum's gradient is a sum over ranks too
+        # every rank's computation uses the sum over all ranks, so the sum's gradient is also a sum over ranks
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
-        # under sequence parallelism a rank's stream has tokens of its own, and the gradients of ranks are added up
+        # under sequence parallelism, each rank's stream has different tokens, and the ranks' gradients are summed
         weight = weight if self.sequence_parallel else copy_to(weight, self.tp)
         own = weight.chunk(self.tp.size)[self.tp.rank].to(wide.dtype)
         return (wide * torch.rsqrt(squares / self.size + self.eps) * own).to(x.dtype)

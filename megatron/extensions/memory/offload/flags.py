@@ -1,4 +1,4 @@
-"""Flags, rules and registration of states, activations and weights in host memory.
+"""Flags, rules and registration for optimizer states, activations and weights in host memory.
 
 This module does not import torch.
 """
@@ -40,8 +40,8 @@ class HostStateFlags:
         excludes="--optimizer-post-validation: updates on the host cannot be rolled back",
     )
     """Keep the fraction --optimizer-offload-fraction of the optimizer states in host memory and update it there
-    (ZeRO-Offload). Gradients are copied to the host and updated parameters are copied back while the next ones are
-    updated."""
+    (ZeRO-Offload). Copies of gradients to the host, and of updated parameters back, overlap with updates of other
+    elements."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: fraction of the elements whose states are in host memory, in [0, 1]."""
@@ -60,7 +60,7 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        if layers > longest:  # more than the average; the exact stage lengths depend on the vocabulary
+        if layers > longest:  # reports only lengths above the average; the exact stage lengths depend on the vocabulary
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
@@ -81,12 +81,13 @@ class ActivationFlags:
         False,
         excludes="--optimizer-post-validation: activations of forward passes that are rolled back stay offloaded",
     )
-    """Offload activations that the first layers of each pipeline stage save for the backward to host memory, which is
-    pinned for GPUs. They are copied while the forward pass computes, and fetched one layer ahead of the backward."""
+    """Offload the activations that the first layers of each pipeline stage save for the backward pass to host memory,
+    which is pinned for GPUs. They are copied while the forward pass computes, and fetched one layer ahead of the
+    backward pass."""
 
     cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: number of layers of each stage, from its first one, whose activations are offloaded. If the
-    last layer is not offloaded, the first fetch overlaps with computation too."""
+    """--cpu-offloading: number of layers at the beginning of each stage whose activations are offloaded. If the last
+    layer is not offloaded, the first fetch also overlaps with computation."""
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: tensors with fewer elements than this number are not offloaded."""
@@ -96,9 +97,9 @@ class ActivationFlags:
 @dataclass(frozen=True)
 class HostWeightFlags:
     offload_weights: bool = flag(False)
-    """Keep weights and gradients in host memory together with the optimizer states. Layers, embedding and output
-    layer are copied to the device ahead of each pass that needs them, and their gradients are copied to the host
-    after each backward pass."""
+    """Keep weights and gradients in host memory together with the optimizer states. The weights of the layers, the
+    embedding and the output layer are copied to the device ahead of each pass that needs them, and their gradients are
+    copied to the host after each backward pass."""
 
     offload_weights_folder: str | None = flag(
         None, path="local", writes="folder", no_effect_without="--offload-weights"

@@ -39,7 +39,7 @@ class CopyQueue:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy. Returns an event that marks its end."""
+        """Start a copy. Returns an event at the end of the copy."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -54,8 +54,8 @@ class CopyQueue:
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
-        """Make kernels that are launched within the block wait for the copies started so far; later kernels do not
-        wait."""
+        """Make kernels launched within the block wait for the copies started so far; kernels launched after the block
+        do not wait."""
         if self._stream is None:
             yield
             return
@@ -131,11 +131,11 @@ class HostUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are used in addition to the states."""
+        """Bytes of host memory used in addition to the states."""
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
-        """Start to copy the first gradients, which must be final except for a factor. Kernels that are launched later
+        """Start to copy the first gradients, which must be final up to a common factor. Kernels that are launched later
         must not read the parameters before `update` has been called."""
         self._to_host.start_after()
         self._to_device.start_after()
@@ -149,8 +149,8 @@ class HostUpdate:
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """Perform one update after `start`, with the `scalars` of this step. If `scaled` is True, gradients are
-        multiplied by the factor in `scalars`. This waits for the gradients. Kernels that are launched afterwards read
-        the new parameters."""
+        multiplied by the factor in `scalars`. The call waits for the gradients. Kernels that are launched afterwards
+        read the new parameters."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return

@@ -1,8 +1,8 @@
 """Weights, gradients and states in memory-mapped files (--offload-weights-folder).
 
-Host memory then acts as a disk cache: the operating system reads and writes pages as they are used. A file is unlinked
-once it is mapped, so that its space is freed when the run ends for any reason. Space is reserved when a file is
-created, because a process would be killed without a message if the disk had no space for a page later.
+Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
+unlinked once it is mapped, so that its space is freed however the run ends. Space is reserved when a file is created,
+because a process would be killed without a message if the disk had no space for a page later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MappedFiles:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in a new file. Raises ValueError if the disk has not enough space."""
+        """Return zeros in a new file. Raises ValueError if the disk does not have enough space."""
         if not (nbytes := numel * dtype.itemsize):
             return torch.zeros(0, dtype=dtype)
         descriptor, name = tempfile.mkstemp(prefix=".weights-", dir=self.folder)

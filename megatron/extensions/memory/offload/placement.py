@@ -9,7 +9,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import ALIGNMENT, BucketPlace
 
 HOST_CHUNK = 2**23
-"""Number of offloaded elements that are updated together, while the gradients of the next elements are copied to the
+"""Number of offloaded elements that are updated at once, while the gradients of the next elements are copied to the
 host."""
 
 HOST_SLOTS = 2
@@ -22,8 +22,9 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
     `HOST_CHUNK` elements.
 
     The ranges contain the fraction `config.host_fraction` of all elements, in whole blocks of `ALIGNMENT`. Buckets are
-    selected in the order of `owned`, in which the backward completes them, so that the parameters that the next forward
-    pass needs first are updated on the device. At most one bucket has states both on the device and on the host."""
+    selected in the order of `owned`, in which the backward pass completes them, so that the parameters that the next
+    forward pass needs first are updated on the device. At most one bucket has states both on the device and on the
+    host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():

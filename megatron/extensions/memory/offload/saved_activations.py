@@ -1,11 +1,12 @@
-"""Activation offloading: tensors that layers save for the backward are kept in host memory meanwhile (vDNN, Rhu et al.,
-arXiv 1602.08124; ZeRO-Offload, Ren et al., arXiv 2101.06840, offloads states in a similar way).
+"""Activation offloading: tensors that layers save for the backward pass are kept in host memory until then (vDNN, Rhu
+et al., arXiv 1602.08124; ZeRO-Offload, Ren et al., arXiv 2101.06840, offloads states in a similar way).
 
 The first layers of each stage are offloaded, because their activations are kept the longest. A part is one layer, or
 several layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes,
-on a separate stream. The tensors on the device are freed after the next part has computed, so that the device holds the
-tensors of at most two parts. In the backward, the copies of a part are fetched while the part after it computes. They
-are written to new device memory, which autograd frees as it would free the original tensors.
+on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the device
+holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward pass
+of the following part computes. They are written to new device memory, which autograd frees as it would free the
+original tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -47,8 +48,8 @@ class HostBuffer:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Round a size up to a power of two, as torch's allocator of pinned memory does. Only a few buffer sizes then
-    occur, even if shapes change from step to step, as with experts."""
+    """Round a size up to a power of two, as torch's pinned memory allocator does. Only a few buffer sizes then occur,
+    even if shapes change from step to step, as with experts."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -138,8 +139,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the forward pass of a part. At its end, the device tensors that the previous part has
-        saved are freed."""
+        """Context manager for the forward pass of a part. On exit, the device tensors saved by the previous part are
+        freed."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -150,15 +151,15 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """Fetch tensors when the backward of the last part begins: the tensors of this part, and those of the previous
-        part, which is next. `output` is the output of the last part."""
+        """Fetch tensors when the backward pass of the last part begins: the tensors of this part, and those of the
+        previous part, which is next. `output` is the output of the last part."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: _fetch(parts))
 
     def end(self) -> None:
-        """Free the device tensors that the last part has saved."""
+        """Free the device tensors saved by the last part."""
         self._let_go(self.parts[-1:])
 
     def _let_go(self, parts: Iterable[Part | None]) -> None:
@@ -180,7 +181,7 @@ class Part:
         self._held: dict[int, _Moved] = {}
         """Saved storages by address, while they are still on the device."""
         self._moved: list[weakref.ref[_Moved]] = []
-        """Offloaded storages, as far as autograd still needs them."""
+        """Offloaded storages that autograd still needs."""
         self._sent: torch.cuda.Event | None = None
         """Event after which all storages are on the host; None on CPU."""
 
@@ -211,7 +212,7 @@ class Part:
         self._held.clear()
 
     def fetch(self) -> None:
-        """Start to fetch the tensors that the backward needs."""
+        """Start to fetch the tensors that the backward pass needs."""
         for found in self._moved:
             if (moved := found()) is not None:
                 moved.fetch()

@@ -5,16 +5,16 @@ layers. Parameters and fp32 gradient sums are kept in host memory between passes
 vectors such as norms and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv
 2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
 
-- the parameters of the next unit are copied to the device while a unit computes, forward and backward;
+- the parameters of the next unit are copied to the device while a unit computes, in the forward and the backward pass;
 - the gradients of a unit are copied directly into the sums on the host while the next unit computes;
-- from the second micro-batch on, the sum of a unit is copied back to the device before the unit's backward adds to it.
-Therefore every sum is bit-equal to the sum without offloading, and the host performs no additions.
+- from the second micro-batch on, the sum of a unit is copied back to the device before the unit's backward pass adds to
+it. Therefore every sum is bit-equal to the sum without offloading, and the host performs no additions.
 
-`UnitSharding` determines when a unit is needed and which one is next; this module performs the copies. The device holds
-the parameters of at most two units, and the gradients of at most three: one that is copied to the host, one that is
-being accumulated, and one that is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its
-shards in its host memory. Shards are copied to the device and then gathered; reduced shards are added to the sums on
-the device.
+`UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies. The device
+holds the parameters of at most two units, and the gradients of at most three: one that is copied to the host, one that
+is being accumulated, and one that is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps
+its shards in its host memory. Shards are copied to the device and then gathered; reduced shards are added to the sums
+on the device.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class HostUnitStore(ShardedUnits):
         return units
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
-        """Start to copy a shard from the host, and to gather `whole` from the shards of all ranks. Kernels launched so
-        far may still use the memory of `whole` for another tensor, so the copy waits for them."""
+        """Start to copy a shard from the host, and then to gather `whole` from the shards of all ranks. Kernels
+        launched so far may still use the memory of `whole` for another tensor, so the copy waits for them."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
         event = self.to_device.copy(shard, part)
@@ -208,7 +208,7 @@ class StreamedBucket(UnitBucket):
             self.await_sum()
 
     def settle_sum(self) -> None:
-        """End a step; set a sum to zero if no micro-batch has added to it."""
+        """End a step: set the sum to zero if no micro-batch has added to it."""
         if not self.summed:
             self.grad_shard.zero_()
             self.summed = True
@@ -278,8 +278,8 @@ class StreamedUnits(UnitSharding):
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent to the host before the last forward pass, by now even those of the last unit of
-        a backward pass."""
+        """Free gradients that were sent to the host before the last forward pass, including the gradients of the last
+        unit of a backward pass."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

@@ -36,7 +36,7 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that several data-parallel ranks shard parameters as in ZeRO-3, because each rank keeps its shards."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
-        yield Problem.exclusive(NAME, None, instances, "gradients of instances are summed on the device")
+        yield Problem.exclusive(NAME, None, instances, "the gradients of several instances are summed on the device")
     try:
         dims = ParallelDims.from_config(c.parallel, world_size)
     except (ValueError, ZeroDivisionError):
@@ -49,7 +49,7 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _others(c: RunConfig) -> Iterator[Problem]:
-    """Check flags of other extensions that read or write weights outside the passes."""
+    """Check flags of other extensions that read or write weights outside the forward and backward passes."""
     given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
     for field, value, text, why in (
         ("cuda_graph_impl", "local", "--cuda-graph-impl local", "weights are allocated and freed during the passes"),

@@ -1,4 +1,5 @@
-"""Kimi Delta Attention: a gated delta net with a decay for each channel, used in three of four layers of Kimi Linear.
+"""Kimi Delta Attention: a gated delta net with a decay for each channel, used in three out of four layers of Kimi
+Linear.
 
 Selected by the letter K of --hybrid-layer-pattern, or by --experimental-attention-variant kimi_delta_attention in
 layers that also have an MLP. Flags that set its shape: --kda-num-heads, --kda-head-dim and --kda-conv-kernel-dim.

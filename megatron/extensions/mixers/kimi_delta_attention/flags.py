@@ -42,8 +42,8 @@ class KimiDeltaFlags:
 
     kda_decay_lower_bound: float | None = flag(None, below=0)
     """Kimi Delta Attention: lower bound b of the logarithm of a decay. With a bound, the logarithm is b sigmoid(A (x +
-    bias)) for the projection x and a rate A (Ling 3.0 uses -5). By default, it is -A softplus(x + bias), without a
-    bound."""
+    bias)), where x is the projection and A is a rate (Ling 3.0 uses b = -5). By default, it is -A softplus(x + bias),
+    without a bound."""
 
 
 def heads(config: TransformerConfig) -> str:

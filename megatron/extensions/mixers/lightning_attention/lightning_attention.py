@@ -7,8 +7,9 @@ states. A head's state S decays at a fixed rate:
     S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
 
 This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes it in
-chunks by matrix products. Each tensor-parallel rank holds some of the heads. Under context parallelism, one all-to-all
-exchanges sequence shards for heads before mixing, and another one restores the sequence shards of the outputs.
+chunks by matrix products. Each tensor-parallel rank holds a part of the heads. Under context parallelism, one
+all-to-all exchanges sequence shards for heads before mixing, and another one restores the sequence shards of the
+outputs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ EPSILON = 1e-6
 
 
 class LightningAttention(nn.Module):
-    """Lightning attention: projection, linear attention, norm, gate, output projection. The backward recomputes the
-    activations between the two projections, except the head outputs."""
+    """Lightning attention: projection, linear attention, norm, gate, output projection. The backward pass recomputes
+    the activations between the two projections, except the head outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ class LightningAttention(nn.Module):
 def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the decay rates [n] of heads. In the first layer of a model with 8 heads, they are the slopes of ALiBi,
-    from 1/2 to 1/256; they decrease from layer to layer to nearly 0.
+    """Return the decay rates [n] of heads. In the first layer of a model with 8 heads, the rates are the slopes of
+    ALiBi, from 1/2 to 1/256. They decrease with the layer number to nearly 0 in the last layer.
 
     Args:
         heads: Head numbers.

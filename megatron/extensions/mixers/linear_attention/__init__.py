@@ -1,6 +1,6 @@
-"""Gated delta nets: linear attention used in three of four layers of Qwen3-Next.
+"""Gated delta nets: linear attention used in three out of four layers of Qwen3-Next.
 
-Selected by --experimental-attention-variant gated_delta_net for the layers that --linear-attention-freq gives, or by
+Selected by --experimental-attention-variant gated_delta_net for the layers that --linear-attention-freq selects, or by
 the letter G of --hybrid-layer-pattern. Flags that set its shape: --linear-num-key-heads, --linear-num-value-heads,
 --linear-key-head-dim, --linear-value-head-dim and --linear-conv-kernel-dim.
 

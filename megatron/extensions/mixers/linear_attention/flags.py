@@ -76,7 +76,7 @@ def heads(config: TransformerConfig) -> str:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the layer kind with the layer's norm placement, if it differs from the model's."""
+    """Return the layer kind with the norm placement of gated delta nets, if it differs from the model's."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
     return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 

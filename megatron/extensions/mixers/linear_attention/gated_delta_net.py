@@ -7,7 +7,7 @@ key heads, with their value heads.
 
 Under context parallelism, one all-to-all exchanges sequence shards for key heads, for any value of --cp-comm-type,
 which applies to attention only. Another one restores the sequence shards of the outputs. Each rank convolves and scans
-whole sequences of its heads. Convolution, documents, chunks and kernels then work as in one process, and all ranks
+whole sequences for its heads. Convolution, documents, chunks and kernels then work as in one process, and all ranks
 compute at the same time. If the state passed from rank to rank instead, it would cross every border of the zig-zag
 shards, one after another.
 """
@@ -54,15 +54,16 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The operands q, k, v, g and beta of the gated delta rule."""
 
 FEW_TOKENS = 4
-"""Largest number of tokens that generation computes step by step, which needs fewer operations than one chunk."""
+"""Largest number of tokens that generation computes step by step. This takes fewer operations than computing one
+chunk."""
 
 
 class GatedDeltaNet(nn.Module):
     """Gated delta net: projection, convolution, gated delta rule, gated norm, output projection.
 
     in_proj is [key heads, channels, h]: all channels of the first key head, then of the second, and so on; see
-    `linear_channels`. The backward recomputes the activations between the projections from the output of in_proj. If a
-    kernel computes the rule, `--recompute-modules core_attn` decides this instead."""
+    `linear_channels`. The backward pass recomputes the activations between the projections from the output of in_proj.
+    If a kernel computes the rule, activations are recomputed only with `--recompute-modules core_attn`."""
 
     steps = 1
     """Number of keys that each token writes. The rule processes this many rows per token; see `in_steps`."""
@@ -164,7 +165,7 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the number of documents that began up to each token, [s, b], without the first document, for whole samples
+    """Return the number of documents, except the first, that began at or before each token, [s, b], for whole samples
     of `length` tokens. All layers and passes of a micro-batch share the result."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
@@ -195,7 +196,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """Shape and bounds of a token's rows in the gated delta rule."""
+    """Shape and bounds of the rows per token in the gated delta rule."""
 
     widths: tuple[int, int]
     """Channels of a key and of a value."""
@@ -221,7 +222,7 @@ def delta_operands(
 ) -> tuple[Operands, Tensor]:
     """Compute the operands of the gated delta rule, with s * steps rows each, and the last inputs of the convolution.
 
-    g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands have 16 bits, because it is summed over
+    g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because it is summed over
     tokens. beta is at most `rows.strength`. If a token has several steps, the first step applies the decay, and the
     last step reads the state.
 
@@ -265,7 +266,7 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """Return the first rows of documents, if each token has `steps` rows."""
+    """Return the first rows of documents when each token has `steps` rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 

@@ -22,7 +22,7 @@ Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], 
 head are adjacent.
 
 16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
-summed in fp32. They are the products of keys and of queries with keys, which are exact, and the two reads of a chunk, Q
+summed in fp32. They are the products of keys and of queries with keys, which are exact, and the two reads in a chunk, Q
 S of the state before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of the four operands of the reads has a relative
 rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|), in addition to
 fp32 rounding. The values that tokens write and the states are not rounded, because their errors would accumulate from
@@ -48,8 +48,8 @@ from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
-"""Tokens per chunk. A chunk needs matrix products of size [CHUNK, CHUNK]; a sequence takes s / CHUNK sequential
-steps."""
+"""Tokens per chunk. Tokens per chunk. A chunk needs matrix products of size [CHUNK, CHUNK]; a sequence takes s / CHUNK
+sequential steps."""
 
 
 class Chunks(NamedTuple):
@@ -68,8 +68,8 @@ CHUNKS = Chunks(CHUNK)
 def gated_delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule token by token, for a few tokens, and as a reference for `gated_delta_chunks`. Arguments and
-    results are those of `gated_delta_chunks`."""
+    """Apply the rule token by token. This is used for a few tokens, and as a reference for `gated_delta_chunks`.
+    Arguments and results are the same as for `gated_delta_chunks`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -234,13 +234,13 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Tokens per block within a chunk, if each channel has its own decay."""
+"""Tokens per block within a chunk when each channel has its own decay."""
 
 
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute products and decays within chunks, if each channel has its own decay.
+    """Compute products and decays within chunks for a separate decay per channel.
 
     Between blocks of `BLOCK` tokens, the products are matrix products: channels decay from token j to the first token
     of the block of token i, and from there to token i, so that no factor exceeds 1.
@@ -342,8 +342,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tens
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
-    """Return the rule with kernels of the package flash-linear-attention. Returns None if they cannot be used: they
-    need the package, a GPU and 16-bit operands, and are not deterministic."""
+    """Return the rule implemented with the kernels of the flash-linear-attention package. Returns None if the kernels
+    cannot be used: they need the package, a GPU and 16-bit operands, and are not deterministic."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

@@ -59,7 +59,7 @@ class MambaFlags:
     """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
 
     mamba_norm_before_gate: bool = False
-    """Mamba-2: normalize outputs before they are multiplied by the SiLU of the gates, instead of after (Falcon-H1)."""
+    """Mamba-2: normalize outputs before instead of after the multiplication by the SiLU of the gates (Falcon-H1)."""
 
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
     """Mamba-2: five scale factors, for the projected gates, inputs, B, C and step sizes (Falcon-H1). Default: no
@@ -75,8 +75,8 @@ def num_heads(config: TransformerConfig) -> int:
 
 
 def group_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of channels that a layer projects for each group: gates, inputs x, B, C, and a step size dt
-    for each head."""
+    """Return the channel counts that a layer projects for each group: gates, inputs x, B, C, and a step size dt for
+    each head."""
     own = config.options(MambaFlags)
     heads = num_heads(config) // own.mamba_num_groups
     return heads * own.mamba_head_dim, heads * own.mamba_head_dim, own.mamba_state_dim, own.mamba_state_dim, heads
@@ -123,8 +123,8 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
-    """Check that context-parallel ranks can share the groups and heads of a tensor-parallel rank. Each rank has whole
-    groups, or a part of one group."""
+    """Check that context-parallel ranks can share the groups and heads of a tensor-parallel rank. Each rank holds
+    either whole groups or a part of one group."""
     each = f" / {TP} {tp}" if tp > 1 else ""
     if not divides(cp, groups) and not divides(groups, cp):
         rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"

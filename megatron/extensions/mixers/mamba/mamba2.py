@@ -6,7 +6,7 @@ heads, and projected to hidden states. Each tensor-parallel rank holds some of t
 
 Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks, it
 exchanges them for heads of a group, and several ranks receive the group's B and C. Another all-to-all restores the
-sequence shards of the outputs. Each rank convolves and scans whole sequences of its heads, so documents and chunks are
+sequence shards of the outputs. Each rank convolves and scans whole sequences for its heads, so documents and chunks are
 the same as in one process. The gates are not exchanged.
 """
 
@@ -52,7 +52,7 @@ class Mamba2(nn.Module):
     """Mamba-2: projection, convolution, state-space model, gated norm, output projection.
 
     in_proj is [groups, channels, h]: all channels of the first group, then of the second, and so on; see
-    `group_channels`. The backward recomputes the activations between the projection and the norm."""
+    `group_channels`. The backward pass recomputes the activations between the projection and the norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def mamba_operands(
 ) -> tuple[Operands, Tensor]:
     """Compute the operands of the state-space model, and the last inputs of the convolution.
 
-    dt is fp32 even if the other operands have 16 bits, because it is summed over tokens.
+    dt is fp32 even if the other operands are 16-bit, because it is summed over tokens.
 
     Args:
         mixed: [s, b, groups, channels], x, B, C and a dt for each head.

@@ -20,8 +20,8 @@ fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and sum
 2405.21060: x, B and C are exact. The following quantities are rounded, with a relative error of u = 2^-8: the weights
 of tokens in a chunk, ((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt)
 X that a chunk adds to the state; the states that tokens read; and both terms of Y. States and their decays are kept in
-fp32. Therefore the error of an output is at most ((1 + u)^3 - 1) Y*, and that of a state is at most u S*, in addition
-to fp32 rounding. Y* and S* are the outputs and states for |x|, |B| and |C|.
+fp32. Therefore the error of an output is at most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in
+addition to fp32 rounding. Y* and S* are the outputs and states for |x|, |B| and |C|.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the model token by token, for a few tokens, and as a reference for `ssd_chunks`. Arguments and results are
-    those of `ssd_chunks`."""
+    """Run the model token by token. This is used for a few tokens, and as a reference for `ssd_chunks`. Arguments and
+    results are the same as for `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
     dt = dt.to(wide)
@@ -108,8 +108,8 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Run the model on operands that are already in chunks. Returns y, for whole chunks, and the state after the last
-    token.
+    """Run the model on operands that are already divided into chunks. Returns y, for whole chunks, and the state after
+    the last token.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.

@@ -7,7 +7,7 @@ hidden states.
 
 Each tensor-parallel rank holds some of the channels; B, C and the low-rank step sizes are sums over ranks. Under
 context parallelism, one all-to-all exchanges sequence shards for channels, and another one restores the sequence shards
-of the outputs. Each rank convolves and scans whole sequences of its channels. The gates are not exchanged.
+of the outputs. Each rank convolves and scans whole sequences for its channels. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Mamba1(BetweenProjections):
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of the decay rates per unit of step size. The parameter has one dimension, so that it is not
-        treated as a matrix and does not get weight decay."""
+        """Logarithms of the decay rates per unit of step size. The parameter is one-dimensional, so that it is not
+        treated as a matrix and has no weight decay."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
         """Factors of the inputs, which are added to the outputs."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)

@@ -7,8 +7,8 @@ its input x is added, and the state is read with the token's C:
 
 The rates within a channel differ, so matrix products cannot compute the recurrence. Instead, tokens are divided into
 chunks. The recurrence runs in all chunks in parallel, starting from zero, and then from chunk to chunk, which takes
-about 2 sqrt(s) sequential operations for s tokens. The backward recomputes the states, for a few channels at a time,
-and runs the adjoint recurrence from the last token to the first.
+about 2 sqrt(s) sequential operations for s tokens. The backward pass recomputes the states, for a few channels at a
+time, and runs the adjoint recurrence from the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
 """
@@ -118,7 +118,7 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
-    """Yield slices of the channels whose states are computed together."""
+    """Yield slices of channels whose states are computed together."""
     size = max(1, MOST_STATES // max(1, C.numel()))
     return (slice(first, first + size) for first in range(0, x.shape[-1], size))
 

@@ -1,7 +1,8 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
 
 One projection produces the inputs and output gates of each channel. A depthwise causal convolution is applied to the
-inputs. From its output x, each block of channels computes two gates, i for the input and r for the recurrence:
+inputs. From the convolution's output x, each block of channels computes two gates, i for the input and r for the
+recurrence:
 
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
@@ -103,7 +104,7 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of the states, and the terms that are added to them, both [s, b, c] in fp32 or wider.
+    """Return the factors by which the states decay, and the terms added to the states, both [s, b, c] in fp32 or wider.
 
     Args:
         u: [s, b, c], inputs.
@@ -130,7 +131,7 @@ def bounded_root(x: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """Autograd function of `recurrence`, which saves the decays and the results for the backward."""
+    """Autograd function of `recurrence`, which saves the decays and the results for the backward pass."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

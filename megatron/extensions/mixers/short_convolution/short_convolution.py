@@ -4,7 +4,7 @@ One projection produces gates B and C and inputs x of each channel. A depthwise 
 applied to B x; its output times C is projected to hidden states. Each tensor-parallel rank holds some of the channels.
 
 Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and another one restores the
-sequence shards of the outputs. Each rank convolves whole sequences of its channels. Neither gate is exchanged.
+sequence shards of the outputs. Each rank convolves whole sequences for its channels. Neither gate is exchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.extensions.mixers.short_convolution.flags import ShortConvolutionF
 
 
 class BetweenProjections(nn.Module):
-    """Base class of mixers that consist of `in_proj`, `_mix` and `out_proj`. The backward recomputes the activations of
-    `_mix`."""
+    """Base class of mixers composed of `in_proj`, `_mix` and `out_proj`. The backward pass recomputes the activations
+    of `_mix`."""
 
     in_proj: nn.Module
     out_proj: nn.Module
@@ -77,7 +77,7 @@ class ShortConvolution(BetweenProjections):
         states = None if cache is None else cache.states(self.layer)
         before = None if states is None else states[0].transpose(0, 1)
         y, last = self.convolved(x, weight, bias, number, before)
-        if cache is not None:  # the next tokens follow the last token that is not padding
+        if cache is not None:  # in generation, the next tokens follow the last token that is not padding
             last = last if cache.lengths is None else last_rows(x, before, cache.lengths, len(last))
             cache.set_states(self.layer, last.transpose(0, 1))
         return behind_gate * heads_to_sequence(y, self.cp).flatten(2)

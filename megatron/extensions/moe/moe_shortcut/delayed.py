@@ -1,7 +1,7 @@
 """Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
 The stream [s, b, 2h] contains the hidden states, and the output of the previous layer's experts, which is added after
-the next MLP. Each token is computed independently, so that no layout needs additional communication.
+the next MLP. Each token is computed independently, so no layout needs additional communication.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ShortcutFlags:
         "beside the experts",
         excludes=(
             Condition(
-                "--norm-placement: expert outputs are added later than they would be normalized",
+                "--norm-placement: expert outputs would be normalized before they are added",
                 lambda config: config.model.norms_outputs or config.model.norms_sums,
             ),
             "--moe-output-norm: the outputs of the routed and shared experts are not summed",

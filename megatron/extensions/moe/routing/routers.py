@@ -22,7 +22,7 @@ from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
 class SpecialRouter(TopKRouter):
-    """Router whose choices in training are balanced by Sinkhorn's algorithm, or are random."""
+    """Router that in training chooses experts by Sinkhorn's algorithm or at random."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -51,8 +51,8 @@ class SpecialRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
-    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random choice in training. The weight of each
-    chosen expert, in turn, is a softmax over the experts that were not chosen before and whose logits are near the
+    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. The weight of
+    each chosen expert, in turn, is a softmax over the experts that were not chosen before and whose logits are near the
     largest remaining one."""
 
     eps: float
@@ -68,8 +68,8 @@ class SparseMixerScores(SoftmaxScores):
 
 
 class RandomLogits(nn.Module):
-    """Random numbers that replace logits, for benchmarks. They depend only on the seed, layer, sample, position in the
-    sample, and expert, so that experts receive about the same number of tokens for any router weights.
+    """Random numbers that replace router logits in benchmarks. They depend only on the seed, layer, sample, position in
+    the sample, and expert, so that experts receive about the same number of tokens for any router weights.
 
     The numbers are uniform in [-2, 2). Gradients are passed unchanged to the logits, so that a step costs the same as
     without random numbers.
@@ -86,7 +86,7 @@ class RandomLogits(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return the second operand; pass its gradient to the first operand."""
+    """Return the second operand; in the backward pass, give its gradient to the first operand."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
     number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The factor of a token does not affect
     its choice, so the logarithms of the experts' factors, which are biases of the logits, suffice.
 
-    The tokens of a sequence are scaled together, even if several ranks hold them, and separately from other sequences,
-    so that the choice depends neither on the layout nor on the micro-batch size. `places` [s] contains the positions of
-    the tokens in their sequences, which are sharded along `sequence`. This is a collective over `sequence`.
+    Each sequence is scaled separately, over all ranks that hold its tokens, so that the choice depends neither on the
+    layout nor on the micro-batch size. `places` [s] contains the positions of the tokens in their sequences, which are
+    sharded along `sequence`. This is a collective over `sequence`.
     """
     whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # the same order under every layout
     bias = whole.new_zeros(whole.shape[1:])

@@ -1,4 +1,4 @@
-"""Loading of a dense model into an MoE model. Each rank reads the boxes of its own parameters."""
+"""Initialization of an MoE model from a dense model. Each rank reads the boxes of its own parameters."""
 
 from __future__ import annotations
 
@@ -125,15 +125,15 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Return initial values of the router. All parts of an MLP get the values of its first part."""
+        """Return initial values of the router. All parts of an MLP have the same values as its first part."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)
         return whole[:: self.parts].repeat_interleave(self.parts, dim=0)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a parameter of the dense model. The last parameter is cached, because the boxes of a parameter are
-        filled one after another."""
+        """Read a parameter of the dense model. The most recently read parameter is cached, because the boxes of a
+        parameter are filled one after another."""
         if self._last is None or self._last[0] != f"{name} {dtype}":
             self._last = f"{name} {dtype}", self.source.read(name, dtype)
         return self._last[1]

@@ -23,7 +23,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if options.load is None:
         yield Problem(SWITCH, None, "starts from a dense model", "add --load with the folder of the model")
     elif options.save == options.load:
-        rule = "is the folder of the dense model in --load, but checkpoints of this run have another model"
+        rule = "is the folder of the dense model in --load, but checkpoints of this run contain a different model"
         yield Problem("--save", options.save, rule, "give another folder")
     yield from _divided(m, own.moe_upcycling_granularity)
     for flag_name, value, given, why in _different(config):
@@ -58,7 +58,7 @@ class UpcyclingFlags:
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """Check that the experts of a token can consist of all parts of MLPs."""
+    """Check that a token's experts can cover all parts of each MLP."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):

@@ -1,9 +1,9 @@
 """Moving averages of the weights, updated from the main parameters of this rank's shard after one or several steps.
 
-Rounded to nearest, a bf16 sum would lose all changes smaller than half the distance between two numbers. With a decay
-above 0.998, these are all changes. The sum is therefore rounded stochastically, with a hash of the operands and the
-iteration as random bits. A resumed run computes the same bits, and an average of constant weights converges to the
-weights.
+With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent
+numbers. With a decay above 0.998, it would lose every change. The average is therefore rounded stochastically, with a
+hash of the operands and the iteration as random bits. A resumed run computes the same bits, and an average of constant
+weights converges to the weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MovingAverages(Callback):
         """Iterations and samples of the run at the last update."""
 
         self.said = False
-        """True once the notice that no average has started was logged."""
+        """True if the run has already logged that no average has started."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):
@@ -84,7 +84,7 @@ class MovingAverages(Callback):
         return None
 
     def _why_none(self) -> str:
-        """Return the reason why the evaluation of a checkpoint has no average to use."""
+        """Return the reason why a checkpoint provides no average to evaluate."""
         wanted, options = self.averages[0].name, self.config.checkpoint
         there = ", ".join(name for name, count in sorted(self.steps.items()) if count)
         if options.load is None:
@@ -114,7 +114,7 @@ class MovingAverages(Callback):
 
 
 def _move_(averages: list[Tensor], weights: list[Tensor], share: float, iteration: int) -> None:
-    """Move averages by a share of the distance to the weights, in place."""
+    """Move averages towards the weights by a fraction of the distance, in place."""
     if averages[0].dtype != torch.bfloat16:
         foreach_lerp_(averages, [weight.to(averages[0].dtype) for weight in weights], share)
         return

@@ -36,7 +36,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 class AveragedWeightsFlags:
     ema_decay: tuple[float, ...] | None = flag(None, many=True, above=0, below=1, excludes=ROLL_BACK)
     """Keep an exponential moving average of the weights for each of these decays per step. The averages are sharded and
-    saved as the optimizer's states are, and start at the weights after the first step."""
+    saved like the optimizer's states, and start from the weights after the first step."""
 
     ema_half_life_tokens: tuple[int, ...] | None = flag(None, many=True, above=0, excludes=ROLL_BACK)
     """Keep an exponential moving average of the weights for each of these half-lives in tokens: a step of T tokens has
@@ -47,8 +47,8 @@ class AveragedWeightsFlags:
     format of the main parameters, fp32."""
 
     ema_on_host: bool = flag(False, no_effect_without=AVERAGES)
-    """Keep the averages in host memory. Each update copies the weights there; --ema-interval makes that less
-    frequent."""
+    """Keep the averages in host memory. Each update copies the weights to the host; --ema-interval makes these copies
+    less frequent."""
 
     ema_interval: int = flag(1, above=0, no_effect_without=AVERAGES)
     """Steps between updates of the averages. An update applies the decay of all steps since the previous one."""
@@ -64,13 +64,14 @@ class Average:
     """One moving average."""
 
     name: str
-    """Name of the average's state. It contains the decay, so that a run with another decay starts another average."""
+    """Name of the average's state. The name contains the decay, so that a run with a different decay starts a new
+    average."""
 
     per_step: float | None
     half_life: int | None
 
     def decay(self, steps: int, tokens: int) -> float:
-        """Return the share of the average that remains after `steps` steps with `tokens` tokens in total."""
+        """Return the fraction of the average that remains after `steps` steps with `tokens` tokens in total."""
         if self.per_step is not None:
             return self.per_step**steps
         assert self.half_life is not None

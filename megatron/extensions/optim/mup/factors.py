@@ -2,15 +2,15 @@
 does not import torch.
 
 The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
-(arXiv 2505.01618). The logits have the factor 1 / width. Weights of routers and gates, whose outputs have no factor,
+(arXiv 2505.01618). The logits are multiplied by 1 / width. Weights of routers and gates, whose outputs have no factor,
 follow table 3, the equivalent parametrization without output factors.
 
-All rules follow from two numbers, both relative to the base model. `change` is the size of an element's update that
-changes outputs as much as in the base model, and `gradient` is the size of a gradient element. Adam's updates are
-proportional to the learning rate. Its learning rate is therefore multiplied by `change`, and its epsilon, which is
-added to gradient magnitudes, by `gradient`. SGD's updates are proportional to learning rate times gradient, so its
-learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times decay, equals the
-base model's.
+All rules follow from two numbers, both of which are relative to the base model. `change` is the size of an element's
+update that changes outputs as much as in the base model, and `gradient` is the size of a gradient element. Adam's
+updates are proportional to the learning rate. Its learning rate is therefore multiplied by `change`, and its epsilon,
+which is added to gradient magnitudes, by `gradient`. SGD's updates are proportional to learning rate times gradient, so
+its learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times decay, equals
+the base model's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Parts of the names of norms within heads, whose width does not grow. Norms over all heads are sharded."""
+"""Name parts of norms within heads, whose width does not grow. Norms over all heads are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 """Name suffixes of biases with one element per vocabulary token, or per expert."""
@@ -57,13 +57,13 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
 
     Args:
         meta: The parameter.
-        width: Width of the model, divided by the base model's.
-        depth: Depth of the model, divided by the base model's.
-        own: Size ratios of the parameter, if they differ from its role's.
+        width: Width of the model divided by the width of the base model.
+        depth: Depth of the model divided by the depth of the base model.
+        own: Size ratios of the parameter, if they differ from the ratios of its role.
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
-    if in_block(meta):  # its output is multiplied by 1 / depth, so its initial values need not shrink
+    if in_block(meta):  # the sublayer's output is multiplied by 1 / depth, so the initial values need not shrink
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient, widths)
@@ -79,7 +79,7 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """Return `std`, `change` and `gradient` as far as they depend on width alone."""
+    """Return the width-dependent parts of `std`, `change` and `gradient`."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs

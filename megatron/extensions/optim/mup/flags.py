@@ -30,16 +30,16 @@ class MupFlags:
     mup_base_widths: tuple[str, ...] | None = flag(
         None, many=True, no_effect_without="--mup-base-hidden-size", training_only=True
     )
-    """--use-mup: widths of the base model with another proportion, as NAME=NUMBER with the names of their flags, such
-    as moe-ffn-hidden-size=512 for experts whose width does not grow."""
+    """--use-mup: widths of the base model that have a different proportion, as NAME=NUMBER with the names of their
+    flags, such as moe-ffn-hidden-size=512 for experts whose width does not grow."""
 
     mup_base_num_layers: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: --num-layers of the base model. With this flag, the output of each sublayer is multiplied by base /
     number of layers (CompleteP), and initial values do not depend on depth. Default: no scaling with depth."""
 
     mup_base_head_dim: float | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: channels of a head in the base model. Scores then have the factor sqrt(base) / channels^power instead
-    of 1 / channels^power, so that the base model's scores are scaled as without muP."""
+    """--use-mup: channels of a head in the base model. Scores are then multiplied by sqrt(base) / channels^power
+    instead of 1 / channels^power, so that the base model's scores are scaled as without muP."""
 
     mup_embedding_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: factor of word embeddings."""
@@ -52,13 +52,14 @@ class MupFlags:
     --softmax-scale."""
 
     mup_width_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: ratio of the hidden size to the base model's. Computed automatically."""
+    """--use-mup: ratio of the hidden size to the base model's hidden size. Computed automatically."""
 
     mup_parameter_widths: tuple[str, ...] | None = flag(None, many=True, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: parameters with other ratios of inputs and outputs than the hidden size's. Computed automatically."""
+    """--use-mup: parameters whose input or output ratios differ from the ratio of hidden sizes. Computed
+    automatically."""
 
     mup_depth_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: ratio of the number of layers to the base model's. Computed automatically."""
+    """--use-mup: ratio of the number of layers to the base model's number of layers. Computed automatically."""
 
 
 PARAMETER_RULES.register(

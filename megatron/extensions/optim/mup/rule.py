@@ -32,7 +32,7 @@ class MupRule(ParameterRule):
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """Apply the factors of learning rate, epsilon and weight decay to `group`.
 
-        A learning rate or weight decay that a flag sets for these parameters alone is left unchanged.
+        A learning rate or weight decay that a flag sets specifically for these parameters is left unchanged.
         """
         found = self.factors(meta)
         whole = meta.role in self.optimizer.whole_roles

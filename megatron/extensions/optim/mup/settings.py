@@ -1,4 +1,4 @@
-"""Multipliers of a model under muP and CompleteP, and rules of their flags. This module does not import torch."""
+"""Multipliers of a model under muP and CompleteP, and rules for their flags. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def multipliers(model: TransformerConfig) -> dict[str, float]:
 
 
 def ratios(model: TransformerConfig) -> tuple[float, float]:
-    """Return width and depth divided by the base model's."""
+    """Return the width and depth of the model, divided by the width and depth of the base model."""
     own = model.options(MupFlags)
     width = model.hidden_size / (own.mup_base_hidden_size or model.hidden_size)
     return width, model.num_layers / (own.mup_base_num_layers or model.num_layers)
 
 
 def with_multipliers(c: RunConfig) -> RunConfig:
-    """Fill in the multipliers that are not given. Applying it twice has no further effect."""
+    """Fill in the multipliers that are not given. The function is idempotent."""
     m = c.model
     own = m.options(MupFlags)
     if not own.use_mup:

@@ -1,9 +1,9 @@
 """Widths of the base model, and how each parameter's inputs and outputs grow from it.
 
-By default, all widths have the ratio of the hidden sizes. --mup-base-widths lists widths with another ratio, such as an
-expert width that stays constant while the hidden size grows. A matrix between such widths has its own factors, which
-follow from its shapes in both models (table 8 of arXiv 2203.03466 uses each matrix's own fan-in). Only `own_ratios`
-imports torch, and only if there is such a width.
+By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
+ratio, such as an expert width that stays constant while the hidden size grows. A matrix with such a width has its own
+factors, which follow from its shapes in both models (table 8 of arXiv 2203.03466 uses each matrix's own fan-in). Only
+`own_ratios` imports torch, and only if there is such a width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Parse --mup-base-widths to field values of the base model. Raises ValueError for an entry of another form."""
+    """Parse --mup-base-widths to field values of the base model. Raises ValueError if an entry has another form."""
     found = {}
     for entry in options.mup_base_widths or ():
         name, _, value = entry.partition("=")
@@ -76,7 +76,7 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     Ratios are relative to the base model, and NAME has no layer numbers. Raises ValueError as `base_sizes` does.
     """
     own = c.model.options(MupFlags)
-    latent = named_value(c, "q_lora_rank") is not None  # whose norm has the same name as a norm within heads
+    latent = named_value(c, "q_lora_rank") is not None  # its norm has the same name as a norm within heads
     if not (own.mup_base_widths or latent):
         return ()
     try:

@@ -1,8 +1,8 @@
 """Additional optimizers: Muon, SOAP, QK-clip, low-precision Adam states, and per-parameter settings.
 
-Muon orthogonalizes whole matrices, and SOAP is Adam in rotated coordinates. Parameters can be selected by name for
-other learning rates and weight decays, or frozen. Flags: `--optimizer muon`, `--muon-*`, `--moe-router-skip-muon`;
-`--optimizer soap`, `--soap-*`; `--qk-clip*`; `--use-precision-aware-optimizer` and the formats of its states;
-`--param-group`, `--freeze`. Start with `muon.py`, then read `megatron/core/optimizer/matrix_plan.py`, which assigns
-matrices to the ranks that orthogonalize them.
+Muon orthogonalizes whole matrices, and SOAP is Adam in rotated coordinates. Parameters can be selected by name to have
+their own learning rates and weight decays, or to be frozen. Flags: `--optimizer muon`, `--muon-*`,
+`--moe-router-skip-muon`; `--optimizer soap`, `--soap-*`; `--qk-clip*`; `--use-precision-aware-optimizer` and the
+formats of its states; `--param-group`, `--freeze`. Start with `muon.py`, then read
+`megatron/core/optimizer/matrix_plan.py`, which assigns matrices to the ranks that orthogonalize them.
 """

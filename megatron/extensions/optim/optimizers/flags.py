@@ -62,8 +62,8 @@ class MuonFlags:
     or fp32."""
 
     muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
-    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
-    the tensor-parallel size."""
+    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. With blockwise, the result depends
+    on the tensor-parallel size."""
 
     muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
     """Muon: orthogonalize queries, keys and values as one matrix."""
@@ -72,7 +72,7 @@ class MuonFlags:
     """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
 
     muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
-    """Muon: optimizer of all parameters other than the matrices of hidden layers."""
+    """Muon: optimizer for all parameters other than the matrices of hidden layers."""
 
     moe_router_skip_muon: bool = flag(False, no_effect_without="--num-experts")
     """Muon: update the router weight with --muon-scalar-optimizer."""
@@ -82,7 +82,7 @@ class MuonFlags:
 @dataclass(frozen=True)
 class SoapFlags:
     """--optimizer soap: Adam in the eigenbasis of Shampoo's factors, for the matrices of hidden layers; Adam for
-    embeddings, output layer, norms and biases. Both have --adam-beta1, --adam-beta2 and --adam-eps."""
+    embeddings, output layer, norms and biases. Both use --adam-beta1, --adam-beta2 and --adam-eps."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition("--optimizer soap", lambda config: config.optimizer.optimizer == "soap")
 
@@ -93,7 +93,7 @@ class SoapFlags:
     """SOAP: decay of the factors, averages of products of gradients; default: --adam-beta2."""
 
     soap_max_precondition_dim: int = flag(10_000, above=0)
-    """SOAP: largest dimension of a matrix that gets a factor. Larger dimensions are not rotated."""
+    """SOAP: largest matrix dimension for which a factor is computed. Larger dimensions are not rotated."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
@@ -135,15 +135,15 @@ class PrecisionAwareFlags:
     rounding, which is unbiased."""
 
     main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
-    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
+    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64 elements."""
 
     exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
     """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
-    of 64."""
+    of 64 elements."""
 
     exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
     """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
-    for each block of 64."""
+    for each block of 64 elements."""
 
     store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
     """--use-precision-aware-optimizer: store complete fp32 main parameters instead of the 16 low bits that bf16
@@ -156,12 +156,12 @@ class NamedParameterFlags:
     """Settings of parameters selected by name."""
 
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
-    """'REGEX key=value ...': learning rate and weight decay of the parameters whose name matches the regular
-    expression. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay
-    (replaces it). May be given more than once; the later one wins."""
+    """'REGEX key=value ...': learning rate and weight decay of the parameters whose names match the regular expression.
+    Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (replaces it). May
+    be given more than once; if several expressions match, the last one takes precedence."""
 
     freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
-    """Freeze parameters whose name matches this regular expression. May be given more than once."""
+    """Freeze the parameters whose names match this regular expression. May be given more than once."""
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Muon: each hidden-layer matrix is updated with its orthogonalized momentum, computed for the whole matrix.
 
-K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for its scale
-and its use in large models. All other parameters use --muon-scalar-optimizer.
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for the update
+scale and the use in large models. All other parameters use --muon-scalar-optimizer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. With this small bound,
-gradients of any size give updates of the same size.
+"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. Because the bound is
+small, gradients of any size give updates of the same size.
 """
 
 
@@ -50,7 +50,7 @@ class Muon(FusedTransform):
     """Muon: W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the average M <- mu M + (1 - mu) G.
 
     With Nesterov's look-ahead, mu M + (1 - mu) G with the new M is orthogonalized instead. All matrices are updated in
-    one fused operation, because they are communicated together, and matrices of one size are multiplied together.
+    one fused operation, because they are communicated together, and matrices of equal size are multiplied in one batch.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -127,7 +127,7 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """Return the part's values that are in a shard."""
+    """Return the values of the part that lie in a shard."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 

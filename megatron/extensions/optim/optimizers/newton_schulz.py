@@ -44,7 +44,7 @@ for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with its saf
 """
 
 CYCLES = ("simple", "quintic")
-"""Sets of coefficients that start again at the first step; other sets repeat their last step."""
+"""Coefficient sets that restart at the first step when they are exhausted; other sets repeat their last step."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:

@@ -1,4 +1,4 @@
-"""Adam with moments and main parameters in fewer bits than fp32 (--use-precision-aware-optimizer).
+"""Adam with moments and main parameters stored in fewer bits than fp32 (--use-precision-aware-optimizer).
 
 Each update reads part of the states into fp32, applies Adam there and rounds the results. With compiled regions this
 takes a few kernels, which read and write only the stored bytes.
@@ -117,7 +117,7 @@ class StoredState:
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (codes, exponents) of rounded values.
 
-        A value is rounded up if `uniform`, in [0, 1), is below the probability; 0.5 rounds to nearest.
+        A value is rounded up if `uniform`, in [0, 1), is below the probability of rounding up; 0.5 rounds to nearest.
         """
         if not self.rounds:
             return values, None
@@ -132,7 +132,7 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Return the checkpoint contents: the memory itself for formats without scales, else an exact copy on the
+        """Return the checkpoint contents: the memory itself for formats without scales; otherwise an exact copy on the
         host."""
         if not self.format.scaled:
             return self.codes
@@ -156,7 +156,7 @@ def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
 
 
 def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Tensor]) -> Tensor:
-    """Read all elements into host memory, part by part, with `read`."""
+    """Read all elements into host memory with `read`, part by part."""
     values = torch.empty(numel, dtype=dtype)
     for start, stop in chunks(numel):
         values[start:stop].copy_(read(start, stop))
@@ -171,7 +171,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    Values that were rounded with such a scale remain exact with the scale computed from them.
+    Values that were already rounded with such a scale stay exact if the scale is computed again from them.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -291,7 +291,7 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of some elements of a shard.
+    """Views of a range of elements of a shard.
 
     Tensors that the kind of main parameters lacks are empty. Stored states are (codes, exponents).
     """
@@ -419,7 +419,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 def _leading_bits(x: Tensor) -> Tensor:
     """Return sign, exponent and 16 mantissa bits as int32.
 
-    Rounds to nearest, so that another summation order seldom changes the result.
+    Rounds to nearest, so that a different summation order rarely changes the result.
     """
     return (x.float().view(torch.int32) + 0x40) >> 7
 

@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip of one rank: its attention layers, and its own part of the parameters to scale."""
+    """QK-clip on one rank: the rank's attention layers, and its shard of the parameters to scale."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class QKClip:
         self.alpha = options.qk_clip_alpha
         self.shards = shards
         self.data = state.dp_cp
-        """Ranks that process other tokens with the same heads."""
+        """Ranks that process different tokens with the same heads."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers: list[AttentionWithRows] = [
             layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)

@@ -19,7 +19,7 @@ def muon(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.options(MuonFlags)
     elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_roles(c.optimizer)]
     if o.muon_scalar_optimizer not in elementwise:
-        rule = "updates whole matrices, but must also support embeddings, norms and biases"
+        rule = "updates only whole matrices, but must also support embeddings, norms and biases"
         yield Problem("--muon-scalar-optimizer", o.muon_scalar_optimizer, rule, f"use {' or '.join(elementwise)}")
 
 
@@ -37,12 +37,13 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"does not return the largest logit of each head, which {switch} needs"
         yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")
     if m.qk_layernorm and m.attention_facts.grouped:
-        why = "norms of queries and keys undo any scale of their projections, and already bound the logits"
+        why = "norms of queries and keys cancel any scaling of their projections, and already bound the logits"
         yield Problem.exclusive(switch, None, "--qk-layernorm", why)
 
 
 def with_max_logits(c: RunConfig) -> RunConfig:
-    """Return the configuration with attention in plain torch, which alone provides the largest logits."""
+    """Return the configuration with attention in plain torch, the only implementation that provides the largest
+    logits."""
     if not c.options(QKClipFlags).qk_clip or c.parallel.attention_backend != "auto":
         return c
     return replace(c, parallel=replace(c.parallel, attention_backend="unfused"))

@@ -8,7 +8,8 @@ The formulas and the order of operations follow the authors' program (github.com
 initializes L and R, and weight decay acts on the updated parameter. One difference keeps rounding noise out of the
 update, so that it agrees between layouts: a non-square matrix has directions that its gradients have not reached. In
 the authors' program, the basis of these directions is rounding noise. Here, they keep their previous basis, which
-initially consists of unit vectors. Eigenvectors of eigenvalues just above the noise still differ between layouts.
+initially consists of unit vectors. Eigenvectors whose eigenvalues are just above the noise still differ between
+layouts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
 
 
 class Soap(Transform):
-    """Transform for the complete update of SOAP, including learning rate and weight decay."""
+    """Transform that performs the complete update of SOAP, including learning rate and weight decay."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.options = config.options(SoapFlags)
@@ -74,7 +75,7 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of updates of this parameter so far, without the first one, which does not change the parameter."""
+        """Number of updates of this parameter so far, except the first, which does not change the parameter."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)
@@ -119,7 +120,7 @@ class Soap(Transform):
 
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
-    """Return Q_L^T X Q_R, or with `back` Q_L X Q_R^T. A side without a basis is not rotated."""
+    """Return Q_L^T X Q_R, or with `back` Q_L X Q_R^T. Sides without a basis are not rotated."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -146,8 +147,8 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Return the orthonormal basis of `power`, a factor times its old basis, and the order of directions in it.
 
-    Directions that the factor lacks are last and follow from the old basis. QR computes rounding errors for them, and
-    for all directions that come after them.
+    Directions that the factor lacks are last and follow from the old basis. QR would compute only rounding errors for
+    these directions and for all directions after them.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
@@ -175,10 +176,10 @@ def eigenbasis(factor: Tensor) -> Tensor:
 
 
 def noise_of(sizes: Tensor) -> Tensor:
-    """Return the size up to which others are rounding errors of the largest."""
+    """Return the size up to which values are rounding errors of the largest value."""
     return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 
 def completed(columns: Tensor, count: int, others: Tensor) -> Tensor:
-    """Return the orthonormal basis of the first `count` columns, completed by the others from there on."""
+    """Return an orthonormal basis of the first `count` columns, completed with the remaining columns."""
     return torch.linalg.qr(torch.cat((columns[:, :count], others[:, count:]), dim=1))[0]

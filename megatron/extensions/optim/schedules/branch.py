@@ -1,5 +1,5 @@
-"""Decayed branches: a branch is a run that continues another run's checkpoint and decays the learning rate until its
-end.
+"""Decayed branches. A branch is a run that continues from another run's checkpoint and decays the learning rate until
+it ends.
 
 A branch is an ordinary run with a schedule of two pieces: hold the checkpoint's rate, then decay it.
 """
@@ -46,7 +46,7 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set a length for a branch that cannot start, so that the missing length is not reported as well."""
+    """Set a length for a branch that cannot start, so that its missing length is not reported in addition."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
@@ -58,7 +58,7 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the length and schedule of a branch that has already started. Raises an error if the flags differ."""
+    """Return the length and schedule of a branch that has already started. Raises ValueError if the flags differ."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)

@@ -23,7 +23,7 @@ REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 """Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own rate."""
 
 NOT_ROUNDED = 0.01
-"""Share of a schedule without a piece above which rounding cannot be the cause."""
+"""Largest fraction of a schedule without a piece that rounding can explain."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 """Fields whose warm-up a piecewise schedule replaces."""
@@ -67,7 +67,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
-    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as given, with lengths in tokens
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # pieces as given, with lengths in tokens
     if optimizer.lr_decay_style not in REPLACED:
         yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:
@@ -92,11 +92,11 @@ class ScheduleFlags:
     """Flags of a piecewise learning rate."""
 
     lr_schedule: str | None = None
-    """Pieces of the learning rate, divided by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a shape (warm-up,
-    hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B tokens`, `5e6 samples`,
-    or the `rest`), and `to F`, its last rate as a factor of --lr; by default 1 for a warm-up, --min-lr for a decay.
-    `power` needs the exponent of the consumed samples, and may have `after LENGTH`, the position at which the decay
-    starts."""
+    """Pieces of the learning rate schedule, separated by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a
+    shape (warm-up, hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B tokens`,
+    `5e6 samples`, or the `rest`), and `to F`, its last rate as a factor of --lr. The default last rate is 1 x --lr for
+    a warm-up, and --min-lr for a decay. `power` needs the exponent of the consumed samples, and may have `after
+    LENGTH`, the position at which the decay starts."""
 
     lr_schedule_file: str | None = flag(None, path="local")
     """File with the value of --lr-schedule, one piece per line; # begins a comment. The run's configuration records
@@ -138,9 +138,9 @@ class BranchFlags:
     """Flags of a decayed branch of a run with a constant learning rate."""
 
     branch_from: str | None = flag(None, path="stored", needs="--decay-tokens")
-    """Branch from this checkpoint of another run, or from the latest one if a folder of checkpoints is given. The
-    branch continues with the same data order and optimizer states, saves to its own --save, decays the learning rate
-    over --decay-tokens, and ends. The same command resumes the branch."""
+    """Branch from this checkpoint of another run, or from the latest checkpoint if a folder of checkpoints is given.
+    The branch continues with the same data order and optimizer states, saves to its own --save, decays the learning
+    rate over --decay-tokens, and ends. The same command resumes the branch."""
 
     decay_tokens: int | None = flag(None, above=0, needs="--branch-from")
     """--branch-from: length of the branch in tokens, rounded up to whole steps."""

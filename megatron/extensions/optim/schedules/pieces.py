@@ -144,8 +144,7 @@ def _check(text: str, piece: Piece) -> None:
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """Return the text with all token counts converted to samples of `seq_length` tokens. Raises ValueError like
-    `parse`."""
+    """Convert all token counts in the text to samples of `seq_length` tokens. Raises ValueError like `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -179,13 +178,13 @@ class Rates:
 
 
 def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:
-    """Return the rate after a number of consumed samples. After the last piece, its last rate is held.
+    """Return the rate after a number of consumed samples. After the last piece, the rate stays constant.
 
     Args:
         pieces: The schedule.
         samples: Consumed samples.
         total: Length of the schedule in samples.
-        rates: First and lowest rate.
+        rates: Initial rate and minimum rate.
     """
     begin, rate = 0.0, rates.peak if pieces[0].shape != "warm-up" else rates.first
     for piece, length in zip(pieces, lengths(pieces, total), strict=True):

@@ -1,5 +1,5 @@
 """Steps whose passes begin before the previous step has ended: the training loop's step function, and the pipeline that
-holds started passes."""
+keeps the state of started passes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
-        """Run one step, and those passes of the `following` micro-batches that the list contains. The next call
-        continues with the other passes. Returns the loss sums of the step's own micro-batches, as `run` does."""
+        """Run one step, and the passes of the `following` micro-batches that the list contains. The next call runs
+        their remaining passes. Returns the loss sums of the step's own micro-batches, as `run` does."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)

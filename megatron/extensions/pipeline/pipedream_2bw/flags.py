@@ -25,8 +25,8 @@ class TwoVersions:
 
 
 class StoredMain(StatePlan):
-    """State plan with main parameters in addition to both versions, even if they have the precision of the
-    parameters."""
+    """State plan that keeps main parameters in addition to both versions, even if the parameters have the same
+    precision."""
 
     optional = (PREVIOUS,)
 

@@ -37,7 +37,7 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
     if list(LINEAR_FORMATS.wanted(p)):
         yield "--fp8-format", "weight casts exist for only one version"
     if launches_once(c):
-        yield "--cuda-graph-impl", "graphs hold the weights of only one version"
+        yield "--cuda-graph-impl", "CUDA graphs hold the weights of only one version"
     if p.activation_store is not None:
         yield "--cpu-offloading", "it requires that each step ends before the next"
     if c.ddp.shards_gradients:
@@ -86,7 +86,7 @@ def _no_use(c: RunConfig) -> Iterator[Problem]:
     if c.parallel.pipeline_model_parallel_size == 1:
         return
     if c.logging.log_interval == 1:
-        rule = "empties the pipeline after every step with --log-interval 1, which reads the loss and the norm"
+        rule = "empties the pipeline after every step because --log-interval 1 reads the loss and the norm"
         yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):

@@ -9,9 +9,9 @@ so that its passes can begin before the previous step has ended, and the pipelin
 clipping is exact: gradients are kept until the norm over all stages is known, and no rank waits for the norm. Each rank
 makes the update of step t before its first pass of step t+2 (VALIDATE); until then, the passes of step t+1 continue.
 
-Parameters have two memories. The newest version is in the buffers' own memory, which is gathered and saved. An update
-writes into the other memory, whose passes have all ended, and then the two are swapped. Tensors that a forward pass has
-saved for its backward therefore stay in place."""
+Each parameter has two memories. The newest version is in the buffers' own memory, which is gathered and saved. An
+update writes into the other memory, whose passes have all ended, and then the two are swapped. Tensors that a forward
+pass has saved for its backward pass therefore stay in place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VersionedShard(OptimizerShard):
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update. They are a view of the other memory once that exists."""
+        """This shard's parameters before the last update. They are a view of the other memory once it exists."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class LateOptimizer(DistributedOptimizer):
 
     def use_for(self, of_next_step: bool) -> None:
         """Choose the weights of a pass: the weights before the last update or, for a pass of the next step, the newest
-        weights. Until the previous step's update is made, the newest weights are the ones before the last update."""
+        weights. Until the previous step's update is made, the newest weights are the weights before the last update."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""Manual division of layers among pipeline stages: numbers for the first and last rank, or all stages in Megatron-LM's
-grammar.
+"""Manual division of layers among pipeline stages: layer numbers for the first and last rank, or all stages in
+Megatron-LM's grammar.
 
 Flags: --pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers,
 --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split. Read `split.py`; `layout_text.py` reads

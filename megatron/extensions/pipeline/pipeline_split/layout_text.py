@@ -18,7 +18,7 @@ TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 def layers_of_stages(text: str) -> tuple[int, ...]:
     """Return the number of transformer layers of each stage, by global stage number.
 
-    Raises ValueError if the text is not legal. Its message is a rule and a remedy, separated by a semicolon.
+    Raises ValueError if the text is invalid. The error message is a rule and a remedy, separated by a semicolon.
     """
     stages = expanded(text).split("|")
     whole = "".join(stages)

@@ -1,4 +1,4 @@
-"""Number of layers of each pipeline stage according to the flags, and errors of the flags. This module does not import
+"""Number of layers in each pipeline stage according to the flags, and errors in the flags. This module does not import
 torch."""
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Optimizer post-validation: updates are made before the global gradient norm is known, and checked later.
 
-Qi et al., arXiv 2401.10241, section 4. Otherwise, a step waits for the norm, and so for the last backward of the
-slowest pipeline stage. With post-validation, each stage starts the reduction of the norm and updates with the
-information that it has: it does not clip, and skips the update if its own gradients are not finite. Then it runs the
-first forward passes of the next step. At VALIDATE, before the first backward of that step, the reduction has ended. If
-the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct
-factor, and repeat the forward passes.
+Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and so for the last backward
+pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm and updates with
+the information that it has: it does not clip, and skips the update if its own gradients are not finite. Then it runs
+the first forward passes of the next step. At VALIDATE, before the first backward pass of that step, the reduction is
+complete. If the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the
+correct factor, and repeat the forward passes.
 
-The paper rolls back by in-place arithmetic, which rounds. Here, states are copied before the update, so that a
-rolled-back step is bit-equal to one that waited. The copies take the memory of a second set of this rank's shards. The
-paper also passes the partial norm from stage to stage. This would save nothing here, because one wrong guess on any
-rank makes all ranks repeat their forward passes.
+The paper rolls back by in-place arithmetic, which rounds. Here, states are copied before the update, so that a step
+that was rolled back and repeated is bit-equal to a step that waited for the norm. The copies need as much memory as a
+second set of this rank's shards. The paper also passes the partial norm from stage to stage. This would save nothing
+here, because one wrong guess on any rank makes all ranks repeat their forward passes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copy the current values, and the values of the small `further` tensors."""
+        """Copy the current values, and also the values of the small `further` tensors."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
@@ -135,8 +135,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
     @torch.no_grad()
     def validate(self) -> bool:
         """Wait for the verdict on an unvalidated update, if there is one. Returns True on all ranks if the step was
-        rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to those of a step
-        that waited. Collective over the world."""
+        rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to those after a step
+        that waited for the norm. Collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -155,7 +155,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 class StaleForwards(Exception):
     """Raised if parameters have changed since the forward passes of a list, which the caller must run again from the
-    start. All ranks or none raise it, and only while no message is in flight."""
+    start. Either all ranks raise it or none does, and only while no message is in flight."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):

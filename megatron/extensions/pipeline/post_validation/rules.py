@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 SWITCH = "--optimizer-post-validation"
 
 WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Schedules whose steps end on the rank that begins the next one, with or without --optimizer-post-validation."""
+"""Schedules in which a step ends on the rank that begins the next step, with or without --optimizer-post-validation."""
 
 
 def without_use(c: RunConfig) -> RunConfig:
@@ -35,11 +35,11 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     if c.logging.log_interval == 1:
         rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-        yield Problem(SWITCH, None, rule, "raise --log-interval, or remove it", harmless=True)
+        yield Problem(SWITCH, None, rule, "raise --log-interval, or remove the flag", harmless=True)
         return
     strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
     if c.ddp.shards_gradients:
-        yield Problem.exclusive(SWITCH, None, strategy, "gradients of units are not kept until the norm is known")
+        yield Problem.exclusive(SWITCH, None, strategy, "gradients of sharded units are freed before the norm is known")
     schedule = c.parallel.schedule
     if schedule in WAIT_FOR_RANK_0:
         rule = (
@@ -50,7 +50,7 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if has_tied_stages(c.model, c.parallel):
         rule = "saves no time: the gradients of the embedding are summed over the first and the last rank"
-        remedy = "use --pipeline-schedule zb-v, which has both on one rank"
+        remedy = "use --pipeline-schedule zb-v, which puts the first and the last stage on one rank"
         if not c.model.mtp_depths:
             remedy += ", or --untie-embeddings-and-output-weights"
         yield Problem(SWITCH, None, rule, remedy, harmless=True)

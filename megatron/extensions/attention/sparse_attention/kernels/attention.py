@@ -1,15 +1,15 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-All keys are concatenated into one tensor. Each query has one list of key indices into this tensor, which joins its
-lists for all key sets. Keys that are not selected, such as those of a window, are listed too. An index of -1 stands for
-no key.
+All keys are concatenated into one tensor. Each query has one list of indices into this tensor: the concatenation of its
+lists for all key sets. Keys that are not selected, such as those of a window, are listed too. An index of -1 marks an
+unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, on GPUs without vectorized atomic additions (all except data
 center Hopper and Blackwell), and if lists hold at least the fraction `DENSE` of all keys. For each block of keys, the
 second pass multiplies all pairs of a query and a key, from the first query that selected a key of the block to the last
-one. It is faster than atomic additions if queries have selected many keys.
+one. The second pass is faster than atomic additions if queries have selected many keys.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ WIDEST_VALUES, WIDEST_REST = 512, 64
 """Largest numbers of value channels and of other channels of a key that the kernels support."""
 
 DENSE = 0.16
-"""Fraction of all keys in lists at and above which a second pass sums the gradients of keys. At this fraction, both
+"""A second pass sums the gradients of keys if lists hold at least this fraction of all keys. At this fraction, both
 methods take the same time under the rates assumed for an H200 (`plan/planner/devices/h200.yaml`), which have not been
 measured."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Largest number of queries in the samples with which kernels are checked."""
+"""Largest number of queries in the samples used to check kernels."""
 
 TOLERANCE = 2.0**-6
 
@@ -74,7 +74,7 @@ def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
-    """Return True if gradients of keys are accumulated by atomic additions."""
+    """Return True if key gradients are accumulated by atomic additions."""
     several = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
 
@@ -87,7 +87,7 @@ def fits(q: Tensor, width: int) -> bool:
 
 
 def suits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels run on these queries."""
+    """Return True if the kernels can process these queries."""
     return runs_triton(q) and fits(q, width)
 
 
@@ -199,7 +199,7 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """Interface of a plan's `Launches` that records kernels that gather rows."""
+    """Interface of a plan's `Launches` for kernels that gather rows."""
 
     any_order: bool
     """True if kernels may use atomic additions, whose order varies."""
@@ -208,19 +208,19 @@ class Gathers(Protocol):
 
 
 HEADS, PARTS = 32, 4
-"""Numbers assumed in plans: heads for which a program gathers keys, and programs of the second pass that share the
+"""Numbers assumed in plans: heads per program that gathers keys, and programs of the second pass that share the
 queries."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Numbers assumed in plans: keys and channels that a program of the second pass holds."""
+"""Numbers assumed in plans: keys and channels per program of the second pass."""
 
 MOST_BYTES = 2**28
-"""Largest number of bytes of the weights and score gradients that are stored for the second pass, for a chunk of
+"""Largest size in bytes of the weights and score gradients that are stored for the second pass of one chunk of
 queries."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Return the number of (query, key) pairs that are computed, and the number that could be selected."""
+    """Return the number of (query, key) pairs that are computed, and the number of pairs that could be selected."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:
@@ -333,7 +333,7 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """Yield arguments of `attend_to_selected`, for the last queries of a sequence, for each kind of layer of a run."""
+    """Yield arguments of `attend_to_selected` for the last queries of a sequence, for each kind of layer in a run."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):
@@ -341,7 +341,7 @@ def samples(shapes: RunShapes) -> Iterator[Operands]:
 
 
 def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
-    """Return random queries and keys; lists contain random keys."""
+    """Return random queries and keys, with lists of random keys."""
     n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
     last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
     longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))

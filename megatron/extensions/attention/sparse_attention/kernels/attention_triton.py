@@ -1,9 +1,9 @@
 """Triton kernels for attention to selected keys (`attention.py`).
 
-A program computes one query of a sample for some heads: it gathers the query's keys in blocks, once for all of these
-heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys or channels, and as few
-as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the gradients of one part fit
-in registers.
+A program computes one query of a sample for some heads: it gathers the query's keys in blocks, and uses each block for
+all of these heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys or
+channels, and as few as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the
+gradients of one part fit in registers.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
 (`key_sums_triton.py`). For the second pass, the weights of listed keys and their score gradients are stored.
@@ -110,7 +110,7 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def _of_keys(ds, queries, p, grads):
-    """Return the gradients of rows [keys, PART], as keys plus as values."""
+    """Return the gradients of rows [keys, PART]: the sum of their gradients as keys and as values."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 
@@ -144,9 +144,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute dq [n, b, heads, w] of attention to listed keys. Adds the gradients of keys to `dk` [s, b, w], or stores
-    the weights and the gradients of scores of listed keys [n, b, count, heads] in `kept` if `dk` is None. `delta` [n,
-    b, heads] is the sum of grad * out over channels."""
+    """Compute dq [n, b, heads, w] of attention to listed keys. The gradients of keys are added to `dk` [s, b, w]. If
+    `dk` is None, the weights of listed keys and the gradients of their scores [n, b, count, heads] are stored in `kept`
+    instead. `delta` [n, b, heads] is the sum of grad * out over channels."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
@@ -240,7 +240,7 @@ class Tiling(NamedTuple):
     forward: Blocks
     of_queries: Blocks
     adding: Blocks
-    """Blocks of the backward that adds the gradients of keys atomically."""
+    """Block sizes of the backward pass that adds the gradients of keys atomically."""
     of_keys: Tile
 
 
@@ -254,7 +254,7 @@ SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1),
 """Block sizes for other GPUs, with 99 KiB of shared memory per program."""
 
 SCAN = 1024
-"""Number of list entries that are read together to find the end of the list."""
+"""Number of list entries that are read at once to find the end of the list."""
 
 
 def tiling(device: torch.device) -> Tiling:
@@ -297,7 +297,7 @@ def attend_selected(
 
 
 def weights_of_selected(q: Tensor, k: Tensor, picked: Tensor, lse: Tensor, scale: float, values: int) -> Tensor:
-    """Launch the kernel of weights; see `_weights` in `attention.py`."""
+    """Launch the kernel for attention weights; see `_weights` in `attention.py`."""
     (n, b, heads, width), count = q.shape, picked.shape[-1]
     out = torch.zeros(n, b, count, dtype=torch.float32, device=q.device)
     blocks, widths = tiling(q.device).forward, tuple(Widths.of(width, values))

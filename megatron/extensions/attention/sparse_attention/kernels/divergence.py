@@ -28,14 +28,13 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Numbers assumed in plans: keys that a program of the second pass holds, and programs that share the queries of these
-keys."""
+"""Numbers assumed in plans: keys per program of the second pass, and programs that share the queries of these keys."""
 
 MOST_HEADS = 64
 """Largest number of indexer heads that a program holds."""
 
 SLOW_ADDITIONS = 150
-"""Matrix product FLOPs that an H200 computes in the time of one byte of fp32 atomic additions, under the rates assumed
+"""Matrix product FLOPs that an H200 computes in the time that fp32 atomic additions take per byte, at the rates assumed
 in `plan/planner/devices/h200.yaml`, which have not been measured."""
 
 
@@ -55,7 +54,7 @@ def sums_later(keys: int, count: int, heads: int) -> bool:
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """Return the chunks of the loss, merged within the queries of each rank's indexer."""
+    """Return the query chunks of the loss, merged within the queries of each rank's indexer."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -116,8 +115,8 @@ gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """For a plan, allocate the same tensors as `by_kernels` and record the same kernels. The GPU is
-    assumed to have fast atomic additions."""
+    """Allocate the same tensors as `by_kernels` and record the same kernels, for a plan. The GPU is assumed to have
+    fast atomic additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None

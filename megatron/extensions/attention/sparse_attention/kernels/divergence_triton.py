@@ -30,22 +30,22 @@ class Blocks(NamedTuple):
     """Block sizes of the kernels."""
 
     listed: int = 64
-    """Keys that a program for a query gathers together."""
+    """Keys that the program of a query gathers at once."""
     keys: int = 128
     """Keys that a program of the second kernel holds."""
     columns: int = 64
-    """Query heads by which a program of the second kernel multiplies its keys at a time."""
+    """Query heads that a program of the second kernel multiplies by its keys at a time."""
 
 
 BLOCKS = Blocks()
 
 SCAN = 1024
-"""Number of list entries that are read together to find the end of the list."""
+"""Number of list entries that are read at once to find the end of the list."""
 
 
 @triton.jit
 def _listed(k, lists, at, count, samples, sample, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Return listed keys and their rows."""
+    """Return the indices of listed keys, and their rows."""
     key = tl.load(lists + at, mask=at < count, other=-1)
     return key, load_rows(k, (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0, 0, WIDTH, HELD)
 
@@ -104,7 +104,7 @@ def divergence_of_row(
 ):
     """Compute the divergence of one query, and its gradients: q [n, b, heads, d], k [s, b, d], weights [n, b, heads],
     picked and attended [n, b, count] -> `found`: divergences [n, b], gradients of q, of weights, and of scores [n, b,
-    keys]. The last one is None if gradients of keys are added to `dk` [keys, b, d] instead."""
+    keys]. The gradients of scores are None if the gradients of keys are added to `dk` [keys, b, d] instead."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
@@ -197,7 +197,7 @@ def divergence_of_keys(
 
 
 def warps_of(heads: int, adds: bool) -> int:
-    """Return the number of warps of a program for a query, which must be enough for the sums to fit in registers."""
+    """Return the number of warps per query program: enough for the sums to fit in registers."""
     return 8 if adds or heads > 16 else 4
 
 

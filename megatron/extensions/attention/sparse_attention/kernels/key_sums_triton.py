@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     columns: int
     """Query heads that a program multiplies at a time."""
     channels: tuple[int, int]
-    """Channels that a program holds, in two parts: a power of two, and half of it."""
+    """Channels that a program holds, in two parts: a power of two, and half that number."""
     warps: int
     stages: int
 
@@ -67,7 +67,7 @@ def selected_sum(
     found = tl.maximum(stop - first, 0)
     begin = first + found * part // tl.num_programs(1)
     end = first + found * (part + 1) // tl.num_programs(1)
-    # The channels are in two parts.
+    # The channels are processed in two parts.
     c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
     d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
     acc = tl.zeros([KEYS, WIDE], tl.float32)
@@ -99,7 +99,7 @@ def selected_sum(
 
 @triton.jit
 def _channels(x, at, inside, c, size: tl.constexpr):
-    """Load [rows, channels]; elements outside are zero."""
+    """Load [rows, channels]; elements out of bounds are zero."""
     return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < size)[None, :], other=0.0)
 
 
@@ -110,7 +110,7 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Queries that list the keys of a block, for a chunk of queries. All tensors are int32."""
+    """Lookup table from blocks of keys to the queries of a chunk that list these keys. All tensors are int32."""
 
     places: Tensor
     """[n, b, blocks * block]: position of a key in a query's list, or -1."""

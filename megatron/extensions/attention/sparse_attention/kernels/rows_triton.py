@@ -12,15 +12,15 @@ import triton.language as tl
 
 
 class Widths(NamedTuple):
-    """Numbers of key channels, and the powers of two that hold them."""
+    """Numbers of key channels, and the powers of two to which they are padded."""
 
     values: int
     """Number of value channels, which come first."""
     rest: int
     part: int
-    """Power of two that holds a quarter of the value channels."""
+    """Smallest power of two that holds a quarter of the value channels."""
     held_rest: int
-    """Power of two that holds the other channels; 0 if there are none."""
+    """Smallest power of two that holds the other channels; 0 if there are none."""
 
     @classmethod
     def of(cls, width: int, values: int) -> Widths:
@@ -40,8 +40,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
-    """Load [rows, HELD]: the `size` channels from `start` of the rows that begin `at` elements after x. Elements
-    outside are zero."""
+    """Load [rows, HELD]: the `size` channels from `start` of the rows that begin `at` elements after x. Elements out of
+    bounds are zero."""
     c = tl.arange(0, HELD)
     where = x + at[:, None] + (start + c)[None, :]
     if size >= HELD:
@@ -64,7 +64,8 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """Load the channels of rows after the value channels; return arbitrary contents if there are none."""
+    """Load the channels that follow the value channels of rows. The result is arbitrary if there are no such
+    channels."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
@@ -122,9 +123,8 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Return the row, sample and heads of a program, a mask of existing heads, and the number of elements of [n, b,
-    heads] before the heads. Rows with the most keys come first; programs of one row are adjacent because they read the
-    same keys."""
+    """Return the row, sample and heads of a program, a mask of existing heads, and the offset of the first head in [n,
+    b, heads]. Rows with the most keys come first; programs of one row are adjacent, because they read the same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)

@@ -1,8 +1,8 @@
 """Selection with Triton kernels, which replace `scores_of_keys` and `largest_scores`.
 
 The kernels store neither the products of individual heads nor sorted rows. Scores equal those of plain PyTorch up to
-rounding; plain PyTorch first rounds 16-bit products to 16 bits. Both select the later ones among keys with equal
-scores.
+rounding; plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
+plain PyTorch select the later ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples with which
-kernels are checked."""
+"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples used to
+check kernels."""
 
 
 def fits(q: Tensor) -> bool:
@@ -95,8 +95,8 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Allocate the tensors of `largest` and record its kernel, for a plan; the other arguments are the same. A row is
-    read from memory once, and then from the cache."""
+    """Allocate the tensors of `largest` and record its kernel, for a plan; the other arguments are the same. The first
+    read of a row is from memory; later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -123,7 +123,7 @@ def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Yield arguments of `largest_scores` whose scores have many ties."""
+    """Yield arguments of `largest_scores` with many tied scores."""
     for q, k, _ in _score_samples(shapes):
         assert shapes.config is not None
         topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)
@@ -147,7 +147,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # its parts are checked separately
+    lambda shapes: (),  # the kernels that it launches are checked separately
     0.0,
     planned_keys,
 )
