@@ -6,9 +6,9 @@
 Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
 with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it, if it has
 not risen since then). The order of samples, dropout and learning rates do not depend on the layout, so one process is
-enough. The spike is the one of the run's last rollback, or otherwise the largest increase of the loss in metrics.jsonl.
-Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause is found; 1: it is none of these
-alone, or there is no spike here; 2: wrong folder or flags.
+enough. The spike is the cause of the run's last rollback, or without a rollback the largest increase of the loss in
+metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause was found; 1: none
+of these alone is the cause, or there is no spike; 2: the folder or the flags are wrong.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [..., i, k] b [..., k, j] of one dtype with the same leading sizes -> [..., i, j] in `dtype`, like `multiply`
-    without a graph."""
+    """Return the products of a [..., i, k] and b [..., k, j], which have one dtype and the same leading sizes, as [...,
+    i, j] in `dtype`. This is the product in `multiply`, without its backward pass."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

@@ -26,7 +26,8 @@ STEP_SIZE = 1e-5
 below the tolerance."""
 
 TOLERANCE = 1e-4
-"""Largest relative difference that the error of finite differences explains. The kink of a ReLU causes the largest."""
+"""Largest relative difference that the error of finite differences explains. A kink, as in ReLU, causes the largest
+error."""
 
 
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:

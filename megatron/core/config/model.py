@@ -152,7 +152,7 @@ class TransformerConfig(ModelFields):
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
         """Append a value for each multi-token prediction module according to --mtp-layer-kind: module k has the value
-        of layer k (own_number) or of the last layer. Used for attention spans and rotary embeddings."""
+        of layer k (own_number) or of the last layer. Attention spans and rotary embeddings use it."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))

@@ -80,7 +80,8 @@ class RouterClass(Protocol):
         `TransformerConfig`, and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Make the scores that `config.moe_router_scores` names, one of `RouterFacts.scores`. A static method."""
+        """Create the scores that `config.moe_router_scores` names, one of `RouterFacts.scores`. This is a static
+        method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -172,7 +173,7 @@ class MoEConfig:
     (Qwen2-MoE)."""
 
     moe_output_norm: bool = False
-    """Normalize the sum of the outputs of experts and shared expert (A.X K1)."""
+    """Normalize the sum of the outputs of the routed experts and the shared expert (A.X K1)."""
 
     moe_zero_experts: int | None = flag(
         None,

@@ -42,7 +42,7 @@ Template = tuple[bytes, bytes]
 
 
 class StoredFiles(FileSystem):
-    """File system for DCP's readers: the files of a folder in any storage."""
+    """File system through which DCP's readers read the files of a folder in any storage."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}

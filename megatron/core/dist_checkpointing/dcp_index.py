@@ -157,11 +157,11 @@ INDEX_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-"""Maps a module to the names in it that a tensor index may contain."""
+"""Mapping from a module to those of its names that a tensor index may contain."""
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Maps (module, name) of another program's class to the index class that is read instead."""
+"""Mapping from (module, name) of another program's class to the index class that is read instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

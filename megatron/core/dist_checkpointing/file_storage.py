@@ -218,7 +218,7 @@ class LocalStorage(Storage):
     def names(self, folder: PurePath) -> list[str]:
         try:
             return sorted(os.listdir(folder))
-        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # or a path without a file
+        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # ValueError: not a valid path
             return []
 
     def size(self, path: PurePath) -> int | None:

@@ -90,7 +90,8 @@ def _array_of_bytes(call: Call) -> str | None:
 
 
 def _bytes_of_text(call: Call) -> str | None:
-    """_codecs.encode: accepts only the encoding that Python uses for bytes, because some codecs expand their input."""
+    """Check a call of _codecs.encode. Only the encoding that Python uses for bytes is accepted, because some codecs
+    expand their input."""
     text, codec = call.given if len(call.given) == 2 else (None, None)
     call.size = cost(text)
     usual = isinstance(text, str) and codec in ("latin1", "latin-1", "utf-8")

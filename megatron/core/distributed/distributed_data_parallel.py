@@ -187,8 +187,8 @@ class DistributedDataParallel:
     def _mark_all_stale(self) -> None:
         """Mark gradients to be overwritten.
 
-        Padding between them stays zero, because norms include it. Shards of units are zeroed, because each
-        micro-batch's sum is added to them.
+        The padding between gradients stays zero, because gradient norms include it. Shards of units are set to zero,
+        because the sum of each micro-batch is added to them.
         """
         self.units.zero_sums()
         if zeroed := [gap for buffer in self.buffers for gap in buffer.grad_gaps]:

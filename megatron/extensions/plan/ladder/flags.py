@@ -14,8 +14,8 @@ class ExpectFlags:
     """Comparison of a run with the prediction of a ladder."""
 
     expect: str | None = flag(None, path="local")
-    """Folder of tools/ladder.py, or its ladder.json, which predicts this run: each validation loss is logged with its
-    distance from the predicted curve, and a warning when it leaves the band."""
+    """Folder of tools/ladder.py, or its ladder.json, which predicts this run. Each validation loss is logged with its
+    distance from the predicted curve, and a loss outside the predicted band causes a warning."""
 
 
 CALLBACKS.register(

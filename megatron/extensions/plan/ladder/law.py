@@ -68,7 +68,7 @@ class Law:
         return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
 
     def described(self) -> dict[str, float]:
-        """Return E, A and a, and B and b if the law has them."""
+        """Return the constants of the law by name: E, A, a, and also B and b if the law has a second term."""
         names = (("A", "a"), ("B", "b"))
         found = {"E": self.floor}
         for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):

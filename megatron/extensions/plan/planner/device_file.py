@@ -23,7 +23,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Output tile shapes from which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Check for entries that predictions divide by."""
+"""Check for entries that are divisors in predictions."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
 """Check for entries that are shares of a whole; a number above 1 would be a percentage."""
@@ -60,7 +60,7 @@ class GemmSpeed:
 class AttentionSpeed:
     """Rates of one attention kernel for one head size. They count the FLOPs that the kernel executes: half of the
     square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is
-    (TFLOP/s for an infinitely long sequence, sequence length at which half of that is reached)."""
+    (TFLOP/s for an infinitely long sequence, sequence length at which half of this rate is reached)."""
 
     forward: tuple[Rate, float]
     backward: tuple[Rate, float]

@@ -36,8 +36,8 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder that carries the casts to the layer and the gradient back: a NaN tensor [s, b, h] in the
-        memory of one number. Only a layer that reads `given_input` accepts it as input."""
+        """Return a placeholder that carries the casts to the layer and the gradient back: a tensor of NaN [s, b, h]
+        that is expanded from a single element. Only a layer that reads `given_input` accepts it as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
@@ -150,8 +150,8 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
     """Return (the sum, its norm) for any norm. If the norm supports the fusion, the forward and the backward pass are
     one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be a placeholder.
 
-    Use the first result in place of `stream.x`, even without an update, so that the backward adds the stream's gradient
-    to the norm's.
+    Use the first result in place of `stream.x`, even without an update, so that the backward pass adds the gradient of
+    the stream to the gradient through the norm.
     """
     if isinstance(norm, FusedLayerNorm):
         found: tuple[Tensor, Tensor] = norm(stream, residual=True, cast=None if observed(norm) else cast)
@@ -164,7 +164,7 @@ def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (x + update, its norm over the last dim), or (x, its norm) without an update. Use the returned x in place
-    of the argument, so that the norm's backward adds its gradient.
+    of the argument, so that the backward pass of the norm adds the gradient of x.
 
     Args:
         x: Residual stream [..., h].

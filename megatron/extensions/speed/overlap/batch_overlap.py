@@ -37,8 +37,8 @@ class BatchOverlap(PassPair):
         self._active = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both passes, beginning with `first` in the calling thread. An exception in one pass ends the other pass,
-        and is raised."""
+        """Run both passes, beginning with `first` in the calling thread. An exception in one pass ends the other pass
+        too, and is then raised here."""
         assert not self._active, "two passes are already interleaved"
         self._active, self._turn = True, 0
         self._finished = [False, False]

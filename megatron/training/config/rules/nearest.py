@@ -1,5 +1,5 @@
-"""Replacement of the nearest values in problems with values that are legal under all rules. This module does not import
-torch.
+"""Replacement of the values that problems suggest with the nearest values that all rules accept. This module does not
+import torch.
 
 A rule names the nearest value that it accepts. Another rule of the same flag may refuse that value, so values are tried
 before a message names them.
