@@ -119,7 +119,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError with every problem of single flags."""
+    """Raise ValueError that lists every flag whose own value is invalid."""
     problems = too_small(args, pp=1, num_microbatches=1, steps=1)
     problems += too_small(args, microbatch_group_size_per_virtual_pipeline_stage=args.pp)
     for name in COSTS:

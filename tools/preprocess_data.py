@@ -8,8 +8,8 @@ and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .c
 formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents keep
 their order for any number of workers. Memory use depends on the longest document, not on the size of the input. The
 output is renamed to its final name when it is complete. It replaces existing files only with --overwrite. The prefix
-may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json has checksums, which tools/inspect_dataset.py
-verifies.
+may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json contains the checksums that
+tools/inspect_dataset.py verifies.
 
 On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
 The last machine to finish joins their datasets into the one that a single machine would have written, and deletes the
@@ -218,7 +218,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     group.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     group.add_argument(
-        "--shard", help="NUMBER/COUNT: tokenize this part of the input; the last part to finish joins all parts"
+        "--shard", help="NUMBER/COUNT: tokenize this part of the input; the process that finishes last joins all parts"
     )
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")

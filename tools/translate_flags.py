@@ -163,7 +163,8 @@ def resolved(reader: FlagReader) -> RunConfig:
 
 
 def read_script(path: Path, arguments: Sequence[str] = ()) -> LaunchScript:
-    """Read a launch script that is called with arguments. Reports its flags in branches whose test is unknown."""
+    """Read a launch script as if it were called with `arguments`. Prints the flags from branches whose condition is
+    unknown."""
     try:
         text = path.read_text(encoding="utf-8")
         values: dict[str, str | list[str]] = dict(slurm_variables(list(batch_options(text))))

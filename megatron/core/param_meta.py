@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 HISTORY = "_history"
 """Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks them or has another length, they start empty. A run may ignore these tensors.
+If a checkpoint lacks them, or holds them with a different length, they start empty. A run may ignore these tensors.
 """
 
 

@@ -140,7 +140,7 @@ BUILT_IN: tuple[BuiltIn, ...] = (
         "speed/fusions", "Kernels and layers that compute in one pass what the trunk does in several.", needs=("fp8",)
     ),
     BuiltIn("speed/fp8", "Products of linear layers in 8-bit floating point."),
-    BuiltIn("speed/overlap", "Overlap of the collectives within layers with computation."),
+    BuiltIn("speed/overlap", "Overlaps the collectives inside a layer with its computation."),
     BuiltIn("layers/hybrid_layers", "Layers of one sublayer each, as a pattern states them, as in Nemotron-H."),
     BuiltIn("moe/routing", "Sinkhorn routing, SparseMixer's weights, random choices of experts for benchmarks."),
     BuiltIn("moe/hash_routing", "Experts chosen by the ids of tokens in the first layers, as in DeepSeek-V4."),

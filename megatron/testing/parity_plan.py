@@ -62,7 +62,7 @@ class Row:
 
 
 class ParityPlan:
-    """One model and the untrained rows of its table."""
+    """Plan of one model's parity table: the name, flags and configuration of each row, before any row is trained."""
 
     def __init__(self, flags: Sequence[str], steps: int = 2, max_ranks: int = 8) -> None:
         """Read `flags`, a command line of pretrain_gpt.py.

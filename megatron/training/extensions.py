@@ -9,7 +9,6 @@ extension run: the command line must name it too, unless the files belong to one
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import Protocol, TypeVar
 
 from megatron.core.registry import Registry
-from megatron.training.config.code_record import standing
+from megatron.training.config.code_record import code_exists, standing
 from megatron.training.config.flags import ExtensionSection, Resolve, Rules, add_section
 from megatron.training.config.problem import Problem, path_rule
 from megatron.training.config.run_config import RunConfig
@@ -179,7 +178,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
         moved = next((each for each in elsewhere if Path(each).name == Path(name).name), None)
         if moved is not None:
             elsewhere.remove(moved)
-        elif name.endswith(".py") and not os.path.isfile(os.path.expanduser(name)):
+        elif not code_exists(name):
             missing.append(name)
         elif (found := standing(source, name)) == "recorded":
             recorded.append(name)
@@ -195,8 +194,8 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
         flags = [f"--extension {name.removesuffix(CHANGED)}" for name in refused]
         remedies.append(f"read {'them' if len(refused) > 1 else 'it'}, then add {' '.join(flags)}")
     if missing:
-        gone = f"there is no such file as {' and '.join(missing)}"
-        remedies.append(f"{gone}: if it was moved or renamed, give --extension NEWPATH")
+        gone = f"there is no such file or module as {' and '.join(missing)}"
+        remedies.append(f"{gone}: if it was moved or renamed, give --extension NEWPATH; a module needs its PYTHONPATH")
     raise ExtensionError(f"{rule}code runs only if the command line names it", "; ".join(remedies))
 
 
@@ -216,6 +215,10 @@ def _load(name: str) -> str:
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise ExtensionError(f"{name}: {what}" + ("" if Path(name).is_absolute() else f", relative to {Path.cwd()}"))
+    if path is None and Path(name).expanduser().is_dir() and not name.isidentifier():
+        raise ExtensionError(
+            f"{name}: is a folder", "put its parent on PYTHONPATH and name the package, or name one of its files"
+        )
     if path is None and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # like python -m
     try:

@@ -441,8 +441,8 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Call `on_failure` of the callbacks. An error in a callback becomes a note of the first error instead of hiding
-    it."""
+    """Call `on_failure` of the callbacks. An exception in a callback is added to `error` as a note, so that it does not
+    hide `error`."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -62,7 +62,7 @@ def test_an_extension_renamed_since_the_checkpoint_is_given_again(tmp_path: Path
     before.rename(now)
     generate = ("tools/generate_text.py", "--load", str(run), "--prompt", "ab", "--max-new-tokens", "2")
     done = run_program(*generate, code=2)
-    told = f"there is no such file as {before}: if it was moved or renamed, give --extension NEWPATH"
+    told = f"there is no such file or module as {before}: if it was moved or renamed, give --extension NEWPATH"
     assert f"checkpoint {run}/iter_0000002 names the extension {before}; " in done.stderr and told in done.stderr
     resume = ("pretrain_gpt.py", "--config", str(run / "run_config.yaml"), "--train-iters", "4")
     done = run_program(*resume, code=2)

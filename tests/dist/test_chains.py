@@ -1,4 +1,5 @@
-"""Optimizers that chain transforms: updates equal those of one process under any layout, and planned states reshard."""
+"""Optimizers that chain transforms: under any layout, updates equal the updates of a single process, and planned states
+can be resharded."""
 
 from __future__ import annotations
 

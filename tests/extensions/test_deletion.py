@@ -2,7 +2,7 @@
 has the same bits.
 
 Each trial deletes several extensions. If an extension A does not need an extension B, one of the sets deletes B and
-keeps A. An import or a registration that `needs` does not state then fails. --whole tries each deletion alone.
+keeps A. Any import or registration that `needs` does not declare then fails. --whole tests each deletion separately.
 """
 
 from __future__ import annotations

@@ -82,6 +82,23 @@ def test_a_module_is_recorded_with_its_packages(tmp_path: Path, monkeypatch: pyt
     assert standing("run", "package.part") == "changed"
 
 
+def test_a_module_is_recorded_with_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    inner = tmp_path / "package" / "inner"
+    inner.mkdir(parents=True)
+    for path in (inner.parent / "__init__.py", inner.parent / "loss.py", inner / "__init__.py", inner / "part.py"):
+        path.write_text("")
+    names = ("package", "package.loss", "package.inner.part")
+    record_code("run", names)
+    assert [standing("run", name) for name in names] == ["recorded"] * 3
+    (inner / "more.py").write_text("print('new')")
+    assert [standing("run", name) for name in names] == ["changed"] * 3
+    (inner / "more.py").unlink()
+    (inner.parent / "loss.py").write_text("print('changed')")
+    assert [standing("run", name) for name in names] == ["changed", "changed", "recorded"]
+
+
 def test_a_checkpoint_runs_recorded_code_only(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
     payload = {"config": {"extensions": {"extension": [str(code)]}}}
     with pytest.raises(ExtensionError, match=f"runs only if the command line names it.* add --extension {code}$"):

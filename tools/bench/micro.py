@@ -189,8 +189,8 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
     """Yield attention to selected keys, and the selection, with the kernels and in plain torch. The operands are the
-    last queries of a sequence, on which kernels are also compared at the start of a run. TFLOP of attention count the
-    keys that queries attend to, with five GEMMs in the backward pass."""
+    last queries of a sequence, on which kernels are also compared at the start of a run. The TFLOP figures for
+    attention count only the keys that each query attends to, and assume five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 

@@ -106,7 +106,7 @@ def variants(model: str, device: str) -> Iterator[Row]:
     for flag in FLAGS:
         try:
             row = planned(model, device, flag)
-        except ValueError:  # a model may not have the mechanism
+        except ValueError:  # the flag is not valid for this model
             continue
         if differs(row):
             yield row

@@ -56,7 +56,7 @@ class Dealer(Protocol):
 
 
 class Datasets(NamedTuple):
-    """One dataset per split; None if the split has no share or the run needs no samples of it."""
+    """One dataset per split; None if the split has no data or the run needs no samples from it."""
 
     train: Dataset | None
     valid: Dataset | None

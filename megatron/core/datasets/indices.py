@@ -265,9 +265,9 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     """Draw all samples of a blend: blocks run in parallel, each from a guess of the counts before it.
 
-    The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If its counts then
-    equal the counts at the end of the previous block, its draws are correct, by induction from the first block.
-    Otherwise they are drawn again one by one from the correct counts.
+    The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's counts
+    after these early draws equal the counts at the end of the previous block, its draws are correct, by induction from
+    the first block. Otherwise they are drawn again one by one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

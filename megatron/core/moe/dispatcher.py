@@ -71,7 +71,7 @@ class Exchange:
     """Number of rows from each rank."""
 
     pair: PassPair
-    """Another micro-batch, which may compute during the exchange."""
+    """Another micro-batch, whose computation can overlap with the exchange."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """x [sum(send), ...] -> [sum(receive), ...] for each x"""
@@ -392,7 +392,8 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Sort rows from (source, expert) to (expert, source) order; counts [..., experts] of each source."""
+    """Return a map that reorders rows from (source, expert) to (expert, source) order. `counts` [..., experts] is the
+    number of rows of each source for each expert."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

@@ -1,6 +1,6 @@
 """AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters. torch's fused
 kernel stores the scaled gradient, and a separate copy reads the main parameters again to write the 16-bit parameters.
-These two steps move 8 of 38 bytes per element.
+These two steps account for 8 of the 38 bytes that torch's update moves per element.
 """
 
 from __future__ import annotations

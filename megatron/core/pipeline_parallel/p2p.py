@@ -63,7 +63,8 @@ class PipelineP2P:
         Args:
             pp: The pipeline axis.
             shape: Shape of every message, [s, b, h].
-            dtype: Data type of every message. device: Device of the stages.
+            dtype: Data type of every message.
+            device: Device of the stages.
             lanes: Four groups over the ranks of `pp`, one per message lane. By default, all messages use `pp`.
         """
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)

@@ -157,9 +157,10 @@ def pipeline_lists(
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank; None uses the schedule's default.
-        evaluate: Return forward passes only, with the same layout. group: Micro-batches per group; None uses the
-        schedule's default.
-        in_turns: Let forward and backward passes run in turns. validates: Add a VALIDATE to every list.
+        evaluate: Return forward passes only, with the same layout.
+        group: Micro-batches per group; None uses the schedule's default.
+        in_turns: Let forward and backward passes run in turns.
+        validates: Add a VALIDATE to every list.
 
     Raises:
         ValueError: The schedule does not support `v`.

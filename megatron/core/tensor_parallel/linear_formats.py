@@ -93,8 +93,8 @@ def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: 
     Args:
         config: Parallelism settings.
         layers: Number of layers of the model.
-        modules: Number of multi-token prediction modules, which are numbered after the layers. casts: Weight copies in
-        the format.
+        modules: Number of multi-token prediction modules, which are numbered after the layers.
+        casts: Weight copies in the format.
     """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)

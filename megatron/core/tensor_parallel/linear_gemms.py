@@ -176,7 +176,7 @@ def rows_of(x: Tensor) -> Tensor:
 Cast = TypeVar("Cast", bound=Operand)
 
 MadeCasts = dict[tuple[int, str], Operand]
-"""Casts by the weight's id and the kind of cast."""
+"""Weight casts, keyed by (id of the weight, kind of cast)."""
 
 
 class WeightCasts:

@@ -104,7 +104,7 @@ def _opened(path: Path, model: Source) -> Dump:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a folder of torch's DCP."""
+    """A tensor in a folder written by torch.distributed.checkpoint."""
 
     reader: IndexReader
     key: str

@@ -86,11 +86,19 @@ def standing(source: str | PurePath, name: str) -> Standing:
     return "recorded" if code_digest(name) in digests else "changed"
 
 
+def code_exists(name: str) -> bool:
+    """Return True if a name refers to files, found as for `code_digest`."""
+    try:
+        return next(_code_files(_whole(name)), None) is not None
+    except OSError:
+        return False
+
+
 def code_digest(name: str) -> str | None:
     """Return a digest of the files that a name refers to, and of their paths.
 
-    The files are a Python file, a module with its parent packages, or the Python and YAML files of a folder; a YAML
-    file represents its folder. Nothing is imported. Returns None if there are no such files.
+    These are a Python file, a module with all files of its package and with its parent packages, or the Python and YAML
+    files of a folder; a YAML file represents its folder. Nothing is imported. Returns None if there are no such files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
@@ -111,14 +119,19 @@ def _code_files(name: str) -> Iterator[Path]:
     elif os.path.isfile(path):
         yield path
     elif os.path.isdir(path):
-        yield from sorted(each for each in path.rglob("*") if each.suffix in CODE_SUFFIXES and each.is_file())
+        yield from _files_in(path)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    yield from sorted(each for each in folder.rglob("*") if each.suffix in CODE_SUFFIXES and each.is_file())
 
 
 def _module_files(name: str) -> Iterator[Path]:
-    """Return the files of package.module and of its parent packages, found as an import of the extension would find
-    them."""
+    """Return the files of package.module, of its parent packages, and of the whole innermost package, whose modules it
+    may import. They are found as an import of the extension would find them."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
+    package: list[str] = []
     for count in range(1, len(names) + 1):
         spec = PathFinder.find_spec(".".join(names[:count]), places)
         if spec is None:
@@ -126,6 +139,9 @@ def _module_files(name: str) -> Iterator[Path]:
         if spec.origin and spec.has_location:
             yield Path(spec.origin).resolve()
         places = list(spec.submodule_search_locations or ())
+        package = places or package
+    for place in package:
+        yield from _files_in(Path(place).resolve())
 
 
 def _recorded(run: Path) -> dict[str, str]:

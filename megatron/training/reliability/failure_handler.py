@@ -51,7 +51,7 @@ PARTING = 5.0
 """Maximum number of seconds that a rank waits until the others have seen why it leaves."""
 
 LAST_RESORT = 30.0
-"""Seconds after which an ending process is killed if a store, a screen or a disk blocks it."""
+"""Seconds after which an exiting process is killed if the store, the terminal or a disk blocks it."""
 
 
 class FailureHandler:

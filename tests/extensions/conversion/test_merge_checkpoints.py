@@ -59,7 +59,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(run: Path) -> dict[str, list[Path]]:
-    """Return checkpoints 4, 5 and 6 in each format; the converted ones have no iteration."""
+    """Return checkpoints 4, 5 and 6 in each format; the converted checkpoints do not record their iteration."""
     found = {"dcp": [at(run, iteration) for iteration in (4, 5, 6)]}
     for name in ("hf", "megatron"):
         found[name] = [run.parent / name / str(iteration) for iteration in (4, 5, 6)]

@@ -111,8 +111,8 @@ def test_greedy_text_behind_a_cache(family: str) -> None:
 
 
 def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Convert a GLM model to one of Ling 2.0, for which transformers has no class: the same layers under other
-    names."""
+    """Convert a GLM model to a Ling 2.0 model, which has the same layers under different names. transformers has no
+    class for Ling 2.0."""
     keys = {
         "n_routed_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",

@@ -122,7 +122,7 @@ def test_one_that_comes_late_to_a_start_whose_keys_are_gone_ends() -> None:
     there, late = parents_of(Peer.here(), Peer.here())
     there.forget(3)
     assert late.asked(2)
-    assert late.gather(2, BEFORE, lambda came, hosts: BEFORE).ends == "the others have gone on without it"
+    assert late.gather(2, BEFORE, lambda came, hosts: BEFORE).ends == "the other ranks have continued without it"
 
 
 def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:

@@ -26,7 +26,7 @@ BUCKET = "bucket"
 
 
 def credentials(port: int) -> dict[str, str]:
-    """Return the environment of a process that uses a server."""
+    """Return the environment variables for a client of the server on `port`."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test-access-key",

@@ -150,7 +150,8 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> tuple
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp64 --overlap-grad-reduce --overlap-param-gather"])
 def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
-    """The result is bit-identical under the same layout, and equal to 1e-9 under another."""
+    """Resuming gives bit-identical results under the same layout. Under a different layout, losses agree to a relative
+    tolerance of 1e-9."""
     ranks = 4 if "--fp64" in precision else 2
     config = config_of(f"--pp 2 {precision}", ranks)
     went_on = run_world(ranks, saved, config, str(tmp_path))

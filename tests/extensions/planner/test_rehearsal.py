@@ -110,6 +110,6 @@ def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:
 
     assert not coverage_problems(written(0, 2, 4), every_rank=True)
     (twice,) = coverage_problems(written(0, 2, 3), every_rank=True)
-    assert twice == "w: rank 1 (dp 1) and rank 2 (dp 2) both write some of its elements"
+    assert twice == "w: rank 1 (dp 1) and rank 2 (dp 2) write the same elements"
     assert coverage_problems(written(0, 4), every_rank=True) == ["w (6, 4): no rank writes all of its elements"]
     assert not coverage_problems(written(0, 4), every_rank=False)

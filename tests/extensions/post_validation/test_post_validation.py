@@ -125,8 +125,8 @@ def _same(x: Any, y: Any) -> bool:
 def both(
     rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
 ) -> tuple[list[str], list[bool], list[bool]]:
-    """Return, for four steps, (differences between a run that waits and one that does not, rolled-back flags, skipped
-    flags)."""
+    """Train four steps with and without waiting for the norm. Return the differences between the two runs, whether each
+    step was rolled back, and whether each step was skipped."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:

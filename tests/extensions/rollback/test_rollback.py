@@ -164,4 +164,4 @@ def test_a_mutant_is_found(name: str, data: str, tmp_path: Path) -> None:
 
 def test_the_last_rollback(data: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", data, f"{BACK} --spiky-loss-factor 1.001 --max-rollbacks 1 --lr 0.9")
-    assert "after 1 rollbacks, the limit of --max-rollbacks" in run.start(code=1)
+    assert "after 1 rollbacks, the maximum set by --max-rollbacks" in run.start(code=1)

@@ -54,9 +54,9 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        Without a bias, the logit divisor is applied to x, which is smaller. With `use`, the method returns `use(x)` for
-        the x that the weight multiplies. The call still counts as a forward of this module, so hooks that gather its
-        parameters run.
+        Without a bias, the logit divisor is applied to x, which is smaller. If `use` is given, the method returns
+        `use(x)` instead of the logits, where x is the input of the matrix multiplication. The call still counts as a
+        forward of this module, so hooks that gather its parameters run.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)

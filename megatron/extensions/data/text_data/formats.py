@@ -303,7 +303,7 @@ def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
             at += 1
             next_token()
         elif closing != "]":
-            raise Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] must be")
+            raise Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] is expected")
     at += 1
     if rest := next_token():
         raise Unreadable(f"not JSON: {rest!r} after the end of the array")

@@ -1,4 +1,4 @@
-"""Hugging Face folders, as a source and a target of conversions.
+"""Hugging Face folders as sources and targets of conversions.
 
 `compare_logits` checks a conversion: it compares the logits of transformers with those of our checkpoint, in fp32.
 """

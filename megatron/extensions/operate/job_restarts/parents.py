@@ -134,7 +134,7 @@ class Start:
     """Another layout for the run, as `layouts.layout_text` writes it; empty for the layout of its flags."""
 
     ends: str = ""
-    """Reason why there is no further start; empty if the ranks are started."""
+    """Reason for not starting the ranks again; empty if they are started."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:
@@ -240,15 +240,15 @@ class Parents:
         return answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Wait until all living parents have arrived at a start, and return how it is made. A worker that is not in the
-        start's `living` does not take part. `before`: the last start."""
+        """Wait until all living parents have arrived at a start, and return its plan. A worker that is missing from
+        `living` of the plan does not take part. `before` is the plan of the previous start."""
         answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
             if (found := self._decided(number)) is not None:
                 return found
             if self._newest() > number:
-                return Start((), (), ends="the others have gone on without it")
+                return Start((), (), ends="the other ranks have continued without it")
             if self.over() is not None:
                 return Start((), (), ends="a rank has ended for good")
             missing = self._missing(number, before.living)

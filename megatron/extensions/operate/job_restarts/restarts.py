@@ -227,7 +227,7 @@ class Parent:
                 if why := self._start.ends:
                     break
                 if self.launch.rank not in self._start.living:
-                    why = "the others have gone on without it"
+                    why = "the other ranks have continued without it"
                     break
         except LostStoreError as error:
             why = str(error)

@@ -96,7 +96,7 @@ class PeerCopies(Callback):
         self._save = config.checkpoint.save_root
         self._folder = folder_of(self._options.peer_copy_path, self._save)
         self._identity: str | None = None
-        """Identity of the content of --save, once the run has started."""
+        """Identifier of the contents of the --save folder; None until the run has started."""
 
         self._on_disk: int | None = None
         """Newest checkpoint in --save, at the start or after the last save."""

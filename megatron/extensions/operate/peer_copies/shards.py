@@ -113,7 +113,7 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Return the layout of a part's boxes in its bytes."""
+    """Return one entry per box of a part, with the byte offset of the box in the part."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():

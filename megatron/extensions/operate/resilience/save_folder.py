@@ -86,7 +86,8 @@ TRIGGERS = {"save": "save", "exit": "stop"}
 
 
 class StopFiles(Watch):
-    """Trigger files and the kill switch, which rank 0 looks for. The kill switch stops the run as long as it exists."""
+    """Trigger files and the kill switch, which rank 0 looks for. The file of the kill switch is not removed, so the run
+    also stops after every restart until the file is deleted."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests

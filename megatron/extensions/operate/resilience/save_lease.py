@@ -5,8 +5,9 @@ lease takes it over if the lease's process no longer exists on this machine. If 
 stopped, the new run takes over the lease after some time without a renewal, measured only by the new run's own clock.
 Otherwise the new run is refused.
 
-A run ends if its lease was taken over, or if the lease has disappeared from the folder. While the run was suspended,
-another run may have taken the lease, finished and released it. The run also checks this before each save.
+A run ends if its lease was taken over, or if the lease has disappeared from the folder. A lease may have disappeared
+because another run took it, finished and released it while this run was suspended. The run also checks this before each
+save.
 
 If the folder itself was deleted or renamed, the run reports this and continues, because its state is then the only
 copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted again.

@@ -39,7 +39,8 @@ from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
 PATIENCE = float(os.environ.get("RENDEZVOUS_PATIENCE", "1"))
-"""Factor of the time limits, for hosts on which a process may be suspended for longer."""
+"""Factor by which the time limits are multiplied. Raise it on hosts where processes may be suspended for a long
+time."""
 
 REPLY = 6.0 * PATIENCE
 """Timeout in seconds of a request to the store, at its socket."""

@@ -124,7 +124,7 @@ class Rollback(Callback):
         if not verdict.result.spike or run is None:
             return
         if self.rollbacks >= options.max_rollbacks:
-            message = f"{verdict}, after {self.rollbacks} rollbacks, the limit of --max-rollbacks"
+            message = f"{verdict}, after {self.rollbacks} rollbacks, the maximum set by --max-rollbacks"
             raise BadStepError(message, ADVICE_SPIKE)
         spike = verdict.step.iteration
         found = decide(spike, options.rollback_steps, options.rollback_batches, self._interval, self.last_to)

@@ -105,8 +105,8 @@ def noting(
 def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest absolute value of each row and of each column, as `wanted`: x [n, k] -> [n, 1] and [1, k],
-    fp32."""
+    """Return the largest absolute value of each row and of each column. `wanted` selects which of the two are computed:
+    x [n, k] -> [n, 1] and [1, k], fp32."""
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 

@@ -266,8 +266,8 @@ def _checked(check: Run, run: Run) -> Run:
 def tiles_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]:
-    """Return zero sums, random output gradients and inputs cast by tiles along tokens, and the ends of the experts'
-    tiles.
+    """Return zero-initialized weight gradients, random output gradients and inputs, and the end of each expert's tiles.
+    The output gradients and the inputs are cast to fp8 in tiles along the token dimension.
 
     Args:
         shapes: Shapes of the run.

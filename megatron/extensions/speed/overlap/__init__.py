@@ -1,4 +1,4 @@
-"""Overlap of the collectives within layers with computation.
+"""Overlaps the collectives inside a layer with its computation.
 
 - `comm_overlap.py`: linear layers that send or receive some parts while they multiply others (--tp-comm-overlap).
 - `batch_overlap.py`: two micro-batches, one of which computes while the other's expert all-to-alls are in flight

@@ -63,7 +63,8 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
-    """Check that TP divides the padded vocabulary, or its divisor if the vocabulary is not known yet."""
+    """Check that TP divides the padded vocabulary size, or `make_vocab_size_divisible_by` if the vocabulary size is not
+    known yet."""
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return

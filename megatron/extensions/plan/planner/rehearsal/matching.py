@@ -374,7 +374,7 @@ def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[s
             found.append(f"{key} has the shapes {' and '.join(map(str, sorted(shapes)))} on different ranks")
             continue
         if (twice := _overlap(written)) is not None:
-            found.append(f"{key}: {twice[0].name()} and {twice[1].name()} both write some of its elements")
+            found.append(f"{key}: {twice[0].name()} and {twice[1].name()} write the same elements")
         elif every_rank and sum(prod(box.shape) for _, box in written) < prod(written[0][1].global_shape):
             found.append(f"{key} {written[0][1].global_shape}: no rank writes all of its elements")
     more = len(found) - PROBLEMS_SHOWN

@@ -177,9 +177,11 @@ def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
     """Yield lines about the layouts that a search did not evaluate."""
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
         why = "interrupted" if effort.interrupted else "ended early"
+        beaten = bool(found) and effort.bound >= found[0].step.seconds
         yield (
-            f"{why}: layouts that were not evaluated may take as little as {effort.bound:.4g} s; --suggest all "
-            "searches until no layout can be faster"
+            f"{why}: layouts that were not evaluated may take as little as {effort.bound:.4g} s"
+            + (", so none can be faster than the first one" if beaten else "")
+            + "; --suggest all searches until no layout can be faster"
         )
 
 

@@ -341,7 +341,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
 
 
 def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
-    """Return the fields of an entry of `RECOMPUTATION`."""
+    """Return the configuration fields that an entry of `RECOMPUTATION` sets."""
     model, full = run.model, rung == "full"
     modules = {
         "core_attn": run.parallel.attention_backend == "unfused",

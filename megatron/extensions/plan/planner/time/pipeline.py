@@ -126,10 +126,10 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
     """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
 
-    `lists` are the lists of one step with VALIDATE, where each rank waits for the end of the previous step on all
-    ranks. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). This does not
-    hold if the first and last rank share weights: the sum of the weights' gradients makes these two ranks end a step
-    together, and all others wait for the first rank's forward passes.
+    `lists` are the action lists of one step. At its VALIDATE action, each rank waits until all ranks have ended the
+    previous step. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). This
+    does not hold if the first and last rank share weights: the sum of the weights' gradients makes these two ranks end
+    a step together, and all others wait for the first rank's forward passes.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

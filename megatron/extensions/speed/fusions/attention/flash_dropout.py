@@ -39,8 +39,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Ranges of rows that attend to each other, relative to the first row of `queries` and of `keys`. A single entry
-    represents all samples if they are alike."""
+    """The range of keys for each query, and the range of queries for each key. Key positions are relative to
+    `keys.start`, query positions to `queries.start`. If all samples are alike, a single entry represents them."""
 
     queries: range
     """Smallest range of rows that contains all queries with at least one key."""

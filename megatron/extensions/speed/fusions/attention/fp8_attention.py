@@ -15,7 +15,8 @@ rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded 
 gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
 There are several kernels. `Twin` is the definition in plain torch and runs on every device. FlashAttention-3 and
-`fp8_attention_triton` are for GPUs. torch's cuDNN function accepts no scales.
+`fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8 forward pass, because it accepts no
+scales.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm fused with the preceding residual addition, and with other results of the same pass over the
 operands.
 
-Instead of the norm, the forward pass returns its casts to fp8 by rows and by columns. The backward pass also returns
-the casts of the sum's gradient, which is the output gradient of the previous linear layer, and this gradient's sum over
-tokens, which is the bias gradient of that layer. Values are still rounded to 16 bits before they are cast or summed, so
-the results equal those of separate kernels, except for the order of sums."""
+Instead of the norm, the forward pass returns its casts to fp8 by rows and by columns. The gradient of the residual sum
+is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of this gradient and
+its sum over tokens, which is the bias gradient of that layer. Values are still rounded to 16 bits before they are cast
+or summed, so the results equal those of separate kernels, except for the order of sums."""
 
 from __future__ import annotations
 

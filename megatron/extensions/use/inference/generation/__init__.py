@@ -1,4 +1,4 @@
-"""Text generation: one token after another, with cached keys and values, for many texts at once.
+"""Batched text generation, one token at a time, with a cache of keys and values.
 
 `Engine` runs requests that arrive and end at any time, each with its own sampling, seed, stop strings and
 log-probabilities, under any layout (`StageRunner`).
