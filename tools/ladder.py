@@ -128,7 +128,7 @@ def no_law(ladder: Ladder) -> list[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that is complete whenever it is visible."""
+    """Write a file atomically, so that readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         Path(file).write_text(text, encoding="utf-8")

@@ -126,7 +126,7 @@ def _put(output: Path, text: str) -> int:
 def report(
     run: RunFolder, others: Sequence[RunFolder] = (), plan: Any = None, why_no_plan: str = "", gpus_per_node: int = 8
 ) -> str:
-    """Return the page of a run."""
+    """Return the HTML report of a run."""
     last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
     lead = sections.html.paragraph(
         f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft"

@@ -175,7 +175,7 @@ class Box:
         self._shape(host)
 
     def kill_host(self, host: int) -> None:
-        """Cut the power of a host: SIGKILL all its processes without notice to the other hosts."""
+        """Cut the power of a host: SIGKILL all its processes without notifying the other hosts."""
         here = self._hosts.pop(host)
         # Cut the cable first: the kernel closes the connections of killed processes, but a host without power does not.
         self._switch_command(f"ip link delete {here.port}")

@@ -1,5 +1,5 @@
-"""Weights used for evaluation and callback states equal those of one process under any layout; states are planned,
-saved and resharded."""
+"""Under any layout, evaluation weights and callback states equal those of a one-process run. Callback states are
+planned, saved and resharded."""
 
 from __future__ import annotations
 

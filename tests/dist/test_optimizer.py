@@ -54,7 +54,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind, clip):
     ("dims", "kind", "clip"), [*((dims, "adam", 0.5) for dims in LAYOUTS), (ParallelDims(dp=3), "sgd", 0.0)], ids=str
 )
 def test_updates_match_one_process(dims, kind, clip, distributed):
-    """The updates do not depend on the number from which the backward passes start."""
+    """The updates equal those of one process, whatever factor (loss scale) seeds the backward passes."""
     norms = run_world(dims.world_size, compare_with_one_process, dims, distributed, kind, clip)
     assert all(other == norms[0] for other in norms), "the norm must be bit-equal on all ranks"
 

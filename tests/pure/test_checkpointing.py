@@ -337,7 +337,7 @@ class Malicious:
 def test_a_strangers_metadata_are_an_error_that_names_the_field(tmp_path: Path, name: str, value: object) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     change_metadata(folder, lambda payload: payload.update({name: value}))
-    refuses(f"iter_0000001: metadata.json is damaged: {name} is ", tmp_path)
+    refuses(f"iter_0000001: metadata.json is damaged: {name} must be ", tmp_path)
 
 
 def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:

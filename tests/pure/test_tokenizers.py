@@ -33,7 +33,7 @@ def test_the_last_id_of_a_null_tokenizer_is_eod():
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^--tokenizer-type: is not given, .*; choose one of Null"):
+    with pytest.raises(ValueError, match=r"^--tokenizer-type must be given, .*: choose one of Null"):
         build_tokenizer(TokenizerConfig())
     with pytest.raises(ValueError, match="--tokenizer-type NoSuch: must be one of NullTokenizer, ByteTokenizer"):
         build("NoSuch")

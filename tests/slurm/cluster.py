@@ -91,7 +91,7 @@ def command(*words: str) -> str:
 
 
 class Cluster:
-    """SLURM of this test."""
+    """The one-node SLURM cluster to which the tests submit jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -9,9 +9,9 @@ The first precision trains both programs step by step on the same batches; the o
 same weights. Further seeds for the initial weights show how much a curve varies on the same samples. transformers
 computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code of this machine, in bytes.
 
-Writes one curve per line to curves.jsonl as losses become known, and curves.png at the end, or later with --draw if
-matplotlib is missing. Prints the mean losses of the last tenth of the steps. The exit code is 1 if one of the first
-losses differs from that of transformers by more than rounding explains.
+Writes one curve per line to curves.jsonl as losses become known, and curves.png at the end. If matplotlib is missing,
+draw the picture later with --draw. Prints the mean losses of the last tenth of the steps. The exit code is 1 if one of
+the first losses differs from that of transformers by more than rounding explains.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class MatrixPlan:
     def sends(self, source: int, matrix: int) -> bool:
         """Return True if ranks[source] sends its parts of a matrix to the owner.
 
-        Of the ranks that hold the same parts, the sender has the owner's position on every axis along which the
-        parameter is replicated.
+        If several ranks hold the same parts, only the rank at the owner's position on every axis along which the
+        parameter is replicated sends them.
         """
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]

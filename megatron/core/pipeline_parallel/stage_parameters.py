@@ -74,7 +74,7 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 
 @lru_cache(maxsize=2)
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
-    """Return every layer on the meta device, for readers that do not modify layers.
+    """Return every layer on the meta device. The layers are cached, so callers must not modify them.
 
     Building one model with all layers is faster than building one per layer.
     """

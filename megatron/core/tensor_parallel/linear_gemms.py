@@ -187,7 +187,7 @@ class WeightCasts:
 
     @contextmanager
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
-        """Keep casts until the end of the block, in which weights must not change.
+        """Keep casts until the end of the `with` block. Weights must not change inside the block.
 
         A nested block uses the outer block's casts. `made` holds existing casts of these weights, and receives new
         ones.

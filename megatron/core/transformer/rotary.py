@@ -44,7 +44,7 @@ def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> 
 
 
 def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: TransformerConfig) -> Tensor:
-    """Divide slow frequencies by the scaling factor, keep fast ones, and interpolate linearly between (YaRN,
+    """Divide low frequencies by the scaling factor, keep high ones, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
     The bounds are optionally rounded to pairs, as in most published models.

@@ -29,7 +29,7 @@ twice."""
 
 
 UNRELATED = 0.9
-"""Smallest difference at which an unexplained gradient is considered not to resemble the correct one."""
+"""An unexplained gradient whose difference exceeds this value counts as unrelated to the correct one."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
     """Samples of a run: the samples with the given numbers, or the samples of a step."""
 
     samples: tuple[int, ...] = ()
-    """Numbers in the order in which the run consumes samples, from 0."""
+    """Sample numbers, counted from 0 in the order in which the run consumes them."""
 
     iteration: int | None = None
     """Number of the step, from 1."""

@@ -146,7 +146,7 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
-    """Parse `argv` to a configuration without validating it. Raises ValueError with every problem, one per line."""
+    """Parse `argv` into a configuration, without validating it. Raises ValueError with every problem, one per line."""
     reader = read_flags(argv)
     config = with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()

@@ -43,7 +43,7 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def record_named_code(config: RunConfig) -> str | None:
-    """Record the code that the flags of a run with --save name. Returns a line to print if that fails."""
+    """For a run with --save, record the code that its flags name. Returns a line to print if that fails."""
     save, names = config.checkpoint.save, list(config.extensions.extension or ())
     for flag in all_flags():
         if flag.spec.names_code is not None:

@@ -1,4 +1,4 @@
-"""Conversion of a command line to a configuration that can run, or a report of every problem with it at once.
+"""Conversion of a command line to a valid configuration. If there are problems, all of them are reported at once.
 
 This module does not import torch.
 """

@@ -85,7 +85,8 @@ class RankStatus:
         """Flag that limits how long ranks wait for one another in this phase, with its value."""
 
         self.executor: object = None
-        """Executor, whose `.current` is the running action, and `.message_from` the rank whose message it waits for."""
+        """Schedule executor. Its `.current` is the running action, and its `.message_from` is the rank from which it
+        awaits a message."""
 
         self.state: ParallelState | None = None
         """Process groups; None until they exist."""

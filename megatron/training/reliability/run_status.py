@@ -123,7 +123,7 @@ class ExitCode(IntEnum):
     """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
 
     KILLED = 128
-    """Base of the codes for an immediate end by a second signal, whose number is added."""
+    """A second signal ended the process at once: the exit code is 128 plus the number of the signal."""
 
 
 def _open_at_once(path: str, mode: int) -> int:

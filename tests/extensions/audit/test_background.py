@@ -40,7 +40,7 @@ def test_a_sound_run_has_no_alarm(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--audit-by layout: passes steps to a process .* give --save FOLDER"):
+    with pytest.raises(ValueError, match=r"--audit-by layout: passes steps to a .* process .* give --save FOLDER"):
         resolve_legal(parse_args(f"{AUDITED} --audit-by layout".split()), 1)
 
 

@@ -76,8 +76,8 @@ def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
 
 
 def check_norms(device: str = "cpu") -> None:
-    """Compare the twin with autograd and a cast, and the kernel with the twin, except for the order of sums. On a GPU,
-    only the kernel runs."""
+    """Check that the twin and the kernel give the same results as autograd followed by a cast, up to the order of sums.
+    On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(twins._norm_cast, twins._norm_gradients)

@@ -93,8 +93,8 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
 def difference(
     model_type: str, left: Mapping[str, Any], compared: Mapping[str, Any] | None = None, logits: bool = True
 ) -> str:
-    """Return how the model of an incomplete config.json differs from that of transformers, or "" if it does not.
-    `compared` is a complete config.json whose logits are known to be equal."""
+    """Return how our model of an incomplete config.json differs from the model that transformers builds, or "" if it
+    does not. `compared` is a complete config.json whose logits are known to be equal."""
     try:
         meant = whole(model_type, left)
     except Exception:

@@ -1,4 +1,4 @@
-"""--log-source-loss: the loss of each data set in a blend, in training and evaluation, equals the losses of its
+"""--log-source-loss: the loss of each data set in a blend, in training and evaluation, equals the mean loss of its
 tokens."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Weights in host memory (--offload-weights): same bits, same checkpoints, and few units on the device at a time."""
+"""Weights in host memory (--offload-weights): results are bit-identical, checkpoints are the same, and only a few units
+are on the device at a time."""
 
 from __future__ import annotations
 

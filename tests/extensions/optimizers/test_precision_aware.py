@@ -97,8 +97,8 @@ def test_small_changes_of_a_moment_are_not_lost() -> None:
 
 
 def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
-    """The states load into formats that represent each saved value bit for bit, except for parameters halfway between
-    two bf16 numbers, which remainders round away from zero."""
+    """States load bit for bit into every format that can represent the saved values. The exception is a parameter
+    halfway between two bf16 numbers, which remainders round away from zero."""
     checkpoints, base = Checkpoints(tmp_path), f"{MODEL} --bf16 "
     fp8 = f"{MOMENTS['fp8']} --main-grads-dtype bf16 "
     checkpoints.visit("fp8", 2, parse_args(f"{base}{fp8}--tp 2".split()), train=True)

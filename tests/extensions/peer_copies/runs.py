@@ -54,7 +54,7 @@ class Planned:
 
 
 class InjectedError(RuntimeError):
-    """Injected error of a rank."""
+    """Error that a test injects into a rank."""
 
 
 def await_copies(run: TrainingRun) -> None:

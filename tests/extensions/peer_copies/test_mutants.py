@@ -1,4 +1,4 @@
-"""Each guarantee of the copies is broken on purpose, and a test must fail."""
+"""Mutation tests of peer copies: each guarantee is broken on purpose, and a test must then fail."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ MISTAKES = [
     ("--dry-run --device h1000", "--device h1000: there is no device h1000; those that are known: a100"),
     ("--dry-run --device h1000", "use one of a100"),
     ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
-    ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions are"),
+    ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions assume"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
     ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: describes the nodes of --device, which is missing"),
     ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),

@@ -1,4 +1,5 @@
-"""Plans for GPUs on meta tensors equal those on fake tensors, which are used if parts do not run on meta tensors."""
+"""GPU plans computed with meta tensors equal plans computed with fake tensors. Fake tensors are used if some parts do
+not run on meta tensors."""
 
 from __future__ import annotations
 

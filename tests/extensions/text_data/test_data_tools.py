@@ -244,7 +244,7 @@ LOSSY = [
 def test_a_lossy_tokenizer_says_what_it_loses(tmp_path: Path, flags: str, lost: str) -> None:
     source = jsonl(tmp_path / "text.jsonl", ["a b ab", "b  a"])
     said = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags.split())
-    assert f"note: the tokenizer is lossy: decoding does not give back {lost}" in said
+    assert f"note: the tokenizer is lossy: decoding does not restore {lost}" in said
 
 
 MISTAKES = [

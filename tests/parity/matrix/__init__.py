@@ -38,7 +38,7 @@ from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
 HOST_CHUNK = 2048
-"""Number of offloaded state elements that are updated at a time, so that there are several chunks."""
+"""Number of offloaded state elements updated at a time, small enough that there are several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
 """Share of tokens that end a document if documents are packed."""

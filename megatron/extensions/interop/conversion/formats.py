@@ -63,7 +63,7 @@ class TrainingState:
 
     progress: Progress
     step_count: int
-    """Number of updates in Adam's bias correction."""
+    """Number of updates made so far, for Adam's bias correction."""
 
     kinds: tuple[str, ...]
     """Kinds of optimizer state: "main_param", "exp_avg" and so on."""

@@ -291,7 +291,8 @@ class LegacyTensors:
 
     def check_states(self) -> None:
         """Raise ValueError if a main parameter is not the parameter in higher precision. These files store states in a
-        fixed order, without names; this comparison checks the order. Only both ends of large tensors are compared."""
+        fixed order, without names; this comparison checks the order. For large tensors, only the two ends are
+        compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
                 weight, main = self.tables[rank][name].flatten(), main.flatten()

@@ -29,7 +29,7 @@ class Difference:
     here: str
     megatron: str
     page: str = ""
-    """Page in docs/ with details, without its suffix."""
+    """Name, without the suffix, of the page in docs/ that gives details."""
 
     def __str__(self) -> str:
         more = f" (docs/{self.page}.md)" if self.page else ""

@@ -62,7 +62,7 @@ class EvalTasksConfig:
     """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
 
     eval_tasks_samples: str | None = flag(None, path="local", writes="folder")
-    """Folder for the result of each document (log-likelihoods, generated text, scores): a file of JSON lines for each
+    """Folder for per-document results (log-likelihoods, generated text, scores), with one JSON lines file per
     evaluation."""
 
 

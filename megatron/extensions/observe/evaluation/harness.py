@@ -48,7 +48,7 @@ def asks_for_sampling(options: GenerationOptions) -> bool:
 def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
     """Return the rows of a log-likelihood request and the number of tokens truncated on the left.
 
-    A rolling text has several rows. Raises ValueError if the request cannot be scored.
+    A `loglikelihood_rolling` request may have several rows. Raises ValueError if the request cannot be scored.
     """
     if request.request_type == "loglikelihood_rolling":
         return list(rolling_rows(tokenizer, request.args[0], longest)), 0

@@ -61,7 +61,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Record step time when each step ends, so that a save at the end of the run does not count."""
+        """Record the step time at the end of each step, so that a save at the end of the run is not counted as step
+        time."""
         return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
 
     def _step_ended(self) -> None:

@@ -6,9 +6,9 @@ reduced buffers before the update. Sums over shards and the mean over replicas a
 line.
 
 Only matrices that tensor parallelism shards are counted, because their gradients are complete on each rank. Gradients
-of vectors are partial sums under sequence parallelism, and gradients of tied embeddings under pipeline parallelism. The
-estimate therefore covers the same parameters under every layout. An expert sees the tokens of all ranks of its
-expert-parallel group, so its small batch consists of that many micro-batches.
+of vectors (biases and norm weights) are partial sums under sequence parallelism, and so are gradients of tied
+embeddings under pipeline parallelism. The estimate therefore covers the same parameters under every layout. An expert
+sees the tokens of all ranks of its expert-parallel group, so its small batch consists of that many micro-batches.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def default_folder() -> Path:
 
 @dataclass
 class BlockCache:
-    """Cache of at most `limit` bytes of blocks in a folder. All methods may be called from several threads and
+    """Block cache in a folder, limited to `limit` bytes. All methods may be called from several threads and
     processes."""
 
     folder: Path = field(default_factory=default_folder)

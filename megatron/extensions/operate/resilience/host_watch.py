@@ -71,7 +71,7 @@ class Link:
     """Host and process namespace."""
 
     ear: int
-    """UDP port on loopback at which the rank listens to its host's heartbeat."""
+    """Loopback UDP port on which the rank listens for its host's heartbeat."""
 
     first: bool
     """True if the rank is the first one of its host, which starts the host's heartbeat."""

@@ -87,7 +87,7 @@ class Link:
     collectives on large operands reach, not the rate in the data sheet."""
 
     latency_us: float = 0.0
-    """Fixed time of each step of a collective, added to the time of its bytes."""
+    """Fixed time per step of a collective, in addition to the time for transferring its bytes."""
 
     launch_us: float = 0.0
     """Time to start a collective."""
@@ -195,8 +195,8 @@ class DeviceFile:
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
-        """Ranks per node if --gpus-per-node is not given: `ranks_per_node`, or the largest smaller number at which all
-        nodes hold the same number of ranks."""
+        """Ranks per node if --gpus-per-node is not given: `ranks_per_node` or, if the world needs several nodes, the
+        largest number up to it that divides the world size."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 

@@ -252,7 +252,7 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out] of a part of the tokens by rows, with the scale computed over all tokens."""
+        """Cast dY [n, out], which covers part of the tokens, by rows. The scale is computed over all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:

@@ -221,8 +221,8 @@ def _rows(x: Scaled, part: slice) -> Scaled:
 
 
 def adds_residual(x: Tensor | None, weight: Tensor, *_: object) -> bool:
-    """Return True if products with a `weight` [m, k] in 16 bits or fp8 may use `residual_gemm`, given their operands'
-    device and sizes."""
+    """Return True if products with `weight` [m, k] may use `residual_gemm`: it is on a GPU, in 16 bits or fp8, and both
+    sizes are multiples of `SIZES`."""
     return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
 
 

@@ -3,8 +3,8 @@ numbers of rows. torch's grouped GEMM computes the forward pass and the input gr
 to their fp32 sums, and it leaves rows that belong to no expert uninitialized.
 
 There are several kernels for weight gradients. One uses a list of tiles for all experts, in several tilings
-(`grouped_triton.py`). The other kernel has one program for each tile, which suits few rows, and sums in other
-precisions. Without timings, as in deterministic runs, the first correct kernel is used.
+(`grouped_triton.py`). The other kernel has one program for each tile, which suits few rows. It also accepts an output
+that is not fp32. Without timings, as in deterministic runs, the first correct kernel is used.
 """
 
 from __future__ import annotations

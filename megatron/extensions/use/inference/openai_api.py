@@ -281,7 +281,8 @@ class OpenAIApi:
 
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
-    """Return the token counts of the prompts, each counted once, and of all new texts."""
+    """Return the number of prompt tokens (each prompt counted once, even with n > 1), of generated tokens, and their
+    sum."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 

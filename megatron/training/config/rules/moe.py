@@ -69,7 +69,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Report that --moe-grouped-gemm has no effect, if the flags alone imply that there is no grouped kernel.
 
-    The kernels of a GPU are checked when the run starts (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
+    At its start, the run checks that the GPU has a grouped kernel
+    (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
     """
     m = c.model
     p = c.parallel

@@ -142,7 +142,8 @@ SUBJECT_OF_AXIS = {
 EXPERT_IMBALANCE = 1.1
 """Tokens of the busiest rank's experts divided by the mean, under expert parallelism.
 
-The value assumes that routers balanced by a loss or a bias are within 10 % of an even load over the experts of a rank.
+The value assumes that a router balanced by a loss or a bias keeps the load of every rank's experts within 10 % of the
+mean.
 """
 
 
