@@ -100,6 +100,8 @@ ANY_FLAGS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(ANY_FLAGS, st.integers(1, 16), st.booleans())
 @example([["--cuda-graph-impl", "local"], ["--hybrid-layer-pattern", "a"]], 1, False)
+@example([["--attention-backend", "fp8"]], 1, False)
+@example([["--attention-module", "normed_values"]], 1, False)
 @example([["--num-distributed-optimizer-instances", "2"], ["--tensor-model-parallel-size", "-1"]], 1, True)
 def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: bool) -> None:
     """Any error is reported, not raised; a valid configuration yields a layout."""

@@ -67,7 +67,7 @@ class TransformerConfig(ModelFields):
         """Channels of attention heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
-        key = self.kv_channels or self.hidden_size // self.num_attention_heads
+        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # 0 heads: reported by a rule
         return HeadWidths(key, key, self.value_channels or key)
 
     @property

@@ -338,7 +338,7 @@ class Parent:
                     if now > lost_at + GRACE:  # no rank has noticed, as before they have met
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
-                    if end_at == float("inf") and now > UNMET and not has_met():
+                    if end_at == stuck_at == float("inf") and now > UNMET and not has_met():
                         print(f"process {child.pid} has not reached the store in {UNMET:g} s", file=sys.stderr)
                         end_at = now
                 except LostStoreError:  # the child notices by itself if the store is gone
