@@ -62,10 +62,15 @@ def _children() -> list[int]:
 
 def _is_running(pid: int) -> bool:
     """Return True if a child is running and is not a zombie."""
+    return process_state(pid) not in ("", "Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's state of a process, `R`, `S`, ...; `T` if a signal has stopped it, empty if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:

@@ -181,7 +181,8 @@ def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert codes_of(2, attempt) == [-signal.SIGKILL, 1]
 
 
-def test_a_store_that_is_stopped_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resumed", ["while the child waits", "for the next start"])
+def test_a_store_that_is_stopped_continues(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "ANSWER", 0.5)
     monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
     stores = list[int]()
@@ -196,8 +197,11 @@ def test_a_store_that_is_stopped_continues(monkeypatch: pytest.MonkeyPatch) -> N
     def attempt(rank: int, number: int) -> int:
         if number == 0 and rank == 0:
             (store,) = stores  # of its parent, before the fork
+            time.sleep(restarts.ASK / 2)  # between two reads of the store by its parent
             os.kill(store, signal.SIGSTOP)
-            wait_for(lambda: rank_store._stat(store)[0] != "T")
+            wait_for(lambda: rank_store._stat(store)[0] == "T")  # the kernel stops a process a moment later
+            if resumed == "while the child waits":
+                wait_for(lambda: rank_store._stat(store)[0] != "T")
             return 1
         if number == 0:
             time.sleep(HANG)  # ended by its parent, which learns through the store that another start is due

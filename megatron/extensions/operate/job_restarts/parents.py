@@ -192,25 +192,20 @@ class Parents:
     def beat(self) -> None:
         """Write a sign of life to the store."""
         self._beats += 1
-        answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
+        self._answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
 
     def ask(self, number: int) -> None:
         """Request a start."""
-        answered(lambda: self.store.set(f"again/{number}", "1"))
+        self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
         """Return True if a parent has requested a start."""
-        return answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
+        return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
         """Return whether all of these workers have ended, and not for good, as far as this one knows."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
-
-    def resume_store(self) -> None:
-        """Resume the process that serves the store if this worker has forked it and a signal has stopped it."""
-        if self.serves is not None:
-            self.serves.resume()
 
     def is_stopped(self, worker: int) -> bool:
         """Return True if a signal (SIGSTOP) has stopped a worker of this machine."""
@@ -225,24 +220,24 @@ class Parents:
     def leave(self, code: int, living: Collection[int]) -> None:
         """Announce that this parent makes no further start, and its exit code. Worker 0, which may hold the store,
         waits until spares have read it."""
-        answered(lambda: self.store.set("over", str(code)))
+        self._answered(lambda: self.store.set("over", str(code)))
         self.left()
         clock, keys = Clock(), [f"left/{worker}" for worker in living]
-        while self.worker == 0 and clock.seconds() < PARTING and not answered(lambda: self.store.check(keys)):
+        while self.worker == 0 and clock.seconds() < PARTING and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
 
     def left(self) -> None:
         """Announce that this parent no longer needs the store."""
-        answered(lambda: self.store.set(f"left/{self.worker}", "1"))
+        self._answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
         """Return the exit code of a parent that has ended for good; None if none has."""
-        return answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
+        return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
         """Wait until all living parents have arrived at a start, and return its plan. A worker that is missing from
         `living` of the plan does not take part. `before` is the plan of the previous start."""
-        answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
+        self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
             if (found := self._decided(number)) is not None:
@@ -265,15 +260,15 @@ class Parents:
 
         A worker that arrives at an earlier start later reads that there is a newer one.
         """
-        answered(lambda: self.store.set("newest", str(number)))
+        self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
         if not hasattr(whole, "list_keys"):  # torch 2.11 has no such call: old keys stay
             return
-        for key in answered(whole.list_keys):
+        for key in self._answered(whole.list_keys):
             of = start_of(key)
             if of is not None and of < number:
                 self._old.append((whole, key))
-        for key in answered(self.store.list_keys):
+        for key in self._answered(self.store.list_keys):
             kind, _, rest = key.partition("/")
             if kind in KINDS and int(rest.partition("/")[0]) < number:
                 self._old.append((self.store, key))
@@ -282,49 +277,61 @@ class Parents:
         """Delete some of the keys that `forget` has found."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
-            answered(lambda: [store.delete_key(key) for store, key in some])
+            self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
         """Report what this host, which may have no ranks, offers to a start."""
-        answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
+        self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
         """Read what the hosts of these workers offer, as far as they report it in time."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
-        while keys and clock.seconds() < OFFERS and not answered(lambda: self.store.check(keys)):
+        while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
         return [self._get(each) for each in keys if self._there(each)]
+
+    def _answered(self, call: Callable[[], T]) -> T:
+        """Return `answered(call)`. If the process that serves the store is stopped, and this worker has forked it,
+        resume it and call again."""
+        try:
+            return answered(call)
+        except LostStoreError:
+            if self.serves is None or not self.serves.resume():
+                raise
+            return answered(call)
 
     def _decides(self, number: int) -> bool:
         """Return True if this parent decides: the first living parent does, or any parent once that one is late or
         lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
-        claim = answered(lambda: self.store.compare_set(key, "", own).decode())
+        claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
         peer = self._peer(int(worker))[1]
         is_here = peer.namespace == Peer.here().namespace and bool(peer.namespace)
         return claim == own or abs(time.time() - float(at)) > DECIDES or (is_here and not peer.state())
 
     def _propose(self, number: int, start: Start) -> None:
-        answered(lambda: self.store.compare_set(f"start/{number}", "", start.to_json()))
+        self._answered(lambda: self.store.compare_set(f"start/{number}", "", start.to_json()))
 
     def _newest(self) -> int:
-        return answered(lambda: int(self.store.get("newest")) if self.store.check(["newest"]) else -1)
+        return self._answered(lambda: int(self.store.get("newest")) if self.store.check(["newest"]) else -1)
 
     def _get(self, key: str) -> str:
-        return answered(lambda: self.store.get(key).decode())
+        return self._answered(lambda: self.store.get(key).decode())
 
     def _there(self, key: str) -> bool:
-        return answered(lambda: self.store.check([key]))
+        return self._answered(lambda: self.store.check([key]))
 
     def _decided(self, number: int) -> Start | None:
         key = f"start/{number}"
-        return answered(lambda: Start.from_json(self.store.get(key).decode()) if self.store.check([key]) else None)
+        return self._answered(
+            lambda: Start.from_json(self.store.get(key).decode()) if self.store.check([key]) else None
+        )
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
         """Return the workers of the last start that have not arrived."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
-        if answered(lambda: self.store.check(list(keys.values()))):
+        if self._answered(lambda: self.store.check(list(keys.values()))):
             return []
         return [worker for worker, key in keys.items() if not self._there(key)]
 
@@ -344,7 +351,7 @@ class Parents:
         if peer.namespace and peer.namespace == Peer.here().namespace:
             return not peer.state()
         key = f"beat/{worker}"
-        beat = answered(lambda: int(self.store.get(key)) if self.store.check([key]) else -1)
+        beat = self._answered(lambda: int(self.store.get(key)) if self.store.check([key]) else -1)
         if silence.get(worker, (None,))[0] != beat:
             silence[worker] = beat, now
         return now - silence[worker][1] > (SILENT if seconds is None else seconds)

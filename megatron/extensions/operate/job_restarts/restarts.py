@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
-from pathlib import Path
 
 from megatron.extensions.operate.job_restarts.flags import RestartConfig
 from megatron.extensions.operate.job_restarts.forking import fork
@@ -42,6 +41,7 @@ from megatron.extensions.operate.peer_copies.idle_hosts import leave_note, memor
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Log, Task
+from megatron.training.reliability.child_processes import process_state
 from megatron.training.reliability.launch import BEGAN, START, Launch, write_error_file
 from megatron.training.reliability.lossy_output import flush_output
 from megatron.training.reliability.rank_store import NoStoreError
@@ -142,9 +142,7 @@ class Kept:
 
     def is_stopped(self) -> bool:
         """Return True if a signal has stopped the child."""
-        with suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        return False
+        return process_state(self.pid) == "T"
 
     def kill(self) -> None:
         """End the child, which may have ended by itself."""
@@ -342,7 +340,6 @@ class Parent:
                         print(f"process {child.pid} has not reached the store in {UNMET:g} s", file=sys.stderr)
                         end_at = now
                 except LostStoreError:  # the child notices by itself if the store is gone
-                    self._parents.resume_store()
                     ask_at = clock.seconds() + ANSWER
             time.sleep(LOOK)
         return code

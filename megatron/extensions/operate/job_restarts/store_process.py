@@ -10,11 +10,11 @@ import json
 import os
 import signal
 import threading
-from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
 from megatron.extensions.operate.job_restarts.forking import fork
+from megatron.training.reliability.child_processes import process_state
 from megatron.training.reliability.launch import SIGNALS, Launch
 from megatron.training.reliability.rank_store import NoStoreError, meet
 
@@ -39,10 +39,12 @@ class StoreProcess:
         if failure := json.loads(said):
             raise NoStoreError(failure["why"], waited=failure["waited"])
 
-    def resume(self) -> None:
-        """Resume the process, in case a signal (SIGSTOP) has stopped it."""
-        with suppress(ProcessLookupError):
+    def resume(self) -> bool:
+        """Resume the process if a signal (SIGSTOP) has stopped it. Returns whether it was stopped."""
+        was_stopped = process_state(self.pid) == "T"
+        if was_stopped:
             os.kill(self.pid, signal.SIGCONT)
+        return was_stopped
 
 
 def _serve(launch: Launch, timeout: timedelta, name: str, run: str, report: int) -> NoReturn:
