@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.extensions.operate.job_restarts import forking, parents, restarts, signals
+from megatron.extensions.operate.job_restarts.parents import Parents
 from megatron.extensions.operate.job_restarts.store_process import StoreProcess
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
@@ -250,6 +251,21 @@ def test_without_all_parents_the_launcher_decides(
     said = capfd.readouterr().err
     assert why in said
     assert "not started again in the job: 1 of 2 ranks did not come back" in said
+
+
+def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may fail before the launcher has started the other ranks."""
+    monkeypatch.setattr(parents, "ROLL", 0.5)
+    monkeypatch.setattr(parents, "SILENT", 0.5)
+    at_once = Parents.of.__func__  # type: ignore[attr-defined]
+
+    def late(cls: type[Parents], config: RunConfig, launch: Launch) -> Parents:
+        if launch.rank == 1:
+            time.sleep(4 * parents.ROLL)
+        return at_once(cls, config, launch)
+
+    monkeypatch.setattr(Parents, "of", classmethod(late))
+    assert codes_of(2, lambda rank, number: 1 if number == 0 else 75) == [75, 75]
 
 
 def test_signals_reach_the_rank(tmp_path: Path) -> None:

@@ -162,6 +162,9 @@ class Parents:
     serves: StoreProcess | None = None
     """Process that serves the store, on worker 0; None if the launcher does."""
 
+    startup: float = 0.0
+    """Seconds within which all parents connect for the first time."""
+
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
     """Worker -> its host for copies, and its process."""
 
@@ -185,7 +188,7 @@ class Parents:
         store = meet(launch, limit, STORE, run, open_here=False)
         if launch.world_size > 1:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        there = cls(store, launch.rank, launch.world_size, serves)
+        there = cls(store, launch.rank, launch.world_size, serves, limit.total_seconds())
         store.set(f"parent/{launch.rank}", json.dumps([host_name(), asdict(Peer.here())]))
         return there
 
@@ -247,6 +250,8 @@ class Parents:
             if self.over() is not None:
                 return Start((), (), ends="a rank has ended for good")
             missing = self._missing(number, before.living)
+            if any(map(self._is_awaited, missing)):
+                clock = Clock()
             complete = clock.seconds() > ROLL or all(self._is_gone(worker, silence) for worker in missing)
             if complete and self._decides(number):
                 came = [worker for worker in before.living if worker not in missing]
@@ -344,10 +349,16 @@ class Parents:
             self.peers[worker] = host, Peer(**peer)
         return self.peers[worker]
 
+    def _is_awaited(self, worker: int) -> bool:
+        """Return whether a worker has not connected yet for the first time, and may still do so."""
+        return self._clock.seconds() < self.startup and not self._there(f"parent/{worker}")
+
     def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:
         """Return whether a worker has ended: known at once on this machine, else by its silence, for `SILENT` if not
         given. `silence`: worker -> its last sign of life, and when that was seen first."""
         peer, now = self._peer(worker)[1], self._clock.seconds()
+        if not peer.pid and self._is_awaited(worker):
+            return False
         if peer.namespace and peer.namespace == Peer.here().namespace:
             return not peer.state()
         key = f"beat/{worker}"
