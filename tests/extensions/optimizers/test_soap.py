@@ -15,7 +15,7 @@ from megatron.core.optimizer.transforms import ParameterUpdate, Place
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optim.optimizers.soap import Soap, followed
+from megatron.extensions.optim.optimizers.soap import Soap, followed, independent
 from tests.dist.test_chains import LAYOUTS, OfMatrices, load_and_compare, skipped_step, train_and_save
 from tests.dist.toy import DECAY, LR, Oracle, build, optimizer_config, run_step
 from tests.forked import run_program
@@ -244,3 +244,25 @@ def test_rounding_errors_do_not_move_directions() -> None:
     torch.testing.assert_close(basis.mT @ basis, torch.eye(12, dtype=torch.float64))
     torch.testing.assert_close(basis[:, :6] @ (basis[:, :6].mT @ factor), factor)
     torch.testing.assert_close(moved, basis, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
+    """The diagonal of one QR decomposition is not enough: after a dependent column, it depends on rounding errors."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    directions, columns = torch.linalg.qr(draw(16, 16))[0], torch.zeros(16, 16, dtype=torch.float64)
+    expected = (draw(16) > 0).tolist()
+    for number, is_independent in enumerate(expected):
+        columns[:, number] = columns[:, :number] @ draw(number)
+        columns[:, number] /= columns[:, number].norm().clamp_min(1e-3)
+        if is_independent:  # its distance from the span of earlier columns shrinks with its number
+            columns[:, number] += 10 ** (-number / 4) * directions[:, number]
+    smallest = 10 ** (-max(number for number in range(16) if expected[number]) / 4)
+    for noise in 0, 1e-16:
+        found, dependent = independent(columns + noise * draw(16, 16), torch.arange(16), torch.tensor(0.99 * smallest))
+        assert found.tolist() == [number for number in range(16) if expected[number]]
+        assert dependent.tolist() == [number for number in range(16) if not expected[number]]

@@ -154,11 +154,42 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
     basis, triangle = torch.linalg.qr(power[:, order])
     sizes = triangle.diagonal().abs()
-    found = sizes > noise_of(sizes)
-    if found.all():
+    noise = noise_of(sizes)
+    if (sizes > noise).all():
         return basis, order
-    order = torch.cat((order[found], order[~found]))
-    return completed(power[:, order], int(found.sum()), old[:, order]), order
+    found, lacking = independent(power, order, noise)
+    order = torch.cat((found, lacking))
+    return completed(power[:, order], len(found), old[:, order]), order
+
+
+def independent(columns: Tensor, order: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide columns into those that are linearly independent of all independent columns before them, and the others.
+
+    Columns whose distance from the span of earlier independent columns is at most `noise` count as dependent. QR finds
+    the first dependent column only: it continues with that column's rounding errors as a direction.
+
+    Args:
+        columns: Columns [n, n].
+        order: Order [n] in which the columns are considered.
+        noise: Largest distance [] that rounding errors cause.
+
+    Returns:
+        Numbers of the independent columns, and numbers of the dependent columns, both in the given order.
+    """
+    basis, found, dependent, left = columns[:, :0], order[:0], torch.zeros_like(order, dtype=torch.bool), order
+    while len(left):
+        rest = columns[:, left]
+        for _ in range(2):  # once leaves rounding errors as large as the columns' parts in the span
+            rest = rest - basis @ (basis.mT @ rest)
+        distant = rest.norm(dim=0) > noise
+        dependent[left[~distant]] = True
+        left, rest = left[distant], rest[:, distant]
+        more, triangle = torch.linalg.qr(rest)
+        near = (triangle.diagonal().abs() <= noise).nonzero()
+        count = int(near[0]) if len(near) else len(left)
+        basis = torch.cat((basis, more[:, :count]), dim=1)
+        found, left = torch.cat((found, left[:count])), left[count:]
+    return found, order[dependent[order]]
 
 
 def eigenbasis(factor: Tensor) -> Tensor:
