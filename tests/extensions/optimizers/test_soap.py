@@ -15,7 +15,7 @@ from megatron.core.optimizer.transforms import ParameterUpdate, Place
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.param_meta import ParamMeta
-from megatron.extensions.optim.optimizers.soap import Soap, followed, independent
+from megatron.extensions.optim.optimizers.soap import Soap, eigenbasis, followed, independent
 from tests.dist.test_chains import LAYOUTS, OfMatrices, load_and_compare, skipped_step, train_and_save
 from tests.dist.toy import DECAY, LR, Oracle, build, optimizer_config, run_step
 from tests.forked import run_program
@@ -86,14 +86,20 @@ class TheirSoap(torch.optim.Optimizer):
                 state["Q"][dim] = self.repair(found, sizes.diag().abs(), old[:, order])
 
     def repair(self, vectors: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-        """Return the basis in which Gram-Schmidt orthogonalization replaces vectors of size 0."""
+        """Return the basis in which Gram-Schmidt orthogonalization of `others` replaces vectors of size 0. Others that
+        would lose most of their length are passed over."""
         vectors = vectors.clone()
-        if self.repaired:
-            for place in torch.nonzero(sizes < 1e-13 * sizes.max()).flatten().tolist():
-                before, vector = vectors[:, :place], others[:, place]
+        zero = sizes < 1e-13 * sizes.max()
+        if self.repaired and zero.any():
+            places, limit = zero.nonzero().flatten().tolist(), 0.5 * len(sizes) ** -0.5
+            for vector in torch.cat((others[:, zero], others[:, ~zero]), dim=1).T:
+                before = vectors[:, : places[0]]
                 for _ in range(2):
                     vector = vector - before @ (before.T @ vector)
-                vectors[:, place] = vector / vector.norm()
+                if vector.norm() > limit:
+                    vectors[:, places.pop(0)] = vector / vector.norm()
+                if not places:
+                    break
         return vectors
 
 
@@ -263,6 +269,20 @@ def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
             columns[:, number] += 10 ** (-number / 4) * directions[:, number]
     smallest = 10 ** (-max(number for number in range(16) if expected[number]) / 4)
     for noise in 0, 1e-16:
-        found, dependent = independent(columns + noise * draw(16, 16), torch.arange(16), torch.tensor(0.99 * smallest))
+        basis, found = independent(columns + noise * draw(16, 16), 0.99 * smallest)
         assert found.tolist() == [number for number in range(16) if expected[number]]
-        assert dependent.tolist() == [number for number in range(16) if not expected[number]]
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(len(found), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 8)], ids=["first", "last"])
+def test_a_gradient_with_few_rows_leaves_the_basis_of_the_others(rows: slice) -> None:
+    """Unit vectors of the rows with gradients are in the span of the eigenvectors, and cannot complete them."""
+    generator = torch.Generator().manual_seed(5)
+    gradient = torch.zeros(8, 20, dtype=torch.float64)
+    gradient[rows] = torch.randn(gradient[rows].shape, dtype=torch.float64, generator=generator)
+    basis = eigenbasis(gradient @ gradient.mT)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(8, dtype=torch.float64))
+    units = torch.eye(8, dtype=torch.float64)
+    units[:, rows] = 0
+    others = units[:, units.any(0)]
+    torch.testing.assert_close(basis[:, -others.shape[1] :].abs(), others)

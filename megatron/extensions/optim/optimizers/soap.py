@@ -157,39 +157,39 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     noise = noise_of(sizes)
     if (sizes > noise).all():
         return basis, order
-    found, lacking = independent(power, order, noise)
-    order = torch.cat((found, lacking))
-    return completed(power[:, order], len(found), old[:, order]), order
+    basis, found = independent(power[:, order], float(noise))
+    lacks = torch.ones_like(order, dtype=torch.bool)
+    lacks[found] = False
+    order = torch.cat((order[found], order[lacks]))
+    return completed(basis, old[:, order]), order
 
 
-def independent(columns: Tensor, order: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide columns into those that are linearly independent of all independent columns before them, and the others.
+def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+    """Find the columns that are linearly independent of all independent columns before them.
 
-    Columns whose distance from the span of earlier independent columns is at most `noise` count as dependent. QR finds
-    the first dependent column only: it continues with that column's rounding errors as a direction.
+    QR finds the first dependent column only: it continues with that column's rounding errors as a direction.
 
     Args:
-        columns: Columns [n, n].
-        order: Order [n] in which the columns are considered.
-        noise: Largest distance [] that rounding errors cause.
+        columns: Vectors [n, count].
+        noise: Largest distance from the span of earlier independent columns at which a column counts as dependent.
 
     Returns:
-        Numbers of the independent columns, and numbers of the dependent columns, both in the given order.
+        An orthonormal basis [n, found] of the independent columns, and their numbers [found].
     """
-    basis, found, dependent, left = columns[:, :0], order[:0], torch.zeros_like(order, dtype=torch.bool), order
+    basis, found = columns[:, :0], torch.arange(0, device=columns.device)
+    left = torch.arange(columns.shape[1], device=columns.device)
     while len(left):
         rest = columns[:, left]
         for _ in range(2):  # once leaves rounding errors as large as the columns' parts in the span
             rest = rest - basis @ (basis.mT @ rest)
         distant = rest.norm(dim=0) > noise
-        dependent[left[~distant]] = True
         left, rest = left[distant], rest[:, distant]
         more, triangle = torch.linalg.qr(rest)
         near = (triangle.diagonal().abs() <= noise).nonzero()
-        count = int(near[0]) if len(near) else len(left)
+        count = int(near[0]) if len(near) else more.shape[1]
         basis = torch.cat((basis, more[:, :count]), dim=1)
         found, left = torch.cat((found, left[:count])), left[count:]
-    return found, order[dependent[order]]
+    return basis, found
 
 
 def eigenbasis(factor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def eigenbasis(factor: Tensor) -> Tensor:
     if found.all():
         return vectors
     unit_vectors = torch.eye(len(values), dtype=factor.dtype, device=factor.device)
-    return completed(vectors, int(found.sum()), unit_vectors)
+    return completed(vectors[:, found], unit_vectors)
 
 
 def noise_of(sizes: Tensor) -> Tensor:
@@ -211,6 +211,13 @@ def noise_of(sizes: Tensor) -> Tensor:
     return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 
-def completed(columns: Tensor, count: int, others: Tensor) -> Tensor:
-    """Return an orthonormal basis of the first `count` columns, completed with the remaining columns."""
-    return torch.linalg.qr(torch.cat((columns[:, :count], others[:, count:]), dim=1))[0]
+def completed(basis: Tensor, others: Tensor) -> Tensor:
+    """Return orthonormal columns [n, count], completed to a basis of all n dimensions with `others` [n, n].
+
+    The last n - count of the orthonormal `others` are preferred. One that is closer than 1 / (2 sqrt n) to the span of
+    the columns before it is passed over for the next, since its direction would be mostly rounding error. Enough are
+    left: the squared distances of n orthonormal vectors from a span sum to the number of dimensions that it lacks.
+    """
+    size, count = basis.shape
+    candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)
+    return independent(candidates, 0.5 * size**-0.5)[0]
