@@ -19,6 +19,7 @@ LATENT = (
     " --position-embedding-type rope"
 )
 PLAIN = "--group-query-attention --num-query-groups 2 --add-qkv-bias --attention-output-gate"
+DIFFERENTIAL = "--attention-module differential_attention --group-query-attention --num-query-groups 2 --add-qkv-bias"
 TAU = 0.1
 
 
@@ -39,7 +40,7 @@ def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.T
         return [largest for (largest,) in found]
 
 
-@pytest.mark.parametrize("heads", [PLAIN, LATENT], ids=["plain", "latent"])
+@pytest.mark.parametrize("heads", [PLAIN, LATENT, DIFFERENTIAL], ids=["plain", "latent", "differential"])
 def test_no_head_stays_above_the_threshold(heads: str) -> None:
     """With a learning rate near zero, only the clip changes weights, and every logit falls by its factor."""
     ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {heads} --qk-clip --qk-clip-threshold {TAU}")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.logits import HeadRows, RowKind
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
@@ -44,7 +45,7 @@ class DifferentialAttention(nn.Module):
         of_output = bias or config.add_attention_output_bias
         self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", heads * width, hidden, of_output), ctx)
         init = Init("normal", std=config.options(DifferentialAttentionFlags).differential_lambda_std)
-        # # Each rank computes lambda for its own heads, so that gradients are partial sums over the ranks.
+        # Each rank computes lambda for its own heads, so that gradients are partial sums over the ranks.
         metas = [ParamMeta(f"{name}.{of}", (width,), init=init, partial_over=("tp",), role="vector") for of in VECTORS]
         self.lambdas = nn.ParameterList(make_parameter(meta, ctx) for meta in metas)
         self.core = CoreAttention(name, config, ctx)
@@ -65,6 +66,11 @@ class DifferentialAttention(nn.Module):
         difference = first - self._factor().to(second.dtype) * second
         normed = F.rms_norm(difference, (2 * self.head_dim,), None, self.eps) * (1 - self.first)
         return self.linear_proj(normed.flatten(2), addend=addend)
+
+    def logit_rows(self) -> tuple[HeadRows, ...]:
+        """Return the rows of linear_qkv: queries, key and value of each group."""
+        kinds = (RowKind.QUERY, self.queries), (RowKind.KEY, 1), (RowKind.OTHER, 1)
+        return (HeadRows(self.linear_qkv, self.queries, tuple((kind, count * self.head_dim) for kind, count in kinds)),)
 
     def _factor(self) -> Tensor:
         """Return lambda, in fp32 if the vectors are 16-bit."""
