@@ -1,7 +1,6 @@
-"""A micro-batch, and its context, which is passed to every layer.
-
-Both are passed as arguments down to core attention. No layer stores batch state, so a pipeline stage can have many
-micro-batches in flight and recompute any of them.
+"""Micro-batches, and the context of a micro-batch that every layer receives. Both are passed as arguments, down to core
+attention. No layer stores batch state, so a pipeline stage can have many micro-batches in flight and recompute any of
+them.
 """
 
 from __future__ import annotations
@@ -28,36 +27,35 @@ class Batch:
     """[b, s] int64."""
 
     labels: Tensor
-    """[b, s] int64: the token that follows each token."""
+    """Labels [b, s] int64: the token that follows each token."""
 
     loss_mask: Tensor
-    """[b, s] float: 1 where the loss counts, 0 where it does not."""
+    """Loss mask [b, s] float: 1 for tokens whose loss counts, 0 for all others."""
 
     sample_index: Tensor
-    """[b] int64: number of each sample in the run. Dropout masks are computed from it, so that all layouts have the
-    same masks."""
+    """Number of each sample in the run [b] int64. Dropout masks are computed from these numbers, so that all layouts
+    have the same masks."""
 
     source_ids: Tensor | None = None
-    """[b] int64: dataset number of each sample; None if it is not needed."""
+    """Dataset number of each sample [b] int64; None if no layer or loss needs it."""
 
     position_ids: Tensor | None = None
-    """[b, s] int64; None for 0 .. s-1."""
+    """Token positions [b, s] int64; None for 0 .. s-1."""
 
     document_ids: Tensor | None = None
-    """[b, s] int64: tokens attend only to tokens with the same id, which are adjacent; None for one document per
-    sample."""
+    """Document ids [b, s] int64; None if each sample is one document. Tokens attend only to tokens with the same id.
+    Tokens with the same id are adjacent."""
 
     documents: Documents | None = None
-    """Document starts in the whole samples, computed from the `document_ids` of all context-parallel ranks; on the
-    host."""
+    """Start positions of the documents in the whole samples, on the host. They are computed from the `document_ids` of
+    all context-parallel ranks."""
 
     shards: Shards | None = None
-    """Positions on each context-parallel rank; None for the default sharding."""
+    """Token positions on each context-parallel rank; None for the default sharding."""
 
     places: Tensor | None = None
-    """[s/cp] int64: positions of these tokens in their samples; None for 0 .. s-1.
-
-    They determine dropout masks, and token positions if there are no `position_ids`.
+    """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. These positions determine the
+dropout masks. Without `position_ids`, they are also the token positions.
     """
 
     aux_scale: Tensor | None = None
@@ -74,19 +72,19 @@ class Batch:
     """Number of the micro-batch in its step."""
 
     future_tokens: Tensor | None = None
-    """[b, s, N] int64: the tokens k = 1 ... N positions ahead, for multi-token prediction (`with_future`).
+    """Later tokens [b, s, N] int64, k = 1 to N positions ahead, for multi-token prediction (`with_future`).
 
     Tokens beyond the end of the sample are 0. Without multi-token prediction, this field and the next three are None.
     """
 
     future_labels: Tensor | None = None
-    """[b, s, N] int64: the labels k positions ahead."""
+    """Later labels [b, s, N] int64, k = 1 to N positions ahead."""
 
     future_loss_mask: Tensor | None = None
-    """[b, s, N] float: 1 where the loss of the label k positions ahead counts."""
+    """Loss mask [b, s, N] float of the later labels: 1 where the loss of the label k positions ahead counts."""
 
     future_position_ids: Tensor | None = None
-    """[b, s, N] int64: the positions of `future_tokens` in their documents or samples."""
+    """Positions [b, s, N] int64 of `future_tokens` in their documents or samples."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
@@ -98,11 +96,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Scalar on the device: number of tokens whose loss counts."""
+        """Return the number of tokens whose loss counts, as a scalar on the device."""
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """Return the batch of whole samples with the later tokens for multi-token prediction of this many depths.
+        """Return the batch, which must contain whole samples, with the fields for multi-token prediction of `depths`
+        depths.
 
         At depth k, a token's loss counts under three conditions: its own loss and the losses of the following k tokens
         count, the label k positions ahead is in the token's own document, and the token is not among the last k of the
@@ -110,7 +109,7 @@ class Batch:
         """
         if not depths:
             return self
-        assert self.places is None, "the batch is sharded already"
+        assert self.places is None, "the batch is already sharded"
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         positions = places if self.position_ids is None else self.position_ids
         shifts = range(1, depths + 1)
@@ -135,7 +134,7 @@ class Batch:
             documents = document_starts(self.document_ids.tolist())
         if cp.size == 1:
             return replace(self, documents=documents)
-        assert self.places is None, "the batch is sharded already"
+        assert self.places is None, "the batch is already sharded"
         length, shards = self.tokens.shape[1], None
         if divide is not None and documents is not None:
             shards = divide(documents, length, cp.size)
@@ -180,17 +179,17 @@ class EarlierTokens(Protocol):
     on the right. Context parallelism is not supported."""
 
     positions: Tensor
-    """[b, s]: positions of the new tokens."""
+    """Positions of the new tokens [b, s]."""
 
     lengths: Tensor | None
-    """[b]: number of new tokens of each text; None if no text is padded."""
+    """Number of new tokens of each text [b]; None if no text is padded."""
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
         """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,
         groups, columns, width]; None if there are no earlier tokens."""
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return a layer's states [b, ...] after the earlier tokens; None if there are none."""
+        """Return the states [b, ...] of a layer after the earlier tokens; None if there are no earlier tokens."""
 
     def set_states(self, layer: int, *new: Tensor) -> None:
         """Replace a layer's states."""
@@ -212,22 +211,22 @@ class BatchContext:
     """[b] int64."""
 
     position_ids: Tensor | None = None
-    """[b, s]; None for 0 .. s-1."""
+    """Token positions [b, s]; None for 0 .. s-1."""
 
     documents: Documents | None = None
-    """Document starts in the whole samples; None for one document per sample."""
+    """Start positions of the documents in the whole samples; None if each sample is one document."""
 
     shards: Shards | None = None
     """As in `Batch`."""
 
     places: Tensor | None = None
-    """[s/cp] positions of the tokens in their samples; None for 0 .. s-1."""
+    """Positions [s/cp] of this rank's tokens in their samples; None for 0 .. s-1."""
 
     rotary: Mapping[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding used by the stage's layers."""
 
     query_scales: Tensor | None = None
-    """[s, 1 or b, 1, 1] fp32: query factors of layers that are `tempered`, if the stage has any."""
+    """Query factors [s, 1 or b, 1, 1] in fp32 for layers that are `tempered`; None if the stage has no such layer."""
 
     cache: EarlierTokens | None = None
     """Earlier tokens of the texts during generation."""
@@ -242,7 +241,7 @@ class BatchContext:
     """As in `Batch`."""
 
     left: dict[int, Tensor | None] = field(default_factory=dict)
-    """Tensors that layers leave for later layers of the stage, by layer number."""
+    """Tensors that layers store for later layers of the stage, keyed by layer number."""
 
     @classmethod
     def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:
@@ -260,8 +259,8 @@ class BatchContext:
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
         """x [n, ...] -> [n]: positions of the tokens of x in their samples.
 
-        x is this context-parallel rank's part of the sequence (`tp_rank` 0), or under sequence parallelism the shard of
-        it on tensor-parallel rank `tp_rank`.
+        x is this context-parallel rank's part of the sequence (`tp_rank` 0). Under sequence parallelism, x is the shard
+        of that part on tensor-parallel rank `tp_rank`.
         """
         rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
         if self.places is not None:

@@ -12,7 +12,7 @@ from megatron.core.torch_private import AutogradContext
 
 @torch_function
 def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [n, i, k] b [n, k, j] in 16 bits, summed in fp32 -> [n, i, j] in `dtype`, which is the operands' or fp32.
+    """a [n, i, k] b [n, k, j] in 16 bits, summed in fp32 -> [n, i, j] in `dtype`, which is the operand dtype or fp32.
 
     A product of two 16-bit numbers is exact in fp32.
     """
@@ -24,10 +24,10 @@ def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     """a [..., i, k] b [..., k, j] with the same leading sizes -> [..., i, j] in `out_dtype`.
 
-    The operands are rounded to `dtype`. For 16-bit operands, sums are in fp32, and `out_dtype` is fp32 or `dtype`;
-    otherwise it is `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up to u |a| |b|
-    to the error of an element, and a rounded result adds a relative error u. Gradients are products of the rounded
-    operands and the rounded gradient, in the operands' own dtypes.
+    The operands are rounded to `dtype`. For 16-bit operands, sums are in fp32 and `out_dtype` must be fp32 or `dtype`.
+    Otherwise, `out_dtype` must be `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up
+    to u |a| |b| to the error of an element, and a rounded result adds a relative error u. Gradients are products of the
+    rounded operands and the rounded gradient, in the operands' own dtypes.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
     return out
@@ -57,8 +57,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the products of a [..., i, k] and b [..., k, j], which have one dtype and the same leading sizes, as [...,
-    i, j] in `dtype`. This is the product in `multiply`, without its backward pass."""
+    """Multiply a [..., i, k] and b [..., k, j], which have the same dtype and the same leading sizes -> [..., i, j] in
+    `dtype`. This function is the forward pass of `multiply`."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

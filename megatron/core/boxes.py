@@ -25,14 +25,14 @@ def boxes_of_flat_range(
 ) -> list[FlatBox]:
     """Divide elements [start, stop) of a row-major shard into boxes.
 
-    The boxes tile the range in flat order. There are at most 2 * ndim - 1: a partial row at either end takes one box
-    per inner dim, and the whole rows in between are one box.
+    The boxes tile the range in flat order. There are at most 2 * ndim - 1 boxes: a partial row at either end takes one
+    box per inner dim, and the whole rows in between are one box.
 
     Args:
         local_offset: Offset of the shard, which is itself a box.
         local_shape: Shape of the shard.
         start: First element.
-        stop: End of the elements.
+        stop: One past the last element.
     """
     assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
     if start == stop:

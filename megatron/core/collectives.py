@@ -1,16 +1,17 @@
 """Collectives along one axis of the mesh, in three forms.
 
-- `start_*` launch a collective and return a `Pending`; its `wait()` completes it, so that a GEMM can overlap.
-- `all_reduce_`, `all_gather`, `reduce_scatter` wait, and `copy_to` ... `swap_blocks` are their differentiable forms for
-  activations: a linear map and its adjoint, each the other's backward.
+- `start_*` functions launch a collective and return a `Pending`, whose `wait()` completes the collective. A GEMM can
+  overlap with the collective.
+- `all_reduce_`, `all_gather` and `reduce_scatter` wait for the result. The functions from `copy_to` to `swap_blocks`
+  are differentiable collectives for activations. Each applies a linear map, and its backward pass applies the adjoint.
 - `RingExchange` sends to the next rank and receives from the previous one.
 
 On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
 of the axis.
 
-On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Both send
-(t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and each rank adds
-them: one message instead of two. These two implementations add the terms in rank order.
+On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Both methods
+send (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and each rank
+adds them. This takes one message instead of two. These two implementations add the terms in rank order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.core.torch_private import AutogradContext
 
 T = TypeVar("T")
 
-# torch 2.13 renamed these two collectives; both names are looked up when called
+# torch 2.13 renamed these two collectives. The names are resolved at each call.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -39,7 +40,7 @@ EXCHANGED_BYTES = 2**20
 
 @dataclass(eq=False)
 class Pending:
-    """Result of a collective in flight. It keeps the operands alive until `wait()`."""
+    """Result of a collective in flight. This object keeps the operands alive until `wait()`."""
 
     result: Tensor
     work: dist.Work | None = None
@@ -47,7 +48,7 @@ class Pending:
     finish: Callable[[], object] | None = None
 
     def wait(self) -> Tensor:
-        """Complete the collective and return its result. Further calls return it again."""
+        """Complete the collective and return its result. Further calls return the same result."""
         if self.work is not None:
             self.work.wait()
             if self.finish is not None:
@@ -74,7 +75,7 @@ Start = Callable[[Tensor, Axis], Pending]
 
 
 def start_nothing(x: Tensor, axis: Axis) -> Pending:
-    """Launch nothing: for a layer boundary that has a collective only in the other direction."""
+    """Return `x` without launching a collective, for a layer boundary that communicates only in the other direction."""
     return Pending(x)
 
 
@@ -116,7 +117,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
 def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Pending:
     """x [sum(outgoing), ...] -> [sum(incoming), ...]: launch an all-to-all, in rank order.
 
-    It sends outgoing[i] rows to rank i and receives incoming[i] rows from it.
+    This rank sends outgoing[i] rows to rank i, and receives incoming[i] rows from rank i.
     """
     if axis.size == 1:
         return Pending(x)
@@ -187,9 +188,9 @@ class PairContext(AutogradContext):
 
 
 class _AdjointPair(torch.autograd.Function):
-    """A map that is linear in each of several tensors, with its adjoint as backward.
+    """A map that is linear in each of several tensors, with its adjoint as the backward pass.
 
-    The adjoint's backward is the map, so it can be differentiated again.
+    The backward pass of the adjoint is the map itself, so gradients can be differentiated again.
     """
 
     @staticmethod
@@ -204,12 +205,12 @@ class _AdjointPair(torch.autograd.Function):
 
 
 def apply_linear_together(tensors: Sequence[Tensor], forward: LinearMaps, adjoint: LinearMaps) -> tuple[Tensor, ...]:
-    """Compute forward(tensors), which is linear in each of them, and differentiate it by its adjoint."""
+    """Compute forward(tensors), which is linear in each tensor. The backward pass applies `adjoint`."""
     return _AdjointPair.apply(forward, adjoint, *tensors)
 
 
 def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-    """Compute forward(x), and differentiate it by its adjoint."""
+    """Compute forward(x), which is linear in x. The backward pass applies `adjoint`."""
     return apply_linear_together((x,), lambda xs: [forward(xs[0])], lambda ys: [adjoint(ys[0])])[0]
 
 
@@ -240,28 +241,31 @@ def _swap(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Replicated activation enters sharded computation: forward identity, backward all-reduce."""
+    """Pass a replicated activation to sharded computation: identity in the forward pass, all-reduce in the backward
+    pass."""
     return _pair(x, axis, _identity, _all_reduce)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums leave sharded computation: forward all-reduce, backward identity."""
+    """Reduce partial sums from sharded computation: all-reduce in the forward pass, identity in the backward pass."""
     return _pair(x, axis, _all_reduce, _identity)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's part along `dim` -> replicated. The backward pass slices the gradient, which every rank holds in
-    full."""
+    """Gather the ranks' parts along `dim` into a replicated tensor. The backward pass slices the gradient, which every
+    rank holds in full."""
     return _pair(x, axis, all_gather, _slice, dim)
 
 
 def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Sequence-parallel activation enters sharded computation: forward all-gather, backward reduce-scatter."""
+    """Pass a sequence-parallel activation to sharded computation: all-gather in the forward pass, reduce-scatter in the
+    backward pass."""
     return _pair(x, axis, all_gather, reduce_scatter)
 
 
 def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
-    """All-to-all: sends block i of x [t, ...] to rank i and receives block i from rank i. Its own backward."""
+    """All-to-all: send block i of x [t, ...] to rank i, and receive block i of the result from rank i. Its own
+    backward."""
     return _pair(x, axis, _swap, _swap)
 
 
@@ -276,8 +280,8 @@ def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
 class RingExchange:
     """One ring step: send `x` to the next rank, receive a tensor of the same shape from the previous one.
 
-    The tensor is received `into` a contiguous tensor if given. All ranks must start their exchanges in the same order.
-    gloo cannot send CUDA tensors point to point, so these go through host memory.
+    If `into` is given, the received tensor is written to this contiguous tensor. All ranks must start their exchanges
+    in the same order. gloo cannot send CUDA tensors point to point, so CUDA tensors are copied through host memory.
     """
 
     def __init__(self, x: Tensor, axis: Axis, tag: int, into: Tensor | None = None) -> None:
@@ -294,7 +298,7 @@ class RingExchange:
         )
 
     def wait(self) -> Tensor:
-        """Return the tensor from the previous rank. The sent tensor may be modified or dropped afterwards."""
+        """Return the tensor from the previous rank. The sent tensor may then be modified or freed."""
         for work in self._works:
             work.wait()
         if self._into is None:

@@ -1,7 +1,7 @@
 """torch.compile for element-wise code between GEMMs: each region becomes one kernel.
 
 A region is a pure function of tensors. GEMMs, attention and collectives stay outside: a compiler would call the same
-kernels anyway, and outside of it, hooks, weight-gradient queues and the order of collectives are not affected.
+kernels anyway. Hooks, weight-gradient queues and the order of collectives are therefore not affected by compilation.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from torch.overrides import handle_torch_function, has_torch_function
 from megatron.core.torch_private import raise_recompile_limit
 
 RECOMPILE_LIMIT = 64
-"""Maximum number of variants (shape, stride, dtype, needs a gradient) of a region. Beyond it, torch runs the region
-uncompiled."""
+"""Maximum number of compiled variants of a region, one for each combination of shapes, strides, dtypes and
+`requires_grad`. Beyond this number, torch runs the region uncompiled."""
 
 K = ParamSpec("K")
 R = TypeVar("R")
 
 
 class CompiledRegion(Generic[K, R]):
-    """A region that runs its compiled twin. A `TorchFunctionMode` sees the call as one function, like functions of
-    torch."""
+    """A region that runs its compiled twin. A `TorchFunctionMode` sees a single call, as it does for torch's own
+    functions."""
 
     def __init__(self, function: Callable[K, R], static: bool) -> None:
         self.function, self.static = function, static
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Created by the first call, because loading the compiler takes a second."""
+        """Compiled twin of the function. It is created by the first call, because loading the compiler takes a
+        second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
             return torch.compile(self.function, dynamic=False, options={"deterministic": True})
@@ -47,7 +48,7 @@ class CompiledRegion(Generic[K, R]):
 def torch_function(function: Callable[K, R]) -> Callable[K, R]:
     """Decorator for a function whose tensors are positional.
 
-    A `TorchFunctionMode` sees a call as one call of `function`, like a function of torch, instead of the operations
+    A `TorchFunctionMode` sees one call of `function`, as it does for torch's own functions, instead of the operations
     inside.
     """
 
@@ -61,11 +62,12 @@ def torch_function(function: Callable[K, R]) -> Callable[K, R]:
 
 
 def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
-    """Return `function`, or its compiled twin, which is compiled at its first run.
+    """Return `function` or its compiled twin. The twin is compiled when it first runs.
 
-    Changing shapes make a twin dynamic. A `static` twin is instead compiled for each shape: its kernels use wide loads,
-    but it suits only tensors with the same few shapes in every step. Its sums have a fixed order, so tensor-parallel
-    ranks that reduce the same values, for example in norms, get the same bits.
+    If shapes change, torch recompiles a twin for dynamic shapes. A `static` twin is instead compiled for each shape.
+    Its kernels use wide loads, but it suits only tensors that have the same few shapes in every step. The sums of a
+    static twin have a fixed order, so tensor-parallel ranks that reduce the same values, for example in norms, get the
+    same bits.
     """
     return _compiled(function, static) if compiled else function
 

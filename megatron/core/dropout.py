@@ -14,7 +14,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Elements hashed at a time, which bounds temporary memory and keeps it in a GPU's cache."""
+"""Number of elements hashed at a time. It bounds temporary memory, so that this memory fits in the cache of a GPU."""
 
 
 def dropout(
@@ -28,7 +28,7 @@ def dropout(
         key: The `site_key`.
         sample_index: [b], numbers of the samples in the run.
         seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks that hold parts of a
-            sequence apply the corresponding parts of one mask.
+            sequence apply the corresponding parts of a single mask.
         compiled: True to use a compiled kernel.
     """
     if p == 0.0:
@@ -42,7 +42,7 @@ def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tenso
     """Return int32 bits of the rows [s * b] and columns [h], from which `drop_at_once` computes the mask of `dropout`
     for x [s, b, h].
 
-    The sum of a pair is the input of `_mix_`.
+    The sum of a row's bits and a column's bits is the input of `_mix_`.
     """
     return _row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset))
 
@@ -65,7 +65,7 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities [b, heads, q, k]; kept values are scaled by 1 / (1 - p).
 
-    The offsets are the position of probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
+    The offsets locate probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
     """
     if p == 0.0:
         return probs
@@ -93,7 +93,8 @@ class DropoutContext(AutogradContext):
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """`drop_at_once`, which saves only the bits of rows and columns and recomputes the mask in the backward pass."""
+    """Autograd function of `drop_at_once`. It saves only the bits of rows and columns, and recomputes the mask in the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Return the int32 below which a share p of all int32 numbers lies."""
+    """Return the int32 threshold below which a fraction p of all int32 numbers lies."""
     return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
@@ -137,14 +138,15 @@ def bits_of_columns(places: Tensor) -> Tensor:
 
 
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 hashes of rows and of columns. The sum of a pair is the input of `_mix_`."""
+    """Return int32 hashes of rows and of columns. The sum of a row's bits and a column's bits is the input of
+    `_mix_`."""
     return _low_bits(rows.flatten()), bits_of_columns(columns)
 
 
 def _mix_(x: Tensor) -> Tensor:
     """Mix int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
 
-    The last xor-shift is left out: it would not change the upper bits, which decide the comparison.
+    The last xor-shift is omitted, because it would not change the upper bits, which decide the comparison.
     """
     x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
     return x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
@@ -155,7 +157,7 @@ def _positions(start: int, length: int, like: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
-    """Return the next hash of a chain: mixes 64 bits of `state` and the integer `value` by splitmix64."""
+    """Return the next hash of a chain, which mixes the 64 bits of `state` and the integer `value` with splitmix64."""
     x = value * _signed(0x9E3779B97F4A7C15, 64) + state
     x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
@@ -168,7 +170,7 @@ def _low_bits(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
-    """Logical right shift. torch's own shift is arithmetic: it copies the sign."""
+    """Shift right without copying the sign (logical shift). torch's operator is an arithmetic shift."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 

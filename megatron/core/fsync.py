@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
-"""Error numbers of a full disk or quota. The system does not name the open file in these errors."""
+"""Error numbers of a full disk or quota. The operating system does not name the open file in these errors."""
 
 
 def name_full_file(error: BaseException, path: Path | str) -> None:
@@ -21,7 +21,7 @@ def name_full_file(error: BaseException, path: Path | str) -> None:
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the same folder; the file replaces `path` at the end, so readers never see a partial
-    file. If writing fails, nothing is left behind. With `synced`, the content is on disk before the replacement.
+    file. If writing fails, the temporary file is deleted. With `synced`, the content is on disk before the replacement.
 
     Yields `path` itself if it is a link or not a regular file, such as /dev/null or a named pipe."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -29,7 +29,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
         return
     temporary = path.with_name(
         f".{path.name}.{os.urandom(16).hex()}.tmp"
-    )  # hosts that share a disk may have equal process ids
+    )  # Processes on hosts that share a disk may have equal ids.
     try:
         yield temporary
         if synced:
@@ -44,7 +44,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk: only then is a created or renamed file in it durable."""
+    """Sync a folder to disk. A file that was created or renamed in the folder is durable only after this call."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,7 +14,7 @@ from megatron.core.torch_private import FakeTensor
 
 
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy `values` to `device`, without blocking the host if it is a GPU.
+    """Copy `values` to `device`. If the device is a GPU, the copy does not block the host.
 
     Host values are pinned first if necessary, because the driver waits for copies from pageable memory.
     """
@@ -36,7 +36,7 @@ def has_values(x: Tensor) -> bool:
 
 @contextmanager
 def threads_on_host(number: int | None) -> Iterator[None]:
-    """Set the number of torch's host threads, if given, because torchrun sets one per rank."""
+    """Set the number of torch's host threads, if given. By default, torchrun sets it to 1 per rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -51,8 +51,8 @@ N = TypeVar("N", int, float)
 class HostCopy(Generic[N]):
     """A copy of `values` to the host, in progress.
 
-    Reading it waits only for work launched before it. If `values` is a tensor without values, as in memory plans,
-    `expected` takes its place.
+    Reading the copy waits only for work launched before the copy. If `values` is a tensor without values, as in memory
+    plans, `expected` takes its place.
     """
 
     def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:

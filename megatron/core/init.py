@@ -32,7 +32,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a global tensor that one generator draws, and the position of its elements in this rank's shard."""
+    """Part of a global tensor that one generator draws, and the location of these elements in this rank's shard."""
 
     local: Tensor
     meta: ParamMeta
@@ -44,8 +44,8 @@ class Block:
 
 
 def alloc_storage(tensor: Tensor) -> None:
-    """Reallocate memory for a tensor whose storage was freed; the values are undefined. The tensor's views become valid
-    again."""
+    """Reallocate memory for a tensor whose storage was freed. The views of the tensor become valid again, but its
+    values are undefined."""
     resize_storage(tensor, tensor.numel() * tensor.itemsize)
 
 
@@ -65,13 +65,13 @@ def initialize_parameters_(
 ) -> None:
     """Initialize parameters by their `meta.init`.
 
-    The result is bit-identical under every layout, device type and number of threads. Temporary memory is one block, or
-    two per thread.
+    The result is bit-identical under every layout, device type and number of threads. The temporary memory is one
+    block, or two blocks per thread.
 
     Args:
         params: Parameters to initialize.
         seed: Seed of the run.
-        coords: Maps an axis to (rank, size), like `ParallelState.coords`.
+        coords: Mapping from each axis to (rank, size), like `ParallelState.coords`.
         threads: Number of threads.
     """
     drawn: list[Iterator[Block]] = []
@@ -157,6 +157,6 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
 
 
 def site_key(seed: int, name: str) -> int:
-    """Return a seed in [0, 2**63) for one named use of random numbers, such as a certain dropout of a certain layer."""
+    """Return a seed in [0, 2**63) for one named use of random numbers, such as one dropout of one layer."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

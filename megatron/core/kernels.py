@@ -10,7 +10,8 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class Kernel(Protocol):
-    """A kernel that can replace plain torch for an operation. It is called with the operands of the operation."""
+    """A kernel that can replace plain torch for an operation. The kernel is called with the operands of the
+    operation."""
 
     def suits(self, *operands: Any) -> bool:
         """Return whether the kernel supports the device, precision and sizes of these operands."""
@@ -19,7 +20,7 @@ class Kernel(Protocol):
 
 
 KERNELS = Registry("kernel", NoFacts, protocol=Kernel)
-"""Registered kernels by operation name. The library itself registers none."""
+"""Registered kernels by operation name. The library registers no kernels."""
 
 LEFT_OUT: set[str] = set()
 """Kernels that this process does not use because they are wrong, fail or are slower than torch."""

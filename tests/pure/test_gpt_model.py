@@ -114,7 +114,7 @@ def test_only_the_names_of_two_parameters_are_refused(monkeypatch: pytest.Monkey
             super().__init__()
             self.scale = make_parameter(ParamMeta("scale", (1,), init=Init("ones"), role="vector"), ctx)
 
-    with pytest.raises(ValueError, match=r"^parameters scale: a name must belong to one parameter"):
+    with pytest.raises(ValueError, match=r"^parameters scale: each name must be unique in the model"):
         GPTModel(replace(GPT, activation_func="own_scale"))
 
 

@@ -104,7 +104,7 @@ def test_a_gradient_that_chunks_did_not_know_is_an_error() -> None:
     built = GPTModel(GPT, replace(FP64, loss_chunk_tokens=7)).train()
     for parameter in built.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="is not the one that its chunks were computed with"):
+    with pytest.raises(RuntimeError, match="differs from the one with which its chunks were computed"):
         (2 * built(None, random_batch(GPT))).backward()
 
 

@@ -282,5 +282,5 @@ def test_a_router_states_its_scores_and_its_way_to_balance(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="router nameless: must take \\(name, config, ctx\\)"):
         ROUTERS.register("nameless", type("Nameless", (OwnRouter,), {"__init__": lambda self, config, ctx: None}))
     ROUTERS.register("twin", OwnRouter, scores=("own_scores",))
-    with pytest.raises(ValueError, match="own_scores must be listed by one router, but is listed by own and twin"):
+    with pytest.raises(ValueError, match="own_scores must be listed by exactly one router, but is listed by own and twin"):
         SCORE_FUNCTIONS.router("own_scores")

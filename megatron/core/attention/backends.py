@@ -68,7 +68,7 @@ ATTENTION_BACKENDS.register("unfused", f"{_CORE}:Unfused")
 
 
 class Ranks(Protocol):
-    """The context-parallel ranks, a `megatron.core.parallel_state.Axis`."""
+    """Axis of the context-parallel ranks, a `megatron.core.parallel_state.Axis`."""
 
     @property
     def size(self) -> int: ...
@@ -90,15 +90,15 @@ class ContextAttention(Protocol):
 @dataclass(frozen=True)
 class ContextParallelFacts:
     by_heads: bool = False
-    """True if a rank computes the whole sequence for some heads."""
+    """True if each rank computes the whole sequence for some of the heads."""
 
     nested: bool = False
-    """True if neighbouring ranks form groups: the ranks of a group divide the heads, and the groups divide the queries
-    (`Axis.levels`)."""
+    """True if neighbouring ranks form groups (`Axis.levels`). The ranks of a group divide the heads, and the groups
+    divide the queries."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Validation rules for runs with several context-parallel ranks: (RunConfig, world size) -> each `Problem` of the
-    run."""
+    """Function that validates runs with several context-parallel ranks. It maps (RunConfig, world size) to the
+    `Problem`s of the run."""
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)

@@ -1,9 +1,10 @@
 """Attention over context-parallel ranks, and within one rank.
 
-Ring attention (p2p, arXiv:2310.01889): queries stay, keys and values rotate over the ranks. A rank computes the tiles
-of its queries with the keys that it has, while the next keys arrive. The backward pass rotates keys and values again.
-Their gradients rotate with them, and reach the rank that owns the keys after the last step. The backward pass needs
-only this rank's saved queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
+Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. Each
+rank computes the attention of its queries to the keys that it holds while it receives the next keys. The backward pass
+rotates keys and values again. The gradients of keys and values rotate with them, and reach their owner after the last
+step. For the backward pass, each rank saves only its own queries, keys, values, outputs and log-sum-exps. Attention
+within a rank is a ring of size 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, si
 
 @dataclass(frozen=True)
 class Ring:
-    """Tiles that a rank computes in each step of a ring, which may consist of this rank alone."""
+    """Tiles that a rank computes in each step of a ring. The ring may consist of this rank alone."""
 
     cp: Axis
     queries: Spans
@@ -41,26 +42,26 @@ class Ring:
     """Positions of each rank's keys."""
     causal: Causal
     sent: tuple[Spans, ...] = ()
-    """Positions of each rank's communicated keys, equally many per rank."""
+    """Positions of the keys that each rank sends. All ranks send the same number of keys."""
 
     @property
     def steps(self) -> int:
-        """Ranks whose keys this rank receives, including itself."""
+        """Return the number of ranks whose keys this rank uses, including itself."""
         return self.cp.size if any(self.sent) else 1
 
     @cached_property
     def rows_sent(self) -> Spans | None:
-        """Rows of this rank's keys that are communicated; None for all."""
+        """Rows of this rank's keys that are sent to other ranks; None if all rows are sent or there is no exchange."""
         if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
             return None
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
 
     def sent_of(self, x: Tensor) -> Tensor:
-        """x [m, ...] of this rank -> [sent, ...]: the communicated rows."""
+        """Select the rows to send: x [m, ...] of this rank -> [sent, ...]."""
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
-        """Replace the communicated rows of x [m, ...] by `sent` [sent, ...]; may modify x."""
+        """Replace the sent rows of x [m, ...] with `sent` [sent, ...]; may modify x."""
         if self.rows_sent is None:
             return sent
         for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):
@@ -68,7 +69,7 @@ class Ring:
         return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        """Return the tiles of this rank's queries with the keys that it has in a step."""
+        """Return the tiles of this rank's queries and the keys that the rank holds in a step."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
         keys = self.sent[source] if step else self.keys[source]
@@ -169,9 +170,9 @@ def local_attention(
 ) -> Tensor:
     """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
-    The keys are at positions 0 to s - 1, and the queries at the positions `queries`, which default to those of the
-    keys. A kernel with a method `at_once` computes all tiles in one launch. A variable-length kernel also needs only
-    one launch if the queries are whole samples. Otherwise, attention runs tile by tile, as a ring of size 1.
+    The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
+    of the keys. A kernel with a method `at_once` computes all tiles in one launch. A variable-length kernel also needs
+    only one launch if the queries are whole samples. Otherwise, attention runs tile by tile, as a ring of size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

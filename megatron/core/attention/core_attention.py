@@ -1,4 +1,4 @@
-"""Core attention, softmax(q kᵀ) v, with the implementation that fits the model, the layout and the batch.
+"""Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine the implementation.
 
 Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
 attention; the heads of a group are adjacent.
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
 class FusedAttention(nn.Module):
-    """torch's scaled_dot_product_attention: fused kernels that never keep the [s, s] scores."""
+    """Attention with torch's scaled_dot_product_attention, whose fused kernels do not store the [s, s] scores."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) 
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
-    """Build the attention sinks [heads/tp] of --softmax-type: the parameter of `metas`, zeros, or None."""
+    """Build the attention sinks [heads/tp] of --softmax-type: a parameter created from `metas`, zeros, or None."""
     for meta in metas:
         return make_parameter(meta, ctx)
     if config.softmax_type == "vanilla":
@@ -84,8 +84,8 @@ def alibi_slopes(heads: int) -> list[float]:
     A head adds slope * (key position - query position) to its scores before the softmax. ALiBi has no parameters and no
     maximum sequence length.
 
-    For a power of two, slopes are the geometric sequence from 2^(-8 / heads) to 2^-8 (section 3). Otherwise they are
-    the sequence of the next lower power of two, followed by every other slope of the sequence of twice that power.
+    For a power of two, slopes are the geometric sequence from 2^(-8 / heads) to 2^-8 (section 3). Otherwise, let n be
+    the next lower power of two: the slopes for n heads are followed by every other slope for 2n heads.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -129,7 +129,7 @@ class CoreAttention(nn.Module):
         self.cap = config.attn_logit_softcapping
         if self.slopes is not None or self.cap is not None:
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
-        # torch's fused attention for CPUs requires that values are as wide as keys.
+        # torch's fused attention for CPUs requires values to be as wide as keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
@@ -139,11 +139,9 @@ class CoreAttention(nn.Module):
         self._logit_watchers: list[Callable[[Tensor], None]] = []
 
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
-        """Call `watcher` in training forward passes with the largest logit of each head in `sink_heads` [heads], the
-        heads of this rank.
-
-        These are the softmax's logits of visible query-key pairs, biases and caps included. From then on, plain torch
-        computes this layer's attention.
+        """Call `watcher` in training forward passes with the largest logits [heads], one for each of this rank's heads
+        (`sink_heads`). Logits are the inputs of the softmax for visible query-key pairs, including biases and caps.
+        From then on, plain torch computes this layer's attention.
         """
         self._logit_watchers.append(watcher)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self.note)

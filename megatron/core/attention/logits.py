@@ -36,7 +36,8 @@ class RowKind(Enum):
     QUERY = "query"
     KEY = "key"
     QUERY_OF_SHARED_KEY = "query of a shared key"
-    """Query channels whose key is shared by all heads, so only the query can change the logits of one head."""
+    """Query channels whose key is shared by all heads. The logits of a single head can therefore be changed only
+    through its query."""
 
     OTHER = "other"
     """Values and gates, which do not affect logits."""

@@ -44,7 +44,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Rows:
-    """The gradient of the output [n, b, heads, dv], and the merged output and log-sum-exp of these rows."""
+    """Output gradient [n, b, heads, dv], and the merged output and log-sum-exp of the same rows."""
 
     grad: Tensor
     out: Tensor
@@ -52,19 +52,19 @@ class Rows:
 
 
 class Kernel(Protocol):
-    """Computes attention in tiles, and may return them in a different order."""
+    """Kernel that computes attention tile by tile. It may return the tiles in a different order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        """Yield each tile with its outputs; q, k and v are whole."""
+        """Yield each tile with its outputs. q, k and v contain the rows of all tiles."""
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Yield each tile with its gradients; `rows`, q, k and v are whole."""
+        """Yield each tile with its gradients. `rows`, q, k and v contain the rows of all tiles."""
 
     @property
     def needs_places(self) -> bool:
-        """Return True if the kernel needs positions for tiles without a mask, as dropout and ALiBi do."""
+        """Return True if the kernel needs positions even for tiles without a mask, for example for dropout or ALiBi."""
 
     @property
     def most_queries(self) -> int | None:
@@ -82,14 +82,14 @@ class Causal:
 
     kernel: Kernel
     documents: Documents | None = None
-    """Document starts in each sample; None for one document per sample."""
+    """Start positions of the documents in each sample; None if each sample is one document."""
     window: int | None = None
-    """Number of keys visible to a query, including its own; None for all up to its own."""
+    """Number of keys visible to a query, including the key at its position; None if all earlier keys are visible."""
     shards: Shards | None = None
     """Positions on the context-parallel ranks; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
-        """Return the positions on the ranks, `rows` each."""
+        """Return the positions on each rank; every rank holds `rows` positions."""
         return self.shards or even_shards(rows * ranks, ranks)
 
 
@@ -150,7 +150,7 @@ class TorchKernel:
             dropout: Dropout of attention weights.
             slopes: ALiBi slopes [heads].
             cap: Soft cap of the scores.
-            note: Called with the largest scores [heads] of each tile in the forward.
+            note: Function called with the largest scores [heads] of each tile in the forward pass.
         """
         self.scale = scale
         self.dropout = dropout

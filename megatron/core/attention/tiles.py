@@ -37,10 +37,11 @@ class Shards(NamedTuple):
     """Positions of a micro-batch on each context-parallel rank."""
 
     held: tuple[Spans, ...]
-    """Spans on each rank, in ascending order. All ranks hold the same number of tokens."""
+    """Position spans of each rank's tokens, in ascending order. All ranks hold the same number of tokens."""
 
     sent: tuple[Spans, ...]
-    """Spans of each rank whose keys other ranks may see. All ranks send the same number of tokens."""
+    """Position spans of the keys on each rank that are visible to other ranks. All ranks send the same number of
+    tokens."""
 
 
 @lru_cache(maxsize=64)
@@ -94,8 +95,8 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 class DividesSequences(Protocol):
-    """Divides the tokens of a micro-batch over context-parallel ranks. It must be a pure function with the same result
-    on every rank."""
+    """Function that divides the tokens of a micro-batch over context-parallel ranks. Functions of this type must be
+    pure and have the same result on every rank."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards: ...
 
@@ -133,16 +134,17 @@ class Tile:
     """Rows of the keys that the rank currently holds."""
 
     first_query: int
-    """Position of the first query; the others follow it."""
+    """Position of the first query; the positions of the queries are consecutive."""
 
     first_key: int
-    """Position of the first key; the others follow it."""
+    """Position of the first key; the positions of the keys are consecutive."""
 
     diagonal: bool
     """True if queries and keys are the same tokens, under a causal mask. False if all keys precede all queries."""
 
     window: int | None = None
-    """Number of keys visible to a query, including its own; None if the window masks no key of the tile."""
+    """Number of keys visible to a query, including the key at its position; None if the window masks no key of the
+    tile."""
 
     @property
     def offset(self) -> int:

@@ -22,7 +22,8 @@ Lengths = tuple[Tensor, Tensor, int, int]
 """cu_seqlens of queries and keys, [n + 1] int32, and the number of rows in the longest sequence of each."""
 
 Window = tuple[int, int]
-"""Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
+"""Numbers of keys to the left and to the right that a query sees; -1 for all keys. Queries and keys are aligned at
+their ends."""
 
 
 class PackedKernel(Protocol):
@@ -38,8 +39,8 @@ class PackedKernel(Protocol):
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v. `grad` [rows, heads, dv] may have any strides. `kept` holds at least
-        the output and the log-sum-exp."""
+        """Return the gradients of q, k and v. `grad` [rows, heads, dv] may have any strides. `kept` contains the saved
+        tensors: the output, the log-sum-exp and any further tensors."""
 
 
 def packed_attention(
@@ -68,7 +69,7 @@ class SettableKernel(Protocol[*Settings]):
     """A kernel like `PackedKernel`, but with different operand shapes and settings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
-        """Return output, log-sum-exp, and any further tensors for the backward."""
+        """Return output, log-sum-exp, and any further tensors for the backward pass."""
 
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], *settings: *Settings
@@ -126,14 +127,15 @@ def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
 
-    A sink z is an additional score in each softmax row that has no value, so a head may attend to nothing (gpt-oss;
-    arXiv 2309.17453 describes sinks that form without one). This function corrects each row of a kernel without sinks:
+    A sink z is an additional score in each softmax row. It has no value vector, so a head may attend to nothing
+    (gpt-oss). arXiv 2309.17453 describes sinks that form without such a score. This function corrects each row of a
+    kernel without sinks:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
     With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
-    keys and values. The weights are exp(score - lse'). The row sum from which each weight's gradient is subtracted is
-    grad * out', because the sink has no value.
+    keys and values. The weights are exp(score - lse'). The row sum in the softmax gradient is grad * out', because the
+    sink has no value vector.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

@@ -38,7 +38,8 @@ class Activation(Protocol):
 
 
 class MakeActivation(Protocol):
-    """Makes the activation function between the two linear layers of one MLP, or of the experts of one layer."""
+    """Class or function that creates the activation function between the two linear layers of an MLP, or of a layer's
+    experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> Activation:
         """Create the activation function. `name` is the prefix of its parameters' names. The parameters need

@@ -9,18 +9,18 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on a configuration, expressed in flags, which another flag requires or excludes."""
+    """Condition on a configuration that another flag requires or excludes. The condition is expressed in flags."""
 
     text: str
     """The condition as text: `--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or several of these
     joined by " or ". The text may end with ": REASON" and "; REMEDY", which messages quote."""
 
     holds: Callable[[Any], bool] | None = None
-    """Returns True if the condition holds for a `RunConfig`; None if `text` is sufficient."""
+    """Predicate that decides whether the condition holds for a `RunConfig`; None if `text` is evaluated instead."""
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """Split the text into the flags, ": REASON" and the remedy; a missing part is empty."""
+        """Split the text into the flags, ": REASON" and the remedy. A missing part is the empty string."""
         rule, _, remedy = self.text.partition("; ")
         flags, colon, why = rule.partition(": ")
         return flags, colon + why, remedy
@@ -60,14 +60,14 @@ class FlagSpec:
 
     names_code: Callable[[str], bool] | None = None
     """True if a value names files whose code is executed. Such a value must be on the command line. A configuration
-    file may contain it only if a run of the same user has recorded it."""
+    file may contain such a value only if a run of the same user recorded the file."""
 
     effective: str | None = None
     """Property of the configuration section that holds the effective value, for a field whose value another field may
-    determine. The effective values of checkpoint and run are compared."""
+    determine. When a checkpoint is loaded, the effective values of the checkpoint and the run are compared."""
 
     without_effect: bool = False
-    """True if the field affects only how a model is computed or monitored, and not the results. A resumed run may
+    """True if the field affects only how a model is computed or monitored, but not the results. A resumed run may
     change the field, and --use-checkpoint-args does not restore it."""
 
     may_change: bool = False

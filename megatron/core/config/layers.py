@@ -57,13 +57,15 @@ class ResidualFacts:
     `megatron/training/config/rules/model.py` refuses a second one."""
 
     when: Callable[..., bool]
-    """Returns True if the model has this residual stream."""
+    """Predicate that decides whether the model has this residual stream."""
 
     width: Callable[..., int] = attrgetter("hidden_size")
-    """Returns the number of channels of the stream between layers, which pipeline stages send to each other."""
+    """Function that returns the number of channels of the stream between layers. Pipeline stages send these channels to
+    each other."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module that leave the addition of outputs to the stream; None if every value is supported."""
+    """Values of --layer-module with which the stream adds the outputs of sublayers; None if every value is
+    supported."""
 
     recomputed: str = ""
     """Name of the stream's part that --recompute-modules accepts; empty if there is none."""
@@ -74,7 +76,7 @@ class ResidualFacts:
 
 
 class ResidualModule(Protocol):
-    """Connects one sublayer to the residual stream, an `nn.Module`."""
+    """An `nn.Module` that connects one sublayer to the residual stream."""
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
         """Call the sublayer with hidden states [s, b, h] computed from the stream x [s, b, w], and add its output to
@@ -104,7 +106,7 @@ RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, m
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens that a token attends to: itself and, by default, all earlier tokens of its document."""
+    """The tokens that a token attends to: the token itself and, by default, all earlier tokens of its document."""
 
     window: int | None = None
     """Number of most recent tokens that are visible, including the token itself; None for no window."""
@@ -115,8 +117,8 @@ class Span:
 
     def mean(self, length: int) -> float:
         """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By the
-        convention for causal attention, this is s/2. It is less with a window of w tokens (w - w^2 / 2s) or with
-        chunks."""
+        convention for causal attention, this is s/2. The mean is smaller with a window of w tokens (w - w^2 / 2s) or
+        with chunks."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)
@@ -170,7 +172,8 @@ class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
     span: Span = Span()
-    """Tokens that are visible to the layer's attention; meaningless in a layer without the model's attention."""
+    """Tokens that are visible to the layer's attention. The value has no meaning in a layer without the model's
+    attention."""
 
     rotation: Rotation | None = None
     """Rotary embedding of the layer's queries and keys; None if they are not rotated, as in layers without the model's
@@ -255,8 +258,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the list as a tuple if it has one legal entry for each layer; otherwise raise ValueError, whose message
-    says `what` an entry must be."""
+    """Return the list as a tuple. Raises ValueError unless the list has one legal entry for each layer; `what`
+    describes a legal entry in the message."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
     for layer, item in enumerate(value):
@@ -267,7 +270,7 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
 
 def _evaluate(node: ast.expr) -> int | list[int]:
     """Evaluate a syntax tree of integers, lists of integers, sums of lists, and products of a list and an integer.
-    Raises TypeError for anything else."""
+    Raises TypeError for any other expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

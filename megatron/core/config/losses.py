@@ -54,7 +54,7 @@ LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", m
 
 
 AUTO = -1
-"""Field value for --loss-chunk-tokens auto, with which `chunk_size` chooses the size."""
+"""Field value for --loss-chunk-tokens auto, for which `chunk_size` chooses the size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192
 """Chunk sizes in tokens from which `AUTO` chooses."""
@@ -63,7 +63,7 @@ MOST_COST = 0.01
 """Largest share of a step that `AUTO` may spend on chunking."""
 
 WEIGHT_TOKENS = 320
-"""Number of tokens whose matrix products with a weight take as long as reading and writing the weight's fp32
+"""Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
 gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The other GPUs
 known to the planner need at most this many tokens."""
 
@@ -71,10 +71,10 @@ known to the planner need at most this many tokens."""
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
     """Return the number of tokens in a chunk, or 0 for all tokens at once.
 
-    Every chunk reads and writes the gradient of the output layer's weight once more. `AUTO` chooses the smallest size
-    for which this costs at most `MOST_COST` of a step, or all tokens at once if there is no such size. The output
-    layer's share of a step is estimated from 12 h^2 parameters per layer, so the choice depends only on the model, not
-    on the device or the layout."""
+    Every additional chunk reads and writes the output layer's weight gradient once more. `AUTO` chooses the smallest
+    size for which these reads and writes take at most `MOST_COST` of a step, or all tokens at once if there is no such
+    size. The output layer's share of a step is estimated from 12 h^2 parameters per layer. The choice therefore depends
+    only on the model, not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)
@@ -83,7 +83,7 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 def parse_chunk(text: str) -> int:
     """Parse a value of --loss-chunk-tokens. Raises ValueError if it is invalid."""
-    if text in ("auto", str(AUTO)):  # saved configurations hold the number
+    if text in ("auto", str(AUTO)):  # saved configurations contain the number
         return AUTO
     if not text.isdecimal():
         raise ValueError("must be auto or a whole number of at least 0")

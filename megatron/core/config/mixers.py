@@ -38,14 +38,15 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module that --attention-module chooses. The defaults suit self-attention. Its
-    functions are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
+    """Properties of an attention module, a value of --attention-module. The defaults suit self-attention. Its functions
+    are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
-    """Returns True if the attention module's own flag chooses it, overriding --attention-module."""
+    """Predicate that decides whether a flag of the attention module selects the module, overriding
+    --attention-module."""
 
     widths: Callable[..., HeadWidths] | None = None
-    """Returns the head widths; None if --kv-channels and --value-channels determine them."""
+    """Function that returns the head widths; None if --kv-channels and --value-channels determine the widths."""
 
     grouped: bool = True
     """True if --kv-channels and --num-query-groups determine the heads, and linear_qkv consists of the rows of these
@@ -69,10 +70,10 @@ class MixerFacts:
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Validation rules for models with this mixer: (RunConfig, world size) -> each `Problem` of the run."""
+    """Function that validates models with this mixer. It maps (RunConfig, world size) to the `Problem`s of the run."""
 
     described: Callable[..., str] = lambda config: ""
-    """Returns a text that a plan adds to the number and width of the mixer's heads."""
+    """Function that returns the text that a plan adds to the number and width of the mixer's heads."""
 
     letter: str = ""
     """Letter that represents the mixer in --hybrid-layer-pattern."""
@@ -84,13 +85,14 @@ class MixerFacts:
     """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """(configuration, layer number, layer kind according to the model's flags) -> kind of the layer with this mixer."""
+    """Function that maps (configuration, layer number, layer kind according to the model's flags) to the kind of the
+    layer with this mixer."""
 
     recomputed: str = ""
     """Name of the mixer's part that --recompute-modules accepts; empty if there is none."""
 
     recomputed_with: str = ""
-    """Flag that adds the part `recomputed` to a model."""
+    """Flag that adds the part named by `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
     """Other mixers that are parts of this mixer. Their flags and rules also apply to a model with this mixer."""
@@ -106,7 +108,7 @@ class MixerModule(Protocol):
 
 
 class Mixer(Protocol):
-    """Makes the mixer of a layer."""
+    """Class or function that creates the mixer of a layer."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Create the mixer. `name` is the prefix of its parameters' names, `config` is the layer's `TransformerConfig`,

@@ -88,7 +88,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows per query group in linear_qkv for queries, output gates (one row if per head), keys and values."""
+        """Rows per query group in linear_qkv: queries, output gates (one row if gates are per head), keys, values."""
         key, value = self.head_dim, self.value_head_dim
         widths = key, 1 if self.head_wise_attn_gate else value, key, value
         return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
@@ -152,7 +152,7 @@ class TransformerConfig(ModelFields):
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
         """Append a value for each multi-token prediction module according to --mtp-layer-kind: module k has the value
-        of layer k (own_number) or of the last layer. Attention spans and rotary embeddings use it."""
+        of layer k (own_number) or of the last layer. Attention spans and rotary embeddings are extended in this way."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
@@ -252,8 +252,7 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return whether each layer has a feature: `present` for all layers without a pattern `text`, otherwise as the
-        pattern states."""
+        """Return whether each layer has a feature. Without a pattern `text`, all layers have the value `present`."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
@@ -276,7 +275,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_own(self) -> tuple[tuple[str, object], ...]:
-        """Fields that differ from the model's in layers with a sliding window or chunks, with their values."""
+        """Fields whose values in layers with a sliding window or chunks differ from those of the model, with these
+        values."""
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
@@ -361,8 +361,8 @@ class TransformerConfig(ModelFields):
         return self.rotary_type == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
-        """Return YaRN's scale factor of queries and keys, which keeps attention as sharp at longer contexts
-        (arXiv 2309.00071, section 3.4). `mscale` is DeepSeek's coefficient."""
+        """Return YaRN's scale factor of queries and keys (arXiv 2309.00071, section 3.4), which keeps attention as
+        sharp at longer contexts. `mscale` is DeepSeek's coefficient."""
         longer = self.yarn and self.rotary_scaling_factor > 1
         return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
 
@@ -422,8 +422,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def initial(self) -> InitPolicy:
-        """Initial values of parameters, by role. Weights whose output is added to the residual stream start smaller, so
-        that the stream's variance does not grow with depth."""
+        """Initial values of parameters, by role. Weights whose output is added to the residual stream have a smaller
+        standard deviation, so that the variance of the stream does not grow with depth."""
         of_layer = 2 if self.pattern is None else 1
         std, of_embeddings = self.init_method_std, self.embedding_init_method_std
         return InitPolicy(

@@ -23,26 +23,27 @@ class RouterFacts:
     """Properties of a router. Its functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
-    """(configuration, layer number) -> True if the router applies to the layer. If several routers apply, the layer
-    uses the one registered last."""
+    """Predicate of (configuration, layer number) that decides whether the router applies to the layer. If several
+    routers apply, the layer uses the one registered last."""
 
     scores: tuple[str, ...] = ()
-    """Values of --moe-router-score-function that the router defines. Its `make_scores` makes these scores, also for
-    other routers."""
+    """Values of --moe-router-score-function that the router defines. The router's `make_scores` creates these scores,
+    for other routers too."""
 
     losses: tuple[str, ...] = ()
-    """Values of --moe-router-load-balancing-type that are auxiliary losses. A run may combine several."""
+    """Values of --moe-router-load-balancing-type that are auxiliary losses. A run may combine several of these
+    losses."""
 
     balancings: tuple[str, ...] = ()
     """Other values of --moe-router-load-balancing-type, which cannot be combined."""
 
     fixed_scores: Callable[..., str | None] = lambda config: None
-    """Returns the kind of scores (`MoEConfig.moe_router_scores`) that the router always uses; None if
-    --moe-router-score-function determines it."""
+    """Function that returns the kind of scores (`MoEConfig.moe_router_scores`) that the router always uses; None if
+    --moe-router-score-function determines the kind."""
 
     training_only: bool = False
-    """True if the router differs from the previously registered one only in training, so that a trained model does not
-    depend on it."""
+    """True if the router differs from the previously registered router only in training, so that a trained model does
+    not depend on it."""
 
 
 class Scores(Protocol):
@@ -80,7 +81,7 @@ class RouterClass(Protocol):
         `TransformerConfig`, and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Create the scores that `config.moe_router_scores` names, one of `RouterFacts.scores`. This is a static
+        """Create the scores named by `config.moe_router_scores`, which is one of `RouterFacts.scores`. This is a static
         method."""
 
 
@@ -122,7 +123,7 @@ class RouterValues(Collection[str]):
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(
-                f"{value} must be listed by one router, but is listed by {' and '.join(stating) or 'none'}"
+                f"{value} must be listed by exactly one router, but is listed by {' and '.join(stating) or 'none'}"
             )
         return stating[0]
 
@@ -196,8 +197,8 @@ class MoEConfig:
 
     moe_router_group_topk: int | None = flag(None, needs=GROUPS)
     """Number of expert groups that each token may be routed to (device-limited routing in DeepSeek-V2, node-limited
-    routing in DeepSeek-V3). A group's score is the sum of its --moe-router-group-score-topk highest expert scores,
-    and the groups with the highest scores are selected."""
+    routing in DeepSeek-V3). A group's score is the sum of its --moe-router-group-score-topk highest expert scores. The
+    groups with the highest scores are selected."""
 
     moe_router_group_score_topk: int | None = flag(None, at_least=1, no_effect_without="--moe-router-group-topk")
     """Number of highest expert scores that are summed to obtain a group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3.

@@ -41,17 +41,17 @@ class NormModule(Protocol):
 
 
 class Norm(Protocol):
-    """Makes a norm over the last dim."""
+    """Class or function that creates a norm over the last dim."""
 
     def __call__(self, name: str, size: int, config: Section, ctx: object, partial_over: tuple[str, ...]) -> nn.Module:
         """Create the norm.
 
         Args:
-            name: Prefix of its parameters' names.
+            name: Prefix of the parameter names.
             size: Number of channels.
             config: The layer's `TransformerConfig`.
             ctx: The layer's `megatron.core.tensor_parallel.layers.TPContext`.
-            partial_over: `ParamMeta.partial_over` of its parameters, whose role is "norm".
+            partial_over: `ParamMeta.partial_over` of the parameters, whose role is "norm".
         """
 
 
@@ -111,7 +111,7 @@ class NormConfig:
 
     @property
     def norms_apart(self) -> bool:
-        """True if the MLP's input has a norm of its own, separate from attention's input norm."""
+        """True if the MLP has an input norm that is separate from the input norm of attention."""
         return self.norms_inputs and not (self.parallel_residual and self.parallel_residual_shared_norm)
 
     @property

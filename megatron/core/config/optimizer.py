@@ -134,7 +134,7 @@ class OptimizerConfig(Section):
     """fp16: first value of the dynamic loss scale."""
 
     min_loss_scale: float = 1.0
-    """fp16: the dynamic loss scale never falls below this."""
+    """fp16: minimum of the dynamic loss scale."""
 
     loss_scale_window: int = 1000
     """fp16: consecutive steps without overflow after which the loss scale doubles."""
@@ -147,7 +147,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_anneal(self) -> bool:
-        """True if a flag gives the length of WSD's final anneal."""
+        """True if a flag sets the length of WSD's final anneal."""
         stated = self.lr_wsd_decay_iters, self.lr_wsd_decay_samples, self.lr_wsd_decay_fraction
         return stated != (None, None, None)
 
@@ -193,13 +193,13 @@ class OptimizerConfig(Section):
         return next((name for name in HOST_MEMORY if HOST_MEMORY.facts(name).fraction(self) > 0), None)
 
     def host_ranges(self, owned: Mapping[tuple[int, int], int]) -> Mapping[tuple[int, int], Sequence[range]]:
-        """Return the ranges of a rank's elements whose states are in host memory, by bucket (see
+        """Return the ranges of a rank's elements whose states are in host memory, keyed by bucket (see
         `HostFacts.ranges`)."""
         return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
 
     def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number and size of the device slots for gradients and parameters of ranges in host memory (see
-        `HostFacts.slots`)."""
+        """Return the number and the size of the device slots through which gradients and parameters of ranges in host
+        memory are copied (see `HostFacts.slots`)."""
         return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 
     @cached_property

@@ -32,25 +32,27 @@ class OptimizerFacts:
 
     by_element: bool = False
     """True if the update of an element depends only on this element. States can then be in host memory, and each
-    data-parallel rank can update its shard by itself."""
+    data-parallel rank can update its shard without communication."""
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
-    """Returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. These matrices have
-    separate buffers."""
+    """Function that returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. These
+    matrices have separate buffers."""
 
     others: Callable[..., str] | None = None
-    """Returns the name of the optimizer for all other parameters; None if it is the same."""
+    """Function that returns the name of the optimizer for all other parameters; None if this optimizer updates them
+    too."""
 
     fields: tuple[str, ...] = ()
     """Configuration fields that determine the optimizer of a parameter. A run must use the values of the checkpoint
     that it loads."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """(config, main dtype) -> dtypes in which the optimizer multiplies matrices. All dtypes are given by name."""
+    """Function that maps (config, main dtype) to the dtypes in which the optimizer multiplies matrices. All dtypes are
+    names."""
 
 
 class MakeChain(Protocol):
-    """Make the chain of one parameter."""
+    """Function that creates the chain of one parameter."""
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
         """Return the links of the chain, each a `megatron.core.optimizer.transforms.Transform`. The result must depend
@@ -65,8 +67,8 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Storage format of main parameters and optimizer states, without torch. This base class stores everything in the
-    main dtype."""
+    """Storage format of main parameters and optimizer states, described without torch. This base class stores both in
+    the main dtype."""
 
     optional: tuple[str, ...] = ()
     """Kinds of states that a checkpoint may lack, and that other stores ignore."""
@@ -103,11 +105,11 @@ def _stated(plan: StatePlan) -> StatePlan:
 
 
 class StateStore(Protocol):
-    """Makes a rank's shards of main parameters and optimizer states. The facts of a registered store are a `StatePlan`.
-    If several stores apply, the last one is used."""
+    """Class or function that creates a rank's shards of main parameters and optimizer states. The facts of a registered
+    store are a `StatePlan`. If several stores apply, the last one is used."""
 
     def __call__(self, spec: object) -> object:
-        """Return the `Shard` of a `ShardSpec`, both of `megatron.core.optimizer.optimizer`."""
+        """Return the `Shard` for a `ShardSpec`. Both classes are in `megatron.core.optimizer.optimizer`."""
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)

@@ -23,27 +23,31 @@ class HostFacts:
     """Properties of a store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """OptimizerConfig -> fraction of the elements whose states are kept and updated in host memory."""
+    """Function that maps the `OptimizerConfig` to the fraction of elements whose states are kept and updated in host
+    memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """(OptimizerConfig, bucket -> number of elements that a rank owns) -> bucket -> ranges of these elements whose
-    states are in host memory. A bucket is (buffer number, bucket number in the buffer). Buckets are in the order in
-    which the backward pass completes them."""
+    """Function that returns the ranges of a rank's elements whose states are in host memory, keyed by bucket. Its
+    arguments are the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A bucket is
+    identified by (buffer number, bucket number in the buffer). Buckets are in the order in which the backward pass
+    completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Sizes of the ranges in host memory -> number and size of the device slots through which the gradients and
-    parameters of these ranges are copied; for plans."""
+    """Function that maps the sizes of the ranges in host memory to the number and the size of the device slots through
+    which the gradients and parameters of these ranges are copied. Only plans call it."""
 
     layers: Callable[..., int]
-    """ModelParallelConfig -> number of layers at the start of each stage whose activations are kept in host memory."""
+    """Function that maps the `ModelParallelConfig` to the number of layers at the start of each stage whose activations
+    are kept in host memory."""
 
     with_layers: Callable[..., Section]
-    """(ModelParallelConfig, n) -> a copy that keeps the activations of at most n layers in host memory, for plans."""
+    """Function that maps (ModelParallelConfig, n) to a copy of the configuration that keeps the activations of at most
+    n layers in host memory. Only plans call it."""
 
 
 class HostMemory(Protocol):
-    """Makes the objects that keep optimizer states in host memory and update them there, and that keep saved
-    activations."""
+    """Factory of two objects: one that keeps and updates optimizer states in host memory, and one that keeps saved
+    activations there."""
 
     def update(
         self,
@@ -57,7 +61,7 @@ class HostMemory(Protocol):
         Args:
             config: The `OptimizerConfig`.
             shards: Shards in host memory.
-            chains: The chain that updates each shard.
+            chains: Chain that updates each shard, in the order of `shards`.
             threads: Number of threads.
         """
 
@@ -82,17 +86,17 @@ class UnitFacts:
     """Properties of a unit store."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Returns True if the configuration selects the store."""
+    """Predicate that decides whether the configuration selects the store."""
 
     on_host: bool = True
-    """True if the store keeps parameters and gradients in host memory, for plans."""
+    """True if the store keeps parameters and gradients in host memory. Plans use this value."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
-    """Returns True if the configuration keeps the store's host memory, and that of the optimizer states, in files."""
+    """Predicate that decides whether the host memory of the store and of the optimizer states is in files."""
 
 
 class UnitStoreClass(Protocol):
-    """Make the store of one rank."""
+    """Class or function that creates the unit store of one rank."""
 
     def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
         """Return a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
@@ -109,12 +113,12 @@ class SplitFacts:
     """Properties of a layer split."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Returns True if the configuration selects the split."""
+    """Predicate that decides whether the configuration selects the split."""
 
 
 class StageSplit(Protocol):
-    """Divides the layers unevenly among pipeline stages. `model` is a `TransformerConfig`. All methods except `virtual`
-    raise ValueError, with the flag's name, if the split is invalid."""
+    """Uneven division of the layers among pipeline stages. `model` is a `TransformerConfig`. All methods except
+    `virtual` raise ValueError with the name of the flag if the split is invalid."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
         """Return whether there are several stages per rank."""
@@ -123,10 +127,11 @@ class StageSplit(Protocol):
         """Return the number of stages; None if other flags determine it."""
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
-        """Return the costs of the embedding and the output layer, in layers, given their costs estimated from FLOPs."""
+        """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are these
+        costs as estimated from FLOPs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Map each stage to its number of layers, for the stages whose number is given."""
+        """Map stages to their numbers of layers, for the stages whose number of layers the flags set."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
@@ -251,7 +256,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def offloaded_layers(self) -> int:
-        """Number of layers at the start of each stage whose saved activations the `activation_store` keeps."""
+        """Number of layers, counted from the start of each stage, whose saved activations are in the
+        `activation_store`."""
         name = self.activation_store
         return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
@@ -289,7 +295,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def nests_context(self) -> bool:
-        """True if the context-parallel ranks form two levels: groups of ranks, and the ranks of a group."""
+        """True if the context-parallel ranks form two levels: groups of ranks, and the ranks within each group."""
         return CONTEXT_PARALLEL.facts(self.cp_comm_type).nested and self.context_parallel_size > 1
 
     @property
@@ -359,12 +365,12 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """Return the smallest number of data-parallel ranks for which each unit's matrices have their own bucket; None
-        if matrices never have one."""
+        """Return the smallest number of data-parallel ranks for which the matrices of each unit form a separate bucket;
+        None if they never do."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None
 
     def drops_parameters(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether matrices in unit buckets are complete on the device only around the passes of their unit."""
+        """Return whether matrices in unit buckets are complete on the device only during the passes of their unit."""
         return self.shards_parameters or parallel.unit_store is not None

@@ -1,4 +1,4 @@
-"""Parameter groups with their own learning rate or weight decay, and the rules that form them.
+"""Parameter groups with separate learning rates or weight decays, and the rules that form these groups.
 
 This module does not import torch.
 """
@@ -20,7 +20,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Settings by which the update of some parameters differs from the default."""
+    """Settings in which the updates of a parameter group differ from the default."""
 
     lr_mult: float = 1.0
     """Multiplier of the learning rate."""
@@ -78,7 +78,7 @@ class ParameterRule:
     """True if the rule may change the groups of parameters."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """Return the group of a parameter, given the group that the flags and earlier rules have chosen."""
+        """Return the group of a parameter, given the group that the flags and earlier rules chose."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:
@@ -86,7 +86,7 @@ class ParameterRule:
         return False
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Return the initialization of a parameter, given the one that its role or earlier rules have chosen."""
+        """Return the initialization of a parameter, given the initialization that its role or earlier rules chose."""
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
@@ -99,7 +99,8 @@ class ParameterRule:
 
 
 class BuildsRule(Protocol):
-    """Makes a rule from the `OptimizerConfig` of a run, whose `options(Cls)` are an extension's own flags."""
+    """Class or function that creates a rule from the `OptimizerConfig` of a run. Its `options(Cls)` are the flags of an
+    extension."""
 
     def __call__(self, optimizer: Section) -> ParameterRule: ...
 
@@ -107,11 +108,11 @@ class BuildsRule(Protocol):
 @dataclass(frozen=True)
 class RuleFacts:
     when: Callable[[Section], bool]
-    """Returns True if the rule applies to a run with this `OptimizerConfig`."""
+    """Predicate that decides whether the rule applies to a run with this `OptimizerConfig`."""
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
-"""Registered parameter rules by name. Each rule receives the groups that earlier rules have chosen.
+"""Registered parameter rules by name. Each rule receives the groups that earlier rules chose.
 
     @PARAMETER_RULES.register("small gates", when=lambda optimizer: True)
     class SmallGates(ParameterRule):
@@ -121,7 +122,8 @@ PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
 
 
 def lines_of_groups(groups: Mapping[str, tuple[ParamGroup, int]]) -> Iterable[str]:
-    """Yield a line for each parameter group, given parameter name -> (group, number of elements)."""
+    """Yield a line for each parameter group. The argument maps each parameter name to its group and its number of
+    elements."""
     members: dict[ParamGroup, list[str]] = {}
     for name in sorted(groups):
         members.setdefault(groups[name][0], []).append(name)

@@ -1,4 +1,4 @@
-"""Blends of several datasets, drawn by weight or in proportion to size, and renumbering views of a dataset."""
+"""Blends of several datasets by weight or in proportion to their sizes, and views that renumber a dataset."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset(SampleOrder):
-    """Draws `size` samples in proportion to `weights`, always from the dataset furthest below its share.
-
-    If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
+    """Blend of `size` samples in proportion to `weights`. Each draw is from the dataset that is furthest below its
+    share. If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class BlendedDataset(SampleOrder):
             datasets: Datasets to draw from.
             weights: One weight per dataset; ignored if `size` is None.
             size: Number of samples, or None to use every sample once.
-            cache: Stores the order of the draws.
+            cache: Cache for the order of the draws.
         """
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:
@@ -77,7 +76,7 @@ class BlendedDataset(SampleOrder):
 
 
 class _SameNumbers(SampleOrder):
-    """View of another dataset with the same sample numbers. Subclasses override some properties."""
+    """View of another dataset with the same sample numbers. Subclasses override some of its properties."""
 
     def __init__(self, inner: Dataset) -> None:
         self.inner, self.fingerprint = inner, inner.fingerprint
@@ -91,9 +90,8 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """View of another dataset whose source k becomes source `numbers[k]` of the run, called `names[numbers[k]]`.
-
-    Samples beyond the dataset's end, which only fill a batch, are attributed to the first source.
+    """View of another dataset in which source k has the run's source number `numbers[k]` and the name
+    `names[numbers[k]]`. Samples that pad the last batch beyond the dataset's end are attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:

@@ -24,8 +24,8 @@ from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder, split_tokens
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 
-# Extra samples, relative to its share, that each dataset of a weighted blend provides, because greedy draws may run
-# ahead.
+# Each dataset of a weighted blend provides this fraction of extra samples, because greedy draws may run ahead of its
+# share.
 SURPLUS = 0.005
 SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iters", "test": "--eval-iters"}
 
@@ -38,10 +38,11 @@ class TrainingOrder:
     """Consumed samples of each training source over the phases of a run so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Planned sample counts of the current phase before its plan was extended."""
+    """Sample counts that the current phase planned before each extension of its plan."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Called with each source of the current phase and its prefix before the source is used."""
+    """Function called with each source of the current phase, and the prefix of the source, before the source is
+    used."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -69,18 +70,18 @@ class Demands:
     """Largest sequence length of the run, if it uses several."""
 
     say: Callable[[str], None] = lambda line: None
-    """Receives a message for each dataset that is not divided by documents."""
+    """Function that receives a message for each dataset that is not divided by documents."""
 
 
 class Blend(NamedTuple):
-    """Prefixes and their weights; the weights are None if not given."""
+    """Prefixes and their weights. The weights are None if the flag contains only prefixes."""
 
     prefixes: list[str]
     weights: list[float] | None
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError naming the flag."""
+    """Parse `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError with the name of the flag."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
         raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
@@ -127,7 +128,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets of a run.
 
-    All processes may call this at the same time, without a process group.
+    All processes may call this function at the same time. It needs no process group.
 
     Args:
         config: Paths and options of the data.
@@ -136,7 +137,7 @@ def build_datasets(
         sizes: Number of samples of train, valid and test; None means one epoch.
         eod: End-of-document token, if the tokenizer has one.
         vocab_size: Exclusive upper bound of the token ids, for the data check.
-        demands: Further requirements; only indexed datasets use them.
+        demands: Further requirements of the run, which only indexed datasets use.
 
     Raises:
         ValueError: A flag or file is wrong, a split has no documents, or a token id is outside the vocabulary.
@@ -200,7 +201,7 @@ def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Se
 
 
 class _Builder:
-    """Builds splits. All splits share one open file per indexed dataset."""
+    """Builder of the splits of a run. All splits share one open file per indexed dataset."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int, demands: Demands) -> None:
         self.config = config
@@ -212,7 +213,7 @@ class _Builder:
         self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """Build a split that has its own data paths. A single prefix, even with a weight, is not blended."""
+        """Build a split that has separate data paths. A single prefix is not blended, even if it has a weight."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)
@@ -221,7 +222,7 @@ class _Builder:
         return self.split(split, blend, (1.0,), 0, size)
 
     def split(self, split: str, blend: Blend, shares: Sequence[float], number: int, size: int | None) -> Dataset | None:
-        """Build split `number` of a blend.
+        """Build one split of a blend.
 
         Args:
             split: Name of the split.
@@ -337,7 +338,7 @@ def dividers(config: DatasetConfig) -> list[DividesDocuments]:
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
     """Return (prefix, document share for training, sample share) of each dataset of the training split.
 
-    The sample share is None if there are several datasets without weights, because each is then used completely.
+    The sample share is None for several datasets without weights, because each dataset is then used completely.
     """
     flag = "--data-path"
     values = config.data_path
@@ -367,14 +368,14 @@ def source_lines(
     step: StepShape | None = None,
     other: Callable[[str], str | None] = lambda path: None,
 ) -> Iterator[str]:
-    """Yield a line for each dataset of the training split; errors of unreadable data become lines too.
+    """Yield a line for each dataset of the training split. Errors in reading the data are also reported as lines.
 
     Args:
         config: Paths and options of the data.
         samples: Samples of the run; None means one epoch.
         seq_length: Tokens per sample.
         step: Shape of a step.
-        other: Returns the line of a path that is not an indexed dataset.
+        other: Function that returns the line for a path that is not an indexed dataset.
     """
 
     def with_samples(line: str, lengths: NDArray | None) -> str:

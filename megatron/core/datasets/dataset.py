@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dataset(Protocol):
-    """Interface of a dataset: numbered samples, their tokens and their origin."""
+    """Interface of a dataset, which gives access to numbered samples, their tokens and their origin."""
 
     @property
     def fingerprint(self) -> str:
@@ -34,11 +34,11 @@ class Dataset(Protocol):
         """Return the start of a sample as `dataset:document+token`."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the model inputs of a sample, see `SampleFormat.sample`."""
+        """Return the model inputs of a sample (see `SampleFormat.sample`)."""
 
 
 class StepShape(NamedTuple):
-    """Number of samples in a step, and how they are divided among ranks."""
+    """Number of samples in a step and their division among the ranks."""
 
     samples: int
     replicas: int
@@ -48,11 +48,11 @@ class StepShape(NamedTuple):
 
 
 class Dealer(Protocol):
-    """Assigns the samples of a step to the micro-batches of all replicas. It must be a pure function with the same
-    result on every rank."""
+    """Function that assigns the samples of a step to the micro-batches of all replicas. It must be pure and have the
+    same result on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return [micro-batches, replicas, micro_batch_size], which contains each of `samples` once."""
+        """Return an array [micro-batches, replicas, micro_batch_size] that contains each of `samples` once."""
 
 
 class Datasets(NamedTuple):
@@ -64,7 +64,7 @@ class Datasets(NamedTuple):
 
 
 class BuildDatasets(Protocol):
-    """Builds a run's datasets."""
+    """Function that builds the datasets of a run."""
 
     def __call__(self, config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
         """Build the datasets. `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them from a

@@ -44,7 +44,7 @@ class TextDataset(ABC):
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the source number in the blend of each sample, [samples]; 0 outside blends."""
+        """Return the source number of each sample in the blend [samples]; 0 outside blends."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
@@ -54,7 +54,7 @@ class TextDataset(ABC):
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
         """Return (document, first token, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
 
-        Empty if the dataset does not know the parts.
+        The list is empty if the parts are unknown.
         """
         return []
 
@@ -64,13 +64,13 @@ class Pieces:
     """Parts of documents of an indexed dataset, used instead of whole documents."""
 
     documents: NDArray[np.int64]
-    """[n]: document of each piece."""
+    """Document of each piece [n]."""
 
     starts: NDArray[np.int64]
-    """[n]: first token of each piece in its document."""
+    """Position of each piece's first token in its document [n]."""
 
     lengths: NDArray[np.int64]
-    """[n]: number of tokens in each piece."""
+    """Number of tokens in each piece [n]."""
 
     digest: str
     """Hash of the inputs that determine the three arrays."""
@@ -98,19 +98,19 @@ class DocumentSamples(TextDataset):
         Args:
             indexed: Dataset of the documents.
             documents: Documents of the split, or pieces of documents.
-            format: Converts tokens to model inputs.
+            format: Converter from tokens to model inputs.
             of_split: Name of the split, for messages.
             fewest: Minimum number of tokens.
 
         Raises:
-            ValueError: The documents hold fewer than `fewest` tokens.
+            ValueError: The documents contain fewer than `fewest` tokens.
         """
         self.indexed = indexed
         self.format = format
         if indexed.dtype.kind not in "iu":
             raise ValueError(
                 f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
-                "make it with tools/preprocess_data.py"
+                "create it with tools/preprocess_data.py"
             )
         assert indexed.checked
         self.pieces = None if isinstance(documents, range) else documents
@@ -136,7 +136,8 @@ class DocumentSamples(TextDataset):
 
     @abstractmethod
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return (document, first token, tokens) of the pieces that the first `taken` samples do not use as input."""
+        """Return (document, first token, number of tokens) of the pieces that the first `taken` samples do not use as
+        input."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
         """Return the document that contains token `offset` of a document or piece, and the token's position in it."""
@@ -197,13 +198,13 @@ class GPTDataset(DocumentSamples):
             indexed: Dataset of the documents.
             documents: Documents of the split, or pieces of documents.
             samples: Minimum number of samples, or None for one epoch.
-            format: Converts tokens to model inputs.
+            format: Converter from tokens to model inputs.
             seed: Seed of the sample order.
             split: Name of the split, for messages.
-            cache: Stores the index files.
+            cache: Cache for the index files.
 
         Raises:
-            ValueError: The documents hold too few tokens, or token ids outside the vocabulary.
+            ValueError: The documents contain too few tokens, or token ids outside the vocabulary.
         """
         super().__init__(indexed, documents, format, split, 1 if samples is not None else format.seq_length + 1)
         self.plan = plan_epochs(self.tokens, samples, format.seq_length)
@@ -246,7 +247,7 @@ class GPTDataset(DocumentSamples):
         ends = np.cumsum(self.lengths[index.document_index], dtype=np.int64)
         begins = np.append(0, ends[:-1])
         numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
-        left = np.append(numbers, self.samples)  # the last one: tokens after all samples
+        left = np.append(numbers, self.samples)  # the last entry: tokens after all samples
         first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of consecutive samples
         runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
         run = np.searchsorted(runs, begins, side="right") - 1
@@ -261,7 +262,8 @@ class GPTDataset(DocumentSamples):
 
 
 class SampleMaker(Protocol):
-    """Makes at least `samples` samples from documents, or (None) one epoch; `GPTDataset` is an example."""
+    """Function or class that makes at least `samples` samples from documents, or one epoch if `samples` is None.
+    `GPTDataset` is an example."""
 
     def __call__(
         self,
@@ -284,8 +286,7 @@ class DividesDocuments(Protocol):
         """Return the class that composes samples from documents, or None if no flag selects one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Return a line, for logs and plans, that describes the samples made from documents of these lengths and the
-        run's steps.
-
-        `lengths` [documents] is None if the lengths are not known yet. Returns None if no flag applies.
+        """Return a line for logs and plans that describes the samples made from documents of these lengths, and the
+        steps of the run. `lengths` [documents] is None if the document lengths are unknown. Returns None if no flag
+        applies.
         """

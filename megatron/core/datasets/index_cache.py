@@ -1,10 +1,10 @@
-"""Cache of index files: built once, memory-mapped by every process of a node, named by a content hash.
+"""Cache of index files, which are built once and memory-mapped by every process of a node.
 
-The name contains a hash of everything that determines the content, so a stale file is never read. A file is written
-under a temporary name, synced and renamed, so an existing file is complete. It ends with a checksum of its array, which
-each process verifies. A changed or damaged file is built again. Each process checks by itself whether the files exist,
-which works with one disk per node and with a shared disk. A lock on the folder lets one process build while the others
-wait. Without locks, as on some network disks, processes build the same files concurrently.
+A file name contains a hash of everything that determines the content, so a stale file is never read. A file is written
+under a temporary name, synced and renamed, so an existing file is complete. Each file ends with a checksum of its
+array. Every process verifies the checksum. A changed or damaged file is rebuilt. Each process checks whether the files
+exist. This works with one disk per node and with a shared disk. A lock on the folder lets one process build while the
+others wait. Without locks, as on some network disks, processes build the same files concurrently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Version number, increased whenever the same inputs give a different index.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 18
-# Marks the checksum, which follows the array in a file. numpy ignores bytes after the array.
+# This marker precedes the checksum, which follows the array in a file. numpy ignores bytes after the array.
 CHECKSUM = b"\nCRC32 "
 # Seconds after which an unmodified temporary file counts as abandoned.
 ABANDONED = 24 * 3600
@@ -52,7 +52,7 @@ def array_digest(array: NDArray) -> str:
 def array_checksum(array: NDArray) -> int:
     """Return the CRC-32 of the CRC-32s of an array's blocks, computed in threads: about 0.3 s per GB on one core.
 
-    It detects damage, not tampering.
+    The checksum detects damage but not tampering.
     """
     return zlib.crc32(_of_blocks(lambda block: zlib.crc32(block).to_bytes(4, "little"), array))
 
@@ -71,7 +71,7 @@ class IndexCache:
     """A folder of index files.
 
     If `folder` is None, the cache uses `default`, a folder next to the data. If that folder is not writable, indices
-    stay in memory, with a warning. It is an error if a given `folder` is not writable.
+    stay in memory, with a warning. If `folder` is given but not writable, the cache raises an error.
     """
 
     def __init__(self, folder: str | None, default: str) -> None:
@@ -89,10 +89,10 @@ class IndexCache:
         """Map arrays from their files, or build and write them. Each array is written while the next one is built.
 
         Args:
-            names: Names of the arrays, in the order in which `build` yields them.
+            names: Names of the arrays, in the order in which `build` yields the arrays.
             label: Readable part of the file names.
             description: Everything that determines the content; its hash is part of the file names.
-            build: Yields the arrays.
+            build: Function that yields the arrays.
             made_from: Source paths, which are stored with the arrays for human readers and are not part of the hash.
         """
         stem = f"{content_hash(description)}-{label}"
@@ -105,7 +105,7 @@ class IndexCache:
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("the folder is not writable")
             with folder_lock(self.folder):
-                found = self._load(stem, names)  # another process may have built them in the meantime
+                found = self._load(stem, names)  # Another process may have built the files in the meantime.
                 if found is None:
                     _sweep(self.folder)
                     told = {**description, "made_from": list(made_from)}
@@ -208,7 +208,7 @@ def _save_whole(array: NDArray, path: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete partial files of killed builders that are too old to be in progress."""
+    """Delete the temporary files of killed processes. A file counts as abandoned if it is too old to be in progress."""
     for path in folder.glob(".*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED:
@@ -217,7 +217,8 @@ def _sweep(folder: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's advisory lock if the file system supports locks. The process's exit releases the lock."""
+    """Hold the advisory lock of the folder if the file system supports locks. The lock is released when the process
+    exits."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -1,6 +1,7 @@
-"""Reader and writer of indexed datasets: `PREFIX.bin` holds token ids, `PREFIX.idx` the position of each sequence.
+"""Reader and writer of indexed datasets. `PREFIX.bin` holds the token ids, and `PREFIX.idx` holds the position of each
+sequence.
 
-`.bin` holds token ids back to back, little endian, one dtype. `.idx` holds
+`.bin` holds the token ids contiguously, in little-endian order and in a single dtype. `.idx` holds
 
     9 bytes   b"MMIDIDX\\0\\0"
     uint64    version, 1
@@ -37,7 +38,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
-# Values processed at a time, which bounds the memory for an index.
+# Number of values processed at a time. It bounds the memory needed for an index.
 BLOCK = 1 << 20
 
 
@@ -49,9 +50,9 @@ def strip_suffix(prefix: str) -> str:
 class IndexedDataset:
     """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped; sequences are read on request.
 
-    `.bin` is read instead of mapped, because training reads documents in random order. With a memory map, read-ahead is
-    wasted (measured: at least 10 times slower if the file is not in memory), page faults hold the interpreter lock, and
-    a truncated file kills the process.
+    `.bin` is read with explicit reads instead of a memory map, because training reads documents in random order. With a
+    memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory), page faults hold
+    the interpreter lock, and a truncated file kills the process.
 
     Opening reads the header only. Raises ValueError, with the actual and the expected value, if a file is missing,
     truncated or in another format, or if the two files do not belong together.
@@ -95,7 +96,7 @@ class IndexedDataset:
         return np.frombuffer(_map(self.prefix + ".bin", self.prefix), self.dtype)
 
     def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
-        """Return token ids [start, stop) of a sequence, at most to its end. Thread-safe."""
+        """Return token ids [start, stop) of a sequence, up to the end of the sequence. Thread-safe."""
         length = int(self.lengths[index])
         stop = length if stop is None else min(stop, length)
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
@@ -104,7 +105,7 @@ class IndexedDataset:
         """Read `count` token ids from file position `first`. Raises OSError if the file is too short."""
         size = count * self.dtype.itemsize
         data = self._pread(first * self.dtype.itemsize, size)
-        while len(data) < size:  # one read returns at most 2 GB
+        while len(data) < size:  # A single read returns at most 2 GB.
             more = self._pread(first * self.dtype.itemsize + len(data), size - len(data))
             if not more:
                 raise OSError(

@@ -1,4 +1,5 @@
-"""Order of samples, equal to Megatron-LM's for the same documents, seed and sizes. Numpy only, no disk access.
+"""Order of samples, equal to Megatron-LM's for the same documents, seed and sizes. This module uses only numpy and does
+not access the disk.
 
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
 STREAM = 1 << 18
-"""Number of documents of a stream, or draws of a blend, that are processed at a time."""
+"""Number of documents of a stream, or of draws of a blend, processed at a time."""
 
-# For blends: draws per block, extra draws before a block that correct a wrong guess, and the limit of counts in
-# parallel blocks.
+# Constants for blends: the number of draws per block, the number of early draws that correct a wrong guess, and the
+# maximum number of counts in parallel blocks.
 BLOCK = 1 << 10
 LEAD = 1 << 7
 CELLS = 1 << 16
@@ -90,17 +91,15 @@ class GPTIndex(NamedTuple):
     """Arrays that map a sample number to positions in documents."""
 
     document_index: NDArray
-    """[E * documents] document numbers, in the order of the token stream."""
+    """Document numbers [E * documents], in the order of the token stream."""
 
     sample_index: NDArray
-    """Start positions of samples.
-
-    [samples + 1, 2]: position in the document index, and offset in that document, where each sample starts. If
-    `finds_starts`, [E * documents] instead: number of stream tokens up to the end of each document.
+    """Start of each sample [samples + 1, 2]: position in the document index, and offset in that document. If
+`finds_starts`, the array is instead [E * documents]: the number of stream tokens up to the end of each document.
     """
 
     shuffle_index: NDArray
-    """[samples]: stream position of each drawn sample."""
+    """Stream position of each drawn sample [samples]."""
 
     def start(self, number: int, seq_length: int) -> tuple[int, int]:
         """Return the position in the document index, and the offset in that document, at which stream sample `number`
@@ -117,8 +116,8 @@ class GPTIndex(NamedTuple):
 MANY_SAMPLES = 4
 """Number of samples per document above which sample starts are computed on access instead of stored.
 
-Storing all starts, two numbers each, would take more memory and time than everything else, no matter how few samples a
-run reads.
+Storing the starts of all samples, with two numbers for each, would take more memory and time than everything else, even
+if a run reads few samples.
 """
 
 
@@ -166,8 +165,8 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
     """Return the start of each sample in the document stream, plus one row for the end, [samples + 1, 2].
 
-    Processes the stream in parts, so it needs little memory beyond the result. A thread looks up the lengths of the
-    next part.
+    The stream is processed in parts, which needs little memory beyond the result. Meanwhile, a thread looks up the
+    lengths of the next part.
 
     Args:
         lengths: Document lengths of the dataset.
@@ -180,7 +179,7 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
     for first, part, ends in _lengths_in_parts(lengths, document_index):
         ends += tokens
         tokens = int(ends[-1])
-        stop = min(samples + 1, -(-tokens // seq_length))  # samples that start before the end of the part
+        stop = min(samples + 1, -(-tokens // seq_length))  # These samples start before the end of the part.
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
         # side="right" selects the document that contains the token and skips empty ones
         where = np.searchsorted(ends, starts, side="right")
@@ -241,7 +240,8 @@ class BlendIndex(NamedTuple):
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """Build a greedy blend: each draw goes to the dataset furthest below its share, the first one on a tie."""
+    """Build a greedy blend. Each draw is from the dataset furthest below its share; on a tie, from the first such
+    dataset."""
     choice = _blend(weights, size)
     return BlendIndex(choice, _nth_of_each(choice, len(weights)))
 
@@ -263,11 +263,12 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """Draw all samples of a blend: blocks run in parallel, each from a guess of the counts before it.
+    """Draw all samples of a blend. Blocks of draws run in parallel, and each block starts from a guess of the previous
+    counts.
 
     The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's counts
     after these early draws equal the counts at the end of the previous block, its draws are correct, by induction from
-    the first block. Otherwise they are drawn again one by one from the correct counts.
+    the first block. Otherwise, the samples of the block are drawn again one by one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)
@@ -287,8 +288,8 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
 def _draw_side_by_side(
     weights: Sequence[float], starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64]]:
-    """Return (draws [blocks, BLOCK], counts before them, counts after them [blocks, datasets]) of the blocks at
-    `starts`."""
+    """Return the draws [blocks, BLOCK] of the blocks at `starts`, and the counts before and after each block [blocks,
+    datasets]."""
     share, draw = np.array(weights, np.float64), starts - LEAD
     quota = share * draw[:, None]
     taken = np.floor(quota)
@@ -312,7 +313,7 @@ def _draw_side_by_side(
 def _draw(
     weights: Sequence[float], draws: range, taken: NDArray[np.float64], limits: Sequence[int] | None = None
 ) -> NDArray[np.int16]:
-    """Apply the rule one draw at a time.
+    """Apply the greedy rule one draw at a time.
 
     `taken` holds the counts of previous draws and is updated. A dataset at its limit is not drawn again.
     """
@@ -333,7 +334,7 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """Return, for each draw, the number of earlier draws from the same dataset. Processes the draws in parts."""
+    """Return, for each draw, the number of earlier draws from the same dataset. The draws are processed in parts."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(choice), STREAM):

@@ -20,7 +20,7 @@ class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
     Sample i depends on (seed, split, i) only. The map is a permutation that depends only on the seed. A model that has
-    learnt the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
+    learned the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:
@@ -35,7 +35,7 @@ class MockGPTDataset(TextDataset):
         )
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample. Every sample is a document."""
+        """Return the start of a sample. Every sample is a separate document."""
         return f"mock:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:

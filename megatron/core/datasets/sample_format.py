@@ -12,7 +12,7 @@ Sample = dict[str, NDArray | None]
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """Converts the token ids of a sample to model inputs. The three boolean options need `eod`."""
+    """Converter from the token ids of a sample to model inputs. The three boolean options require `eod`."""
 
     seq_length: int
     eod: int | None = None
@@ -21,7 +21,7 @@ class SampleFormat:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     pad: int | None = None
-    """Padding token, whose predictions do not count in the loss."""
+    """Padding token, which is excluded from the loss."""
 
     def __post_init__(self) -> None:
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):

@@ -13,14 +13,14 @@ from megatron.core.datasets.sample_format import Sample
 
 
 class SampleOrder(TextDataset):
-    """Renumbers the samples of other datasets.
+    """Base class of datasets that renumber the samples of other datasets.
 
-    Subclasses implement `place`. A sample's inputs, tokens, origin and document pieces follow from `place`.
+    Subclasses implement `place`. `place` determines the inputs, tokens, origin and document pieces of a sample.
     """
 
     @abstractmethod
     def place(self, index: int) -> tuple[Dataset, int]:
-        """Return (dataset, sample number in it) of a sample."""
+        """Return the dataset that contains a sample, and the number of the sample in that dataset."""
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.place(index)
@@ -39,8 +39,8 @@ class SampleOrder(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """Return the source number of each sample, [samples]; 0 if the dataset does not know the source, or if the sample
-    is beyond the dataset's end."""
+    """Return the source number of each sample [samples]; 0 if the source is unknown or the sample is beyond the end of
+    the dataset."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)
@@ -49,5 +49,5 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
 
 
 def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
-    """Return `TextDataset.documents_of`, or an empty list if the dataset does not know the parts."""
+    """Return the parts of a sample as `TextDataset.documents_of` does; an empty list if the parts are unknown."""
     return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []

@@ -49,11 +49,10 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 
 
 class DataIterator:
-    """Returns the micro-batches of a data-parallel rank, step by step.
-
-    With `num_workers` > 0, threads prepare them ahead of the step. Threads are sufficient: they read and copy without
-    the interpreter lock, so a single thread prepares samples faster than training consumes them. Worker processes would
-    have to be forked from a process with gloo and CUDA threads, would need shared memory, and could outlive the run.
+    """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
+    the micro-batches ahead of the step. Threads are sufficient. They read and copy without the interpreter lock, so a
+    single thread prepares samples faster than training consumes samples. Worker processes, in contrast, would be forked
+    from a process with gloo and CUDA threads. They would need shared memory and could outlive the run.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class DataIterator:
         """Create the iterator.
 
         Args:
-            dataset: Samples; several threads may read it at once.
+            dataset: Dataset of the samples. Several threads may read it at once.
             micro_batch_size: Samples per micro-batch.
             dp_rank: Data-parallel rank.
             dp_size: Number of data-parallel ranks.
             num_workers: Number of prefetch threads; 0 reads in the calling thread.
             name: Name of the data in error messages.
-            pin_memory: Copy micro-batches to pinned memory.
+            pin_memory: Whether to copy micro-batches to pinned memory.
         """
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_workers >= 0
         self.dataset = dataset
@@ -90,14 +89,15 @@ class DataIterator:
         """True to add `source_ids` [b], the source number of each sample, to micro-batches."""
 
         self.end = len(dataset)
-        """First sample number that must not be used or prefetched."""
+        """Sample number from which on samples must be neither used nor prefetched."""
 
         self.waited = 0.0
-        """Seconds that callers of `next_step` have waited for samples that were not ready."""
+        """Total time in seconds that callers of `next_step` waited for samples."""
 
         self._pool = None
         if num_workers:
-            # A thread starts on device 0. Without this, pinning would create a context of every rank on that device.
+            # A thread starts on device 0. Without this call, pinning memory would create a CUDA context of every rank
+            # on that device.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
@@ -113,8 +113,8 @@ class DataIterator:
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
-        Consecutive steps are prefetched, regardless of their batch sizes; any other start is also legal. Raises
-        ValueError if the dataset ends before the step does.
+        Consecutive steps are prefetched, regardless of their batch sizes. A step may also start at any other sample.
+        Raises ValueError if the dataset ends within the step.
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size
@@ -133,7 +133,8 @@ class DataIterator:
         return prepared
 
     def prepare_step(self, consumed_samples: int, global_batch_size: int) -> None:
-        """Prepare the micro-batches of a step before it begins, and wait for them. Does nothing without workers."""
+        """Prepare the micro-batches of a step before the step begins, and wait until they are ready. Without workers,
+        this method does nothing."""
         step = range(consumed_samples, consumed_samples + global_batch_size)
         if self._pool is None or step.stop > self.end:
             return
@@ -150,7 +151,7 @@ class DataIterator:
             self.end, self.micro_batch_size = end, micro_batch_size
 
     def close(self) -> None:
-        """Stop the worker threads and drop prefetched micro-batches."""
+        """Stop the worker threads and discard prefetched micro-batches."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
@@ -175,7 +176,7 @@ class DataIterator:
                 wait([future])
                 self.waited += time.perf_counter() - began
             found.append(future.result())
-        self._schedule(max(self._depth, len(wanted)), len(step))  # prefetch a whole step of the same size
+        self._schedule(max(self._depth, len(wanted)), len(step))  # Prefetch a whole step of the same size.
         return found
 
     def _schedule(self, depth: int, batch_size: int) -> None:

@@ -1,9 +1,9 @@
 """Sample order of each training source over all phases and extensions of a run.
 
 Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
-shuffled together and whether the last one is shuffled separately. With that order, a run that requests more samples
-later would repeat some samples and skip others. Here an order never changes once it has started. It is a list of
-segments:
+shuffled together and whether the last epoch is shuffled separately. With that order, a run that requests more samples
+later would repeat some samples and skip others. In contrast, an order of this module never changes once it has started.
+It is a list of segments:
 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
@@ -27,7 +27,7 @@ from megatron.core.datasets.sample_order import SampleOrder
 
 
 class SourceOrder:
-    """The order of one source: its segments so far, and how many of their samples were consumed."""
+    """Order of one source: its segments so far, and the number of consumed samples."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class SourceOrder:
             documents: Documents of the split, or pieces of documents.
             seed: Seed of the first segment.
             split: Name of the split, for messages.
-            cache: Stores the index files.
-            make: Makes the samples of a segment.
+            cache: Cache for the index files.
+            make: Function that makes the samples of a segment.
         """
         self.indexed = indexed
         self.make = make
@@ -68,7 +68,8 @@ class SourceOrder:
         return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
 
     def view(self, format: SampleFormat, planned: Sequence[int | None]) -> TextDataset:
-        """Return the next samples: at least the last number in `planned`, or one epoch if that is None.
+        """Return the next samples: at least as many as the last number in `planned`, or one epoch if the last number is
+        None.
 
         `planned` lists the requested sample counts in order, one for each extension of the plan. Raises ValueError as
         GPTDataset does.
@@ -103,7 +104,7 @@ class SourceOrder:
 
 
 class _View(SampleOrder):
-    """The samples of some segments, starting at number `first`."""
+    """Dataset of the samples of some segments, starting at sample number `first`."""
 
     def __init__(self, segments: Sequence[DocumentSamples], first: int) -> None:
         self.segments = list(segments)
@@ -128,7 +129,8 @@ def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[boo
     Args:
         lengths: Tokens of each document.
         shares: Share of each split.
-        wanted: True for splits that need at least `block` tokens, which the largest split gives up if necessary.
+        wanted: True for splits that need at least `block` tokens. If necessary, these tokens are taken from the largest
+            split.
         block: Minimum number of tokens.
 
     Returns:

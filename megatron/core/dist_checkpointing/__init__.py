@@ -1,1 +1,2 @@
-"""Sharded checkpoints that load under any layout. `state_dict` defines their content, `storage` their format."""
+"""Sharded checkpoints that load under any layout. `state_dict` defines the content of a checkpoint, and `storage` its
+format."""

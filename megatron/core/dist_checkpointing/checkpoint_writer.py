@@ -1,9 +1,10 @@
-"""Asynchronous checkpoint saves: stages state in host memory, writes on a thread, retries, reports, deletes old saves.
+"""Asynchronous checkpoint saves. The writer stages state in host memory, writes it on a thread, retries after errors,
+reports results and deletes old checkpoints.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
 training never uses. `storage.save` raises on every rank or on none, so all ranks know the reason for a failure and
-retry together. Earlier checkpoints always stay untouched. The recorded latest iteration never decreases below an
-iteration that another run has written since this one started.
+retry together. A failed save never changes earlier checkpoints. If another run has recorded a later iteration since
+this run started, this run does not replace it with an earlier iteration.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ Cleanup = Callable[[PurePath, int, Collection[PurePath]], None]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of one attempt to save. The result is the same on every rank, except for the seconds."""
+    """Result of one attempt to save. The result is the same on every rank, except for `seconds`."""
 
     iteration: int
     seconds: float
-    """Seconds since `CheckpointWriter.save` was called."""
+    """Time in seconds since `CheckpointWriter.save` was called."""
 
     error: str | None = None
     attempts_left: int = 0
     complete: bool = True
-    """True if the checkpoint was written; `error` then refers to the deletion of old checkpoints."""
+    """True if the checkpoint was written; an `error` then refers to the deletion of old checkpoints."""
 
 
 class CheckpointWriter:
@@ -48,7 +49,7 @@ class CheckpointWriter:
 
     attempts = 3
     pause = 2.0
-    """Seconds between two attempts."""
+    """Time in seconds between two attempts to save."""
 
     def __init__(
         self, root: PurePath, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()
@@ -58,7 +59,7 @@ class CheckpointWriter:
         Args:
             root: Folder of the run's checkpoints.
             world: All ranks that save.
-            background: Write on a thread instead of within `save`.
+            background: Whether to write on a thread instead of within `save`.
             cleanups: Functions that delete older checkpoints after a save, on one rank. Each receives `root`, the saved
                 iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. They may
                 raise OSError.
@@ -67,9 +68,9 @@ class CheckpointWriter:
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Contents of the latest-checkpoint file that this run has written, or found at its start."""
+        """Contents of the latest-checkpoint file that this run wrote or, before its first save, found at its start."""
         self._world = world
-        if world.size > 1:  # a separate group, because two threads must not share one
+        if world.size > 1:  # A separate group is needed, because two threads must not share a group.
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
         self._staging = HostStaging()
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
@@ -77,14 +78,14 @@ class CheckpointWriter:
         self._crash: BaseException | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocate the staging memory in the background. Without this call the first save allocates it."""
+        """Allocate the staging memory in the background. Without this call, the first save allocates the memory."""
         if self.background:
             self._staging.prepare(tensors)
 
     def save(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Wait for the previous save and start a new one. A foreground save has finished when this returns.
+        """Wait for the previous save and start a new save. A foreground save is complete when this method returns.
 
-        `tensors` may change once this returns. `payload` is written as JSON and must not change.
+        `tensors` may change once this method returns. `payload` is written as JSON and must not change.
         """
         began = time.perf_counter()
         self.wait()
@@ -172,9 +173,9 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """A host buffer for everything that this rank writes, reused by every save; pinned if the state is on a GPU.
-
-    It is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a power of two.
+    """Host buffer for everything that this rank writes. All saves reuse the buffer, which is pinned if the state is on
+    a GPU. The buffer is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a power
+    of two.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ class HostStaging:
 
         def take() -> None:
             if device is not None:
-                torch.cuda.set_device(device)  # pinning applies to the device of the thread
+                torch.cuda.set_device(device)  # Pinning applies to the current device of the thread.
             self._reserve(sum(map(_padded, every)), pin=device is not None)
             self._buffer.zero_()
 
@@ -198,7 +199,7 @@ class HostStaging:
         self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
-        """Copy everything that this rank writes and wait for these copies only. The result is valid until the next
+        """Copy everything that this rank writes, and wait only for these copies. The result is valid until the next
         call."""
         self.wait()
         boxes = _written(tensors)
@@ -247,7 +248,7 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Map key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first is
+    """Return key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first is
     kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 

@@ -1,9 +1,9 @@
-"""Writers of a checkpoint's data files: one tensor after another, each in `torch.save` format.
+"""Writers of a checkpoint's data files, which contain one tensor after another in `torch.save` format.
 
-With many small tensors, a save would spend most of its time in `torch.save`, which makes a zip archive and a pickle per
-tensor, and a load in `torch.load`. Archives of tensors with the same dtype, shape and strides differ only in the
-tensor's data, so the writer assembles them from a template. The bytes in the file are the same. A reader that finds a
-template's bytes around the data does not unpickle the archive.
+With many small tensors, a save would spend most of its time in `torch.save`, which creates a zip archive and a pickle
+for each tensor. A load would spend most of its time in `torch.load`. Archives of tensors with the same dtype, shape and
+strides differ only in the tensor's data, so the writer assembles them from a template. The bytes in the file are the
+same as those of `torch.save`. A reader that finds a template's bytes around the data does not unpickle the archive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
-"""Maximum size in bytes of tensors written from a template. A larger archive takes longer to write than to pickle."""
+"""Maximum size in bytes of tensors written from a template. For larger tensors, pickling takes less time than
+writing."""
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a tensor."""
@@ -46,8 +47,8 @@ class StoredFiles(FileSystem):
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
-        """Maps a file name to the ranges that will be read next, from front to back; no other range of the file is
-        read."""
+        """Ranges that will be read next, keyed by file name. Each file is read from front to back, and only in these
+        ranges."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -65,7 +66,7 @@ class StoredFiles(FileSystem):
 
 
 class SummedFiles(StoredFiles):
-    """File system for DCP's writers: files of an unpublished folder, with their checksums.
+    """File system for DCP's writers. It contains the files of an unpublished folder, and their checksums.
 
     DCP writes the index under a temporary name and then renames it. This class writes the index directly under its
     final name, because the folder is published as a whole.
@@ -98,11 +99,12 @@ class SummedFiles(StoredFiles):
         """Do nothing: the folder already exists."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # existing files come from this save
+        return False  # Existing files were written by this save.
 
 
 class Templates:
-    """Archive templates by kind of tensor, made when a kind is requested for the second time."""
+    """Archive templates, keyed by kind of tensor. A template is created when its kind is requested for the second
+    time."""
 
     def __init__(self) -> None:
         self._made: dict[Kind, Template | None] = {}
@@ -119,7 +121,7 @@ class Templates:
 
 
 class TensorFormat:
-    """Writes tensors in `torch.save` format, from a template where one exists."""
+    """Writer of tensors in `torch.save` format. It uses a template if the kind of tensor has one."""
 
     def __init__(self) -> None:
         self._templates = Templates()
@@ -211,10 +213,10 @@ def item_bytes(item: WriteItem) -> int:
 
 
 class DataWriter(dcp.FileSystemWriter):
-    """Resolves, writes and frees one tensor after another, in plan order."""
+    """DCP writer that resolves, writes and frees one tensor after another, in plan order."""
 
     file_bytes: float = inf
-    """Size in bytes from which a new file is started."""
+    """File size in bytes at which the writer starts a new file."""
 
     def __init__(self, folder: PurePath) -> None:
         # Files are synced when they are closed; DCP would sync them before Python's buffer is flushed. Without
@@ -245,7 +247,7 @@ class DataWriter(dcp.FileSystemWriter):
                 start = 0
                 while items and start < self.file_bytes:
                     item, data = items.pop(), next(resolved)
-                    if isinstance(data, io.BytesIO):  # an object that the planner has pickled
+                    if isinstance(data, io.BytesIO):  # This is an object that the planner has pickled.
                         stream.write(data.getvalue())
                     else:
                         written.write(data.detach().cpu(), cast("IO[bytes]", stream))

@@ -50,8 +50,8 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """Reads DCP's index once, and unpickles only the types of a tensor index. Each tensor's part of a file is checked
-    before torch unpickles it."""
+    """Reader that reads DCP's index once, and unpickles only the types of a tensor index. Each tensor's part of a file
+    is checked before torch unpickles it."""
 
     def __init__(self, folder: PurePath) -> None:
         super().__init__("")
@@ -63,7 +63,7 @@ class IndexReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan: small tensors by template, everything else through DCP.
 
-        Both ways read each file from front to back, so hardly any byte of a remote file is requested twice.
+        Both methods read each file from front to back, so hardly any byte of a remote file is requested twice.
         """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}
@@ -72,7 +72,7 @@ class IndexReader(dcp.FileSystemReader):
                 kind, info = self._small_kind(item), self.storage_data[item.storage_index]
                 if kind is None or (template := self._template(kind)) is None:
                     continue
-                if info.length == archive_bytes(kind, template):  # with forged lengths, the file is not read either
+                if info.length == archive_bytes(kind, template):  # If the lengths are forged, the file is not read.
                     by_file.setdefault(info.relative_path, []).append((item, kind, template))
         self._announce([item for items in by_file.values() for item, _, _ in items])
         read = {id(item) for name, items in by_file.items() for item in self._read_small(name, items, planner)}
@@ -107,7 +107,7 @@ class IndexReader(dcp.FileSystemReader):
                     yield item
 
     def _small_kind(self, item: ReadItem) -> Kind | None:
-        """Return the kind of a small tensor according to the index; None for anything else."""
+        """Return the kind of a small tensor according to the index; None for larger tensors and other items."""
         at, info = item.storage_index, self.storage_data[item.storage_index]
         entry = self.read_metadata().state_dict_metadata.get(at.fqn)
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata) or at.index is None:
@@ -157,11 +157,11 @@ INDEX_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-"""Mapping from a module to those of its names that a tensor index may contain."""
+"""Names that a tensor index may contain, keyed by module."""
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Mapping from (module, name) of another program's class to the index class that is read instead."""
+"""Index class to read in place of a class of another program, keyed by the module and name of that class."""
 
 
 class IndexUnpickler(pickle.Unpickler):

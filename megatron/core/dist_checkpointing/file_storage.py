@@ -1,8 +1,8 @@
 """Storage of a run's files: the local disk, or a URL scheme that an extension registers. This module does not import
 torch.
 
-A path only names a file. `storage_of(path)` returns the object that lists, reads, writes, publishes and removes files.
-A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
+A path object only names a file. `storage_of(path)` returns the storage, which lists, reads, writes, publishes and
+removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
 
 A folder is published as a whole. `begin` prepares it, its files are written below `scratch`, and `publish` makes it
 visible under its final name. On the local disk, publishing is a rename. Object stores have no rename, so the folder
@@ -49,11 +49,10 @@ class UrlPath(PurePosixPath):
 
 
 class Storage(Protocol):
-    """Base class of storages: the files of one URL scheme. Subclasses implement `names` to `remove`.
-
-    The other methods have default implementations based on these; override them if the storage supports a better one.
-    All methods raise OSError and may be called from several threads and processes. A folder exists as long as it
-    contains a file.
+    """Base class of storages: the files of one URL scheme. Subclasses implement the methods from `names` to `remove`.
+    The other methods have default implementations based on these methods. Override a default if the storage supports a
+    better implementation. All methods raise OSError and may be called from several threads and processes. A folder
+    exists if and only if it contains a file.
     """
 
     scheme: str
@@ -110,7 +109,7 @@ class Storage(Protocol):
         self.write(path, data)
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read part of a file that never changes and that all processes of the host read.
+        """Read part of a file that never changes. All processes of the host may read the file.
 
         The default implementation calls `read` and caches nothing.
         """
@@ -124,7 +123,7 @@ class Storage(Protocol):
         return copy
 
     def cache_folder(self, path: PurePath) -> Path:
-        """Return a local folder for files that are computed from a stored one."""
+        """Return a local folder for files that are computed from a stored file."""
         return Path(tempfile.gettempdir()) / f"megatron-{self.scheme}-{os.getuid()}"
 
     def exists(self, path: PurePath) -> bool:
@@ -136,7 +135,8 @@ class Storage(Protocol):
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Open a file for reading `ranges` from front to back, and hardly anything else. Raises FileNotFoundError."""
+        """Open a file for reading `ranges` from front to back. Hardly any other part of the file is read. Raises
+        FileNotFoundError."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -146,32 +146,31 @@ class Storage(Protocol):
         return size
 
     def create(self, path: PurePath) -> IO[bytes]:
-        """Open a new file for sequential writing. It is complete and durable once closed.
-
-        The default implementation keeps the content in memory until then.
+        """Open a new file for sequential writing. The file is complete and durable once it is closed. The default
+        implementation keeps the content in memory until the file is closed.
         """
         return _Upload(self, path)
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to a file, which is created if missing. The default implementation rewrites the file."""
+        """Append to a file. If there is no such file, create it. The default implementation rewrites the file."""
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
         """Return the folder in which the files of `final` are written until it is published.
 
-        Valid in the process that called `begin`.
+        Only the process that called `begin` may call this method.
         """
         return final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        Also deletes what killed writers left: neighbouring folders whose names are equal up to the first underscore. In
-        the default implementation, a published `final` is deleted first.
+        This method also deletes folders left by killed writers: neighbouring folders whose names are equal up to the
+        first underscore. In the default implementation, a published `final` is deleted first.
 
         Args:
             final: The folder to be published.
-            keeps_names: Store files under their own names, because other programs read the folder.
+            keeps_names: Whether files must be stored under their own names, because other programs read the folder.
         """
         for name in self.names(final.parent):
             beside = final.parent / name
@@ -213,7 +212,7 @@ STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
 
 
 class LocalStorage(Storage):
-    """Mounted file systems. Publishes by a rename; folders may be links to other disks."""
+    """Mounted file systems. A folder is published by a rename. Folders may be links to other disks."""
 
     def names(self, folder: PurePath) -> list[str]:
         try:
@@ -289,7 +288,7 @@ class LocalStorage(Storage):
         scratch, replaced = self.scratch(final), final.with_suffix(".old")
         sync_folder(Path(scratch))
         if os.path.lexists(final):
-            # A rename cannot replace a non-empty folder. saved_folders knows the intermediate name.
+            # A rename cannot replace a non-empty folder. saved_folders accepts the intermediate name.
             with suppress(FileNotFoundError):
                 self.remove(replaced)
             os.rename(final, replaced)
@@ -328,7 +327,7 @@ def storage_of(path: PurePath) -> Storage:
 
 
 def resolved(path: PurePath) -> PurePath:
-    """Return the path with links resolved, which is the same for all paths to a file."""
+    """Return the path with links resolved. The result is the same for all paths to a file."""
     return path.resolve() if isinstance(path, Path) else path
 
 
@@ -358,7 +357,7 @@ def _built(scheme: str) -> Storage:
 
 
 def _kind(folder: PurePath) -> str:
-    """Return a folder's name up to the first underscore: iter of iter_0000100."""
+    """Return the part of a folder's name before the first underscore: `iter` for `iter_0000100`."""
     return folder.name.partition("_")[0]
 
 
@@ -375,7 +374,7 @@ class _SyncedFile(io.FileIO):
 
 
 class _Upload(io.BytesIO):
-    """A file in memory that is stored as a whole when closed."""
+    """A file in memory that is stored as a whole when it is closed."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 import torch.
 
 Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer ones. CRC-32 is
-the fastest checksum in the standard library (over 1 GiB/s per core). It is computed while a file is written, so that
-nothing is read back. It protects against disk errors, but not against tampering.
+the fastest checksum in the standard library (over 1 GiB/s per core). The checksum is computed while a file is written,
+so that nothing is read back. It protects against disk errors, but not against tampering.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 Sums = dict[str, dict[str, int]]
-"""Maps a file name to {"bytes": size, "crc32": checksum}."""
+"""Dictionary that maps a file name to {"bytes": size, "crc32": checksum}."""
 
 
 class SummedFile(io.BufferedWriter):
@@ -48,7 +48,7 @@ class SummedFile(io.BufferedWriter):
         return written
 
     def seek(self, *args: object) -> int:
-        raise io.UnsupportedOperation("the checksum is that of bytes written one after another")
+        raise io.UnsupportedOperation("the checksum supports only sequential writes")
 
     @property
     def sums(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ def misfits(folder: PurePath, sums: Sums) -> list[str]:
 
 
 def damages(folder: PurePath, sums: Sums, names: Sequence[str]) -> list[str]:
-    """Return one message for each damaged file. Reads every file that has the right size."""
+    """Return one message for each damaged file. Every file that has the right size is read."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 

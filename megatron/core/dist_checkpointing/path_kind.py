@@ -1,5 +1,5 @@
-"""Recognizes what a path holds: a checkpoint, a run, an indexed dataset, or what extensions add. Names the folders and
-files of checkpoints. This module does not import torch.
+"""Recognizes the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension adds. It also
+defines the names of checkpoint folders and files. This module does not import torch.
 
 Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a
 kind:
@@ -42,7 +42,7 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """Position among the kinds: a path that matches several kinds is of the kind with the smallest number.
+    """Position among the kinds. A path that matches several kinds is of the kind with the smallest number.
 
     Built-in numbers are 0, 10, ...: URL, indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder,
     other folder, nothing, other file.
@@ -52,8 +52,8 @@ class KindFacts:
     """Name of this kind in messages, if --load accepts it."""
 
     convert: str = ""
-    """Command that converts such a path to a checkpoint, for models that --load does not accept; {path} stands for the
-    path."""
+    """Command that converts a path of this kind to a checkpoint, for models that --load does not accept. {path} is
+    replaced with the path."""
 
     @property
     def model(self) -> bool:
@@ -62,7 +62,8 @@ class KindFacts:
 
 
 class PathKind(Protocol):
-    """Recognizes one kind of path. A `DataKind`, or a kind of models that --load accepts, has more methods."""
+    """Class or function that recognizes one kind of path. A `DataKind`, or a kind of models that --load accepts, has
+    more methods."""
 
     def __call__(self, path: str, /) -> bool:
         """Return whether a path is of this kind. The path may not exist, and may be a pattern or a URL."""
@@ -72,11 +73,10 @@ PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
 
 
 class DataReader(Protocol):
-    """Makes indexed datasets from files."""
+    """Reader that makes indexed datasets from files."""
 
     def prefix(self, flag: str, path: str, /) -> str:
-        """Return the prefix of the dataset made from the files that a path names. Creates the dataset if necessary.
-
+        """Return the prefix of the dataset made from the files that a path names. Create the dataset if necessary.
         Raises ValueError with the name of the flag.
         """
 
@@ -85,8 +85,8 @@ class DataKind(ABC):
     """A kind of path, other than the prefix of an indexed dataset, that --data-path accepts."""
 
     urls = False
-    """True if the kind supports URLs. Among these kinds, the one with the highest `order` reports URLs that no kind
-    recognizes."""
+    """True if the kind supports URLs. Among the kinds that support URLs, the kind with the highest `order` reports URLs
+    that no kind recognizes."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...
@@ -105,14 +105,14 @@ class DataKind(ABC):
             data: Data options.
             tokenizer: Tokenizer options.
             vocab_size: Vocabulary size, if it is known.
-            prepare: Initializes a new process.
+            prepare: Function that initializes a new process.
         """
 
 
 OURS = ("checkpoint", "checkpoints")
 
 RUNS = ("checkpoints", "run")
-"""Contents of a run's --save folder, as an error message lists them."""
+"""Description of the contents of a run's --save folder, for error messages."""
 
 TEXTS = ("text", "url")
 """Values of --data-path other than the prefix of an indexed dataset."""
@@ -128,7 +128,7 @@ def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
     try:
         return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
-    except OSError as error:  # for paths in a storage; messages show the path that the user gave
+    except OSError as error:  # used for paths in a storage; messages show the path that the user passed
         raise OSError(str(error).replace(f"{path}.idx", path)) from error
 
 
@@ -207,7 +207,7 @@ def is_foreign_model(path: str | PurePath) -> bool:
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Explain why a flag or tool refuses a path, and what to give instead: by default what --load accepts."""
+    """Explain why a flag or tool refuses a path, and what to pass instead; by default, what --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))
@@ -240,15 +240,15 @@ def saved_folders(root: Folder) -> dict[int, Folder]:
 
 
 def is_checkpoint(path: PurePath) -> bool:
-    """Return whether a folder is a checkpoint, complete or not, rather than a folder of checkpoints."""
+    """Return whether a folder is a complete or incomplete checkpoint, rather than a folder of checkpoints."""
     return any(storage_of(path).exists(path / name) for name in (METADATA, MANIFEST))
 
 
 def named_folder(path: Folder) -> Folder:
     """Return the folder that a path refers to.
 
-    If nothing exists at the path, this is the neighbouring checkpoint whose name the text file `path`.txt contains.
-    Such a file replaces a link on file systems without links.
+    If nothing exists at the path, but a text file `path`.txt does, the result is the neighbouring checkpoint named in
+    the file. The text file replaces a link on file systems without links.
     """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
@@ -295,10 +295,10 @@ class Candidates:
 
 
 def candidates(path: PurePath) -> Candidates:
-    """List the checkpoints that `path` may refer to: itself, or the latest and earlier ones in a folder of checkpoints.
-
-    The latest checkpoint is the one that the text file names, or the newest if that file is missing or damaged. Raises
-    ValueError if the file is damaged and there is no checkpoint, or if another program wrote the checkpoints.
+    """List the checkpoints that `path` may refer to: `path` itself, or the latest and earlier checkpoints in a folder
+    of checkpoints. The text file names the latest checkpoint. If that file is missing or damaged, the newest checkpoint
+    is the latest. Raises ValueError if the file is damaged and there is no checkpoint, or if another program wrote the
+    checkpoints.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

@@ -1,8 +1,9 @@
 """Checks which calls a torch.save pickle makes before torch reads it. This module does not import torch.
 
-`torch.load(weights_only=True)` runs no code from a file. But some functions that it permits allocate memory of a given
-size or repeat text, so 30 bytes may request gigabytes. `check_calls` interprets the instructions without calling
-anything, and refuses a pickle that it cannot interpret to its end. It supports the same instructions as torch's reader.
+`torch.load(weights_only=True)` runs no code from a file. However, some functions that it permits allocate memory of a
+given size or repeat text, so 30 bytes may request gigabytes. `check_calls` interprets the instructions without calling
+any function. It refuses a pickle that it cannot interpret to the end. It supports the same instructions as torch's
+reader.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.core.dist_checkpointing.pickle_rules import (
 )
 
 FREE_BYTES = 1 << 20
-"""Bytes that calls may create beyond a multiple of the file size."""
+"""Number of bytes that calls may create in addition to a multiple of the file size."""
 
 
 class Bytes(Protocol):
@@ -68,7 +69,8 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
 
 @dataclass
 class _Reader:
-    """Tracks the values of a pickle that rules inspect: numbers, texts, names, tuples and list lengths."""
+    """Interpreter that tracks the values of a pickle that rules inspect: numbers, texts, names, tuples and list
+    lengths."""
 
     data: Bytes
     size: int
@@ -78,11 +80,11 @@ class _Reader:
     marked: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
     spent: int = 0
-    """Bytes that calls have created."""
+    """Number of bytes that calls have created so far."""
 
     storages: dict[str | bytes, Storage] = field(default_factory=dict)
     stored: int = 0
-    """Bytes of all storages."""
+    """Total size of all storages in bytes."""
 
     def follow(self) -> None:
         """Interpret one pickle to its end."""
@@ -93,7 +95,8 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes. Refuses a count beyond the end, because Python allocates that size before it reads."""
+        """Return the next bytes. A count beyond the end is refused, because Python allocates memory of that size before
+        it reads."""
         left = len(self.data) - self.place
         if count > left:
             if count > max(left, 1 << 16):
@@ -153,7 +156,7 @@ class _Reader:
         return Made(str(function), call.size)
 
     def build(self) -> None:
-        """Set an object's state: another storage and sizes for a tensor, shape and values for an array."""
+        """Set the state of an object: a new storage and sizes for a tensor, or a shape and values for an array."""
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, Made) and built.name.startswith("torch."):
             raise Refused(f"it changes the result of {built.name}")
@@ -166,7 +169,7 @@ class _Reader:
             raise Refused("it has an array whose number of values differs from its shape")
 
     def load_storage(self) -> None:
-        """Check a storage ('storage', type, key, place, elements, ...), which torch may allocate before it reads it."""
+        """Check a storage ('storage', type, key, place, elements, ...), which torch may allocate before reading it."""
         given = self.stack.pop()
         kind, key, _, count = given[1:5] if isinstance(given, tuple) and len(given) >= 5 else (None,) * 4
         if not isinstance(kind, Name) or kind not in STORAGES or type(count) is not int or count < 0:
@@ -194,7 +197,7 @@ class _Reader:
 
 def _push(value: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def push(reader: _Reader) -> None:
-        found = value(reader)  # which may pop values from the stack
+        found = value(reader)  # the instruction may pop values from the stack
         reader.stack.append(found)
 
     return push

@@ -1,4 +1,4 @@
-"""One-line explanations of why torch refuses a pickle. This module does not import torch.
+"""One-line explanations of torch's reasons for refusing a pickle. This module does not import torch.
 
 The unpickler's own message suggests turning off `weights_only`, which would run the file's code.
 """

@@ -1,5 +1,5 @@
-"""Functions that a torch.save file may call, and their permitted arguments; no call may allocate memory of a given
-size.
+"""Functions that a torch.save file may call, and their permitted arguments. No call may allocate memory of a size that
+the file chooses.
 
 This module does not import torch.
 """
@@ -30,19 +30,19 @@ OTHER = object()
 
 @dataclass
 class Listed:
-    """A list, which grows in place."""
+    """A list, which may grow in place."""
 
     length: int = 0
 
 
 @dataclass(frozen=True)
 class Made:
-    """Value that a function called by the pickle has returned."""
+    """Return value of a function that the pickle calls."""
 
     name: str
 
     size: int | None = None
-    """Size in bytes, if it is a bytes object."""
+    """Size in bytes, if the value is a bytes object."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Storage:
 
 @dataclass
 class Call:
-    """Arguments of a call, and the checker for calls that it makes in turn."""
+    """Arguments of a call, and the checker for nested calls."""
 
     given: tuple[object, ...]
     inner: Callable[[object, object], object]
@@ -82,7 +82,8 @@ def _harmless(call: Call) -> str | None:
 
 
 def _array_of_bytes(call: Call) -> str | None:
-    """bytearray: accepts text or bytes, but not a number or an object that may represent one."""
+    """Check a call of bytearray. Text and bytes are permitted, but not a number or an object that may represent a
+    number."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
@@ -99,7 +100,7 @@ def _bytes_of_text(call: Call) -> str | None:
 
 
 def _tensor(call: Call) -> str | None:
-    """A view of a storage. torch enlarges the storage if the view reaches beyond it."""
+    """Check a view of a storage. torch enlarges the storage if the view extends beyond its end."""
     storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
     if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"
@@ -160,7 +161,8 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     **{f"numpy.{core}.multiarray.scalar": _one_number for core in ("core", "_core")},
     "numpy.dtype": _dtype,
 }
-"""Maps a function to a rule that returns the reason for refusing a call; None for harmless functions."""
+"""Rules, keyed by function. A rule returns the reason for refusing a call, or None if the call is permitted. Functions
+that are always harmless have None instead of a rule."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),
@@ -169,7 +171,7 @@ _WIDE = {
     **dict.fromkeys(("complex128", "cdouble"), 16),
 }
 ITEMSIZES = {f"torch.{name}": size for name, size in _WIDE.items()}
-"""Element size in bytes by dtype, if it is more than one."""
+"""Element size in bytes, keyed by dtype, for dtypes with more than one byte."""
 
 _KINDS = {
     **dict.fromkeys(("ComplexDouble",), 16),
@@ -182,4 +184,4 @@ STORAGES = {
     **{f"torch.{prefix}{kind}Storage": size for kind, size in _KINDS.items() for prefix in ("", "cuda.")},
     "torch.storage.UntypedStorage": 1,
 }
-"""Element size in bytes by storage type."""
+"""Element size in bytes, keyed by storage type."""

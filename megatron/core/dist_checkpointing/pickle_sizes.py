@@ -1,4 +1,4 @@
-"""Checks the sizes stated in a pickle before anything reads it, because a few bytes may request gigabytes.
+"""Checks the sizes stated in a pickle before the pickle is read, because a few bytes may request gigabytes.
 
 This module does not import torch.
 """
@@ -9,7 +9,7 @@ import pickle
 import pickletools
 
 _LINES = {"GLOBAL": 2, "INST": 2}
-"""Opcodes with a number of text lines other than one."""
+"""Number of text lines that follow an opcode, for opcodes for which this is not one."""
 
 _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -17,7 +17,7 @@ _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""Maps each kind of argument with a length prefix to the size of the prefix in bytes."""
+"""Size of the length prefix in bytes, for each kind of argument that has one."""
 
 _SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
 _NAMES = {ord(each.code): each.name for each in pickletools.opcodes}
@@ -64,6 +64,6 @@ def check_sizes(data: bytes) -> None:
 
 
 def _check_place(place: int, most: int) -> None:
-    """Check a memo index: a pickle with that many memo entries would have more bytes."""
+    """Check a memo index against the pickle's size: each memo entry needs at least one byte."""
     if place > most:
         raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")

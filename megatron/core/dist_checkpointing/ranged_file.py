@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 END = 64 << 10
-"""Bytes at both ends of a large range that are fetched separately.
+"""Number of bytes at each end of a large range that are fetched separately.
 
 A zip archive has its directory at its end and its member names at its beginning.
 """
@@ -21,7 +21,7 @@ GAP = 64 << 10
 """Largest gap in bytes between two ranges that are fetched together. A separate request would take longer."""
 
 HELD = 3
-"""Number of pieces in memory; reading an archive needs its beginning, its end and a part of its data."""
+"""Number of pieces kept in memory. Reading an archive requires its beginning, its end and a part of its data."""
 
 
 class Range(NamedTuple):
@@ -51,12 +51,12 @@ class SeekableFile(io.RawIOBase):
         return self._at
 
     def readall(self) -> bytes:
-        """Read the rest in one request, instead of in many requests of a few KiB."""
+        """Read the rest of the file in one request, instead of in many requests of a few KiB."""
         return self.read(max(0, self._size - self._at)) or b""
 
 
 class RangedFile(SeekableFile):
-    """A stored file from which hardly anything but `ranges` is read.
+    """A stored file of which hardly any bytes outside of `ranges` are read.
 
     If the ranges are read from front to back, each byte is fetched about once, in any order within a range. Up
     to `HELD` pieces stay in memory.
@@ -66,10 +66,10 @@ class RangedFile(SeekableFile):
         """Open the file.
 
         Args:
-            read: `read(start, length)` fetches bytes.
+            read: Function of (start, length) that fetches bytes.
             size: Size of the file in bytes.
             ranges: Ranges that will be read.
-            largest: Maximum bytes per request.
+            largest: Maximum number of bytes per request.
         """
         super().__init__(size)
         self._read = read
@@ -114,7 +114,7 @@ def pieces(ranges: Iterable[Range], largest: int) -> Iterator[Range]:
     """
     together = Range(0, 0)
     for start, end in ranges:
-        start = max(start, together.end)  # because ranges may overlap
+        start = max(start, together.end)  # ranges may overlap
         if end <= start:
             continue
         near = together.end > 0 and start - together.end <= GAP

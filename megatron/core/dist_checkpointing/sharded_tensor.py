@@ -22,15 +22,15 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import disabled_torch_function, wrapper_tensor
 
 LocalBox = tuple[tuple[int, ...], Tensor]
-"""(offset in the global tensor, live data of the box)."""
+"""Pair of the box's offset in the global tensor and the live data of the box."""
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor. Its size is the global shape; it holds no data itself.
+    """One rank's boxes of a global tensor. The size of this object is the global shape. The object holds no data.
 
-    A save reads the boxes' tensors. A load writes into them and converts the dtype if it differs from the file's. Boxes
-    to load may overlap; each is filled. The boxes to save, which are the boxes with `writes` on all ranks, must tile
-    the global tensor. Set writes=False for a replica that another rank writes.
+    A save reads the boxes' tensors. A load writes into these tensors, and converts data from the dtype of the file if
+    the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes with
+    `writes` on all ranks, must tile the global tensor. Set writes=False for a replica that another rank writes.
     """
 
     boxes: list[LocalBox]
@@ -96,7 +96,7 @@ def without_surroundings(data: Tensor) -> Tensor:
     if data.is_cuda or not data.is_contiguous():
         return data
     begin = data.storage_offset() * data.itemsize
-    storage = data.untyped_storage()[begin : begin + data.nbytes]  # keeps the whole buffer alive
+    storage = data.untyped_storage()[begin : begin + data.nbytes]  # the view keeps the whole buffer alive
     return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
 
 
@@ -107,8 +107,8 @@ class OptimizerPiece:
     `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
     Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
 
-    A state may have its own shape, `own_shape`. The piece then refers to elements of the whole state, and no other rank
-    of the stage holds this state.
+    A state whose shape differs from that of the parameter has an `own_shape`. The piece then refers to elements of the
+    whole state, and no other rank of the stage holds this state.
     """
 
     key: str

@@ -1,7 +1,7 @@
 """State dict of a checkpoint: parameters and optimizer state by global parameter name, independent of the layout.
 
 Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. Every rank adds its own
-boxes; `writes` marks one replica.
+boxes. `writes` is True for one replica of each tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def model_state(
 ) -> StateDict:
     """Return the state dict to save for the parameters of this rank's stages.
 
-    `sharded` holds the pieces of those parameters that the rank does not hold as a whole.
+    `sharded` contains the pieces of parameters that the rank does not hold as a whole.
     """
     writers = _Writers(state)
     of_shards = _Writers(state, True)
@@ -78,15 +78,15 @@ def load_targets(
     """Return the state dict to load into, given the keys in a checkpoint.
 
     A parameter and its main copy load from the same tensor: the saved main parameter if the optimizer is loaded and the
-    file has one, else the saved model parameter. A checkpoint of any precision therefore loads into a run of any other,
-    and a parameter always equals its rounded main parameter.
+    checkpoint contains a main parameter, else the saved model parameter. A checkpoint of any precision therefore loads
+    into a run of any other precision, and a parameter always equals its rounded main parameter.
 
     Args:
         modules: The stages of this rank.
         pieces: Optimizer state on this rank.
         state: Process groups.
         saved: Keys in the checkpoint.
-        load_optimizer: Load the moments too.
+        load_optimizer: Whether to load the moments too.
         sharded: Pieces of parameters that this rank does not hold as a whole.
     """
 
@@ -148,7 +148,8 @@ def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[Opt
 
 
 class _Entries:
-    """Collects boxes by key. A key may have several boxes: ranges of several buckets, or copies of a tied weight."""
+    """Collector of boxes, keyed by name in the state dict. A key may have several boxes: ranges of several buckets, or
+    copies of a tied weight."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}
@@ -163,7 +164,7 @@ class _Entries:
 
 
 class _Writers:
-    """Selects the replica that writes each tensor. Every rank computes the same selection independently.
+    """Selection of the replica that writes each tensor. Every rank computes the same selection independently.
 
     The first model-parallel replica writes (`ParamMeta.is_first_replica`). Data-parallel replicas visit the same
     tensors in the same order, and the replica with the fewest elements so far writes the next tensor.
@@ -175,7 +176,7 @@ class _Writers:
         self.decided: dict[str, bool] = {}
 
     def on_first_stage(self, meta: ParamMeta) -> bool:
-        """Return whether this rank's stage writes a tensor that a single rank of each stage holds."""
+        """Return whether this rank's stage writes a tensor that only one rank of each stage holds."""
         return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:

@@ -85,8 +85,8 @@ def save(
         payload: values to store as JSON, the same on all ranks.
         world: all ranks that save.
         writer: class that writes the files of this rank.
-        check: raises OSError if this run must not write to `root` now. The first rank calls it before anything there is
-            changed, and again before the checkpoint is published.
+        check: raises OSError if this run must not write to `root` now. The first rank calls `check` before it changes
+            anything in `root`, and again before the checkpoint is published.
 
     Returns:
         The folder of the checkpoint, which is complete on disk when this returns on any rank.
@@ -153,7 +153,7 @@ def _save(
         latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
-        storage.replace(root / LATEST, str(iteration).encode(), latest)  # fails if another run has published
+        storage.replace(root / LATEST, str(iteration).encode(), latest)  # This fails if another run has published.
 
     on_first_rank(publish, world)
     return final
@@ -261,7 +261,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
-    """Open a checkpoint on every rank. A failure on one rank is raised on all."""
+    """Open a checkpoint on every rank. A failure on one rank is raised on all ranks."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
     _raise_first(gather_objects(problem, world))
     assert checkpoint is not None
@@ -279,7 +279,8 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""A pair: True for a user error, which raises ValueError, or False for a CheckpointError; and the message."""
+"""Pair of a bool and the error message. The bool is True for a user error, which raises ValueError, and False for a
+CheckpointError."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:
@@ -307,7 +308,7 @@ def _publish(root: PurePath, iteration: int, payload: dict[str, object], sums: S
 
 
 def _nonempty(tensors: StateDict) -> StateDict:
-    """Drop tensors without elements, which need not be saved or loaded."""
+    """Remove tensors without elements, which need not be saved or loaded."""
     return {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, Tensor) or tensor.numel()}
 
 
@@ -332,8 +333,8 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
     """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. With `reads`, a damaged
     checkpoint file raises ValueError instead.
 
-    DCP raises a BaseException with the failures of all ranks on every rank. Its warning about working in a single
-    process is silenced, because that is intended.
+    On every rank, DCP raises a BaseException with the failures of all ranks. DCP's warning about working in a single
+    process is silenced, because a single process is intended.
     """
     try:
         with warnings.catch_warnings():

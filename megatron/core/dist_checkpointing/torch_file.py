@@ -1,4 +1,5 @@
-"""Reads untrusted torch.save files: accepts only tensors and plain values, and allocates at most the file's size."""
+"""Reader of untrusted torch.save files. It accepts only tensors and plain values, and allocates at most as much memory
+as the size of the file."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ PICKLES = 5
 
 
 def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
-    """Read a file with `weights_only` onto the CPU, memory-mapped if its format allows.
+    """Read a file with `weights_only` onto the CPU, memory-mapped if its format permits this.
 
-    `permitted` are additional classes and functions, or pairs of an object and its name, that the file may name. Calls
-    of these objects must not allocate memory of a given size. Raises pickle.UnpicklingError if a file requests anything
-    else, or more memory than its size; a damaged file may raise many other exceptions.
+    `permitted` are additional classes and functions, or pairs of an object and its name, to which the file may refer.
+    Calls of these objects must not allocate memory of a given size. Raises pickle.UnpicklingError if a file requests
+    anything else, or more memory than its size. A damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -33,11 +34,11 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
 
 def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
-    """Check the calls that torch.load would make for a seekable file, which must be at its beginning. Restores the
-    position.
+    """Check the calls that torch.load would make for a seekable file. The file must be positioned at its beginning.
+    Restores the position.
 
-    Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more than the
-    file holds, and for a damaged pickle. Damage in a zip file is left for torch to report.
+    Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more bytes
+    than the file has, and for a damaged pickle. Damage in a zip file is left for torch to report.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -56,8 +57,8 @@ def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
 def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
     """Return the pickle of a zip file; None if it cannot be found.
 
-    Uses torch's own reader, because another reader may find a different pickle. Compressed records are refused, so
-    records are not larger than the file.
+    This function uses torch's own reader, because another reader may find a different pickle. Compressed records are
+    refused, so records are not larger than the file.
     """
     try:
         reader = archive_reader(file)
@@ -72,7 +73,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
 def _check_older(file: IO[bytes], size: int, permitted: Sequence[str]) -> None:
     try:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, AttributeError):  # the stream is not a file of the operating system
+    except (OSError, AttributeError):  # The stream is not a file of the operating system.
         check_calls(file.read(), size, permitted, PICKLES)
         return
     with mapped:

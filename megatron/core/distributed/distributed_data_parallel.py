@@ -2,7 +2,7 @@
 
 A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
 weight gradients there, immediately or from the weight-gradient queue. All other gradients are computed by autograd, and
-a hook adds them when they are complete. Both ways then call `param.on_main_grad` if it is set.
+a hook adds them when they are complete. In both cases, `param.on_main_grad` is then called if it is set.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from megatron.core.transformer.pass_context import PassContext
 class DistributedDataParallel:
     """Gradient buffers and data-parallel communication of one rank's model chunks (`modules`).
 
-    Every parameter must have its `meta`. Modules may share a Parameter; it is kept once. With
+    Every parameter must have its `meta`. Modules may share a Parameter, which is then stored once. With
     `use_distributed_optimizer` (ZeRO-1), each rank ends up with the summed gradient of its own shards only.
 
     With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
     complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
     each module waits for its own parameters before it runs. A low-precision GEMM format may gather weights in that
-    format instead of the parameters: the parameters outside of this rank's shards are then outdated. Call
+    format instead of the parameters. The parameters outside of this rank's shards are then outdated. Call
     `finish_param_sync` before you read parameters outside of a forward pass.
 
-    With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
-    passes of their unit; `passes` are the objects that the modules share. `initialize` sets the values of parameters
+    With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only during the
+    passes of their unit. `passes` are the objects that the modules share. `initialize` sets the values of parameters
     that have no memory yet (`WeightSetup.lazy`). Call `gather_params_` before you read such parameters.
 
     Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
@@ -104,7 +104,8 @@ class DistributedDataParallel:
         of_units = [bucket for bucket in self.buckets if bucket in by_unit]
         self.units = store.hooks(self.modules, self.params, of_units, drops, passes.queue, passes.casts)
         self.param_gather: ParamGather | None = None if gather is None else LINEAR_FORMATS[gather].gather(self)
-        """Casts weights before they are gathered; None if all weights are gathered in the parameters' dtype."""
+        """Object that casts weights before they are gathered; None if all weights are gathered in the parameters'
+        dtype."""
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
@@ -149,7 +150,8 @@ class DistributedDataParallel:
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of the parameters and of the gradients that stay on the device, and bytes of both in host memory."""
+        """Return the bytes of parameters and the bytes of gradients that stay on the device, and the bytes of both in
+        host memory."""
         found = [0, 0, 0]
         for buffer in self.buffers:
             for kind, kept in enumerate((buffer.param_data, buffer.grad_data)):
@@ -159,9 +161,9 @@ class DistributedDataParallel:
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Start a step of `num_microbatches` micro-batches with zero gradients.
 
-        With `overwrite`, the first contribution to each `main_grad` overwrites it instead; until then, or until
-        `zero_stale_grads`, it holds the previous step's gradient. All contributions must go through
-        `accumulate_weight_grad`.
+        With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it. Until
+        then, or until `zero_stale_grads`, `main_grad` contains the previous step's gradient. All contributions must go
+        through `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -187,8 +189,8 @@ class DistributedDataParallel:
     def _mark_all_stale(self) -> None:
         """Mark gradients to be overwritten.
 
-        The padding between gradients stays zero, because gradient norms include it. Shards of units are set to zero,
-        because the sum of each micro-batch is added to them.
+        The padding between gradients stays zero, because gradient norms include it. Gradient shards of units are set to
+        zero, because the sum of each micro-batch is added to these shards.
         """
         self.units.zero_sums()
         if zeroed := [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
@@ -200,9 +202,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets.
-
-        Also adds small gradients that were held back to be added together.
+        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Small gradients
+        that were held back are added first.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -212,8 +213,8 @@ class DistributedDataParallel:
                 param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
-        """Start the reductions that have not started yet, in launch order, up to and including `bucket`; by default
-        all.
+        """Start the reductions that have not started yet, in launch order, up to and including `bucket`. By default,
+        start all of them.
 
         Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
         """
@@ -243,16 +244,16 @@ class DistributedDataParallel:
                 foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
-        """Start the all-gathers of updated parameters in forward order, for some buckets or for all."""
+        """Start the all-gathers of updated parameters in forward order, for some or all buckets."""
         if self.param_gather is not None:
-            assert buckets is None, "casts are computed from all parameters"
+            assert buckets is None, "Casts are computed from all parameters."
             self.param_gather.cast_()
         for bucket in reversed(self.buckets):
             if buckets is None or bucket in buckets:
                 bucket.start_param_sync()
 
     def wait_param_sync(self) -> None:
-        """Wait for the all-gathers, after which a forward pass can run."""
+        """Wait for the all-gathers. A forward pass can then run."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
 
@@ -276,19 +277,19 @@ class DistributedDataParallel:
         self.units.drop_params()
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
-        element."""
+        """Return live views of the parameters of which this rank holds only shards. A view is empty if the rank holds
+        no element of the parameter."""
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad` after a gradient sync that left each rank only its shards. For tests and
+        """All-gather every `main_grad` after a gradient sync that left only shards on each rank. For tests and
         diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 
 
 def _communication_device(axis: Axis) -> torch.device:
-    """Device of collectives over the axis, for a rank without parameters."""
+    """Return the device of collectives over the axis, for a rank without parameters."""
     if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -297,7 +298,8 @@ def _communication_device(axis: Axis) -> torch.device:
 def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
     """Autograd hook: add the gradient to `main_grad`, immediately or together with others, and free it.
 
-    It also runs without a gradient, for a parameter whose Functions have already added theirs to `main_grad`.
+    The hook also runs without a gradient, for a parameter whose autograd Functions have already added the gradient to
+    `main_grad`.
     """
     grad, param.grad = param.grad, None
     if grad is None:

@@ -1,12 +1,13 @@
-"""Final gradient of a step, after the last micro-batch: remaining reductions, and one division by the token count.
+"""Computes the final gradient of a step after the last micro-batch: remaining reductions, and one division by the token
+count.
 
-Losses are token sums, and so are gradients until the factor of `reduce_model_grads` divides them once by the number of
-valid tokens in the global batch. The result therefore does not depend on how the batch is split over micro-batches,
-data, context and pipeline.
+Losses are sums over tokens. Their gradients are divided only once, by the number of valid tokens in the global batch
+(the factor that `reduce_model_grads` returns). The result therefore does not depend on how the batch is split over
+micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Sums over data-parallel ranks come first: they may have started during the backward pass, and they leave each rank only
-its shards. The other sums commute with them and then run over the shards only: sums of gradients that are partial over
-a model axis, and of gradients of parameters that two pipeline stages share.
+Sums over data-parallel ranks come first. They may have started during the backward pass, and they leave each rank with
+only its shards. Two other sums commute with them, and therefore run only over the shards: sums of gradients that are
+partial over a model axis, and sums of gradients of parameters that two pipeline stages share.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def reduce_model_grads(
     """Sum the owned part of every `main_grad`, and return the factor that makes it the gradient of the mean loss per
     token.
 
-    The factor is a float64 scalar on the device. Pass it to `DistributedOptimizer.step`, which needs no separate pass
-    for it, or to `scale_grads_` of `ddp`. A batch without valid tokens has gradient zero. Collective over the world.
+    The factor is a float64 scalar on the device. Pass the factor to `DistributedOptimizer.step`, which applies it
+    without a separate pass over the gradients, or to `scale_grads_` of `ddp`. The gradient of a batch without valid
+    tokens is zero. Collective over the world.
 
     Args:
         ddp: Gradients of this rank.
@@ -48,8 +50,8 @@ def reduce_model_grads(
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int | None = -1) -> Tensor:
     """Return the number of valid tokens in the global batch on every rank, as a float64 scalar.
 
-    It is the count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. If `loss_rank` is None,
-    each pipeline rank uses its own count, and no pipeline rank waits for another.
+    The number is the token count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. If
+    `loss_rank` is None, each pipeline rank uses the count that it computed, and no pipeline rank waits for another.
     """
     total = all_reduce_(num_tokens.detach().to(torch.float64, copy=True), state.dp_cp)
     if state.pp.size > 1 and loss_rank is not None:
@@ -70,7 +72,7 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
         for piece in bucket.owned_pieces
         if len(piece.meta.shared_stages) > 1
     }
-    # the two stages may have the shared parameters in different orders
+    # The two stages may list the shared parameters in different orders.
     all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd, ddp.device)
 
 

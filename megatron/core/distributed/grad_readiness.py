@@ -1,10 +1,10 @@
-"""Overlap of gradient reduction and parameter all-gather with computation: when each bucket is ready.
+"""Tracking of bucket readiness, for the overlap of gradient reduction and parameter all-gather with computation.
 
-Gradients: a parameter reports each contribution to its `main_grad`. There is one report for each use in a layer that
-adds its own gradient, and one report for autograd's whole contribution, so every micro-batch causes the same number of
-reports. A gradient is therefore complete after (reports per micro-batch) * (micro-batches), regardless of the order of
-backward passes, whole or split, and of the stages that share the parameter. No schedule has to mark the last backward
-pass.
+Gradients: a parameter reports each contribution to its `main_grad`. Each use in a layer that adds the gradient itself
+causes one report, and the whole contribution of autograd causes one report. Every micro-batch therefore causes the same
+number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. The order of
+backward passes, split backward passes and stages that share the parameter make no difference. No schedule has to mark
+the last backward pass.
 
 Parameters: before a module runs, it waits for the buckets that it reads.
 """
@@ -20,12 +20,11 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 
 class GradReadiness:
-    """Counts the reports of the buckets' parameters within a step, and starts the reduction of complete buckets.
-
-    The first step learns the number of reports per micro-batch, and starts nothing early. A parameter with an uneven
-    number of reports never counts as complete, and its bucket waits for the end of the step. `start(k)` starts all
-    reductions up to bucket k, so all ranks start them in the same order, regardless of the order in which gradients
-    arrive.
+    """Counter of the reports of the buckets' parameters within a step, which starts the reduction of complete buckets.
+    The first step learns the number of reports per micro-batch, and starts no reduction early. A parameter whose number
+    of reports differs between micro-batches never counts as complete. The bucket of this parameter is reduced at the
+    end of the step. `start(k)` starts all reductions up to bucket k, so all ranks start them in the same order,
+    regardless of the order in which gradients arrive.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
@@ -76,7 +75,7 @@ def wait_before_forward(
     """Make each module wait, before its forward pass, for the all-gather of the parameters that it reads.
 
     A ModuleList entry, which is a layer, waits for all its parameters, so that its code may read them in any order.
-    Outside layers, each module that owns parameters waits for them.
+    Outside of layers, each module that owns parameters waits for these parameters.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)

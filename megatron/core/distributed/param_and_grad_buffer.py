@@ -1,8 +1,8 @@
 """ParamAndGradBuffer: contiguous memory of parameters and gradients, with reduce-scatters and all-gathers.
 
-Each parameter becomes a view of one flat tensor, and its `main_grad` a view of another, in the main dtype. One in-place
-collective on a slice of that memory reduces a bucket's gradients, and another gathers its parameters. A unit's bucket
-has its own flat tensors, whose memory is repeatedly allocated and freed.
+Each parameter becomes a view of one flat tensor. Its `main_grad` becomes a view of another flat tensor, in the main
+dtype. One in-place collective on a slice of that memory reduces a bucket's gradients, and another gathers its
+parameters. A unit's bucket has its own flat tensors, whose memory is repeatedly allocated and freed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron.core.torch_private import foreach_add_, foreach_copy_
 class Bucket:
     """Part of a buffer that is reduced in one collective.
 
-    `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part. With
-    `shard_grads`, a reduction leaves its sum only in `grad_shard`, otherwise in `grads`. `owned_*` is the part with the
-    sum, which this rank updates.
+    `params` and `grads` cover the whole bucket. `param_shard` and `grad_shard` are this data-parallel rank's part. With
+    `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`. `owned_*`
+    is the part that contains the sum. This rank updates this part.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed when the
     reduction ends. The sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has
@@ -36,10 +36,10 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank's persistent part is in host memory, and on the device only while a pass uses it."""
+    """True if the rank's persistent part is in host memory. It is then on the device only while a pass uses it."""
 
     before_sync: Callable[[Bucket], None] | None = None
-    """Hook called before each reduction, when `grads` holds this rank's own gradients, for diagnosis."""
+    """Hook for diagnosis, called before each reduction, when `grads` contains this rank's gradients."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
@@ -61,7 +61,7 @@ class Bucket:
         self._behind = False
 
     def use_params_of(self, buffer: ParamAndGradBuffer) -> None:
-        """Use a part of the buffer's parameter memory."""
+        """Place the parameters in a part of the buffer's parameter memory."""
         self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.owned_params = self.param_shard if self.shard_grads else self.params
 
@@ -87,7 +87,7 @@ class Bucket:
         """Take over the parameters `owners`, whose values were moved into `params`."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
-        """Return the gradient of one of `owned_pieces` as a 1-D view."""
+        """Return the gradient of a piece in `owned_pieces` as a 1-D view."""
         start = piece.offset - self.owned_range[0]
         return self.owned_grads[start : start + piece.stop - piece.start]
 
@@ -146,16 +146,15 @@ class Bucket:
 
 
 class WholeUnits:
-    """Hooks around the passes of units (transformer layers, and modules outside layers).
-
-    This base class does nothing: its gradients and parameters are always whole. Sharding strategies derive from it.
+    """Hooks around the passes of units (transformer layers, and modules outside of layers). In this base class, the
+    hooks do nothing, because gradients and parameters are always whole. Sharding strategies derive from this class.
     """
 
     buckets: Sequence[Bucket] = ()
     """Buckets of units."""
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step of `microbatches` micro-batches; after 0, no gradient is reduced before the end."""
+        """Start a step of `microbatches` micro-batches. With 0, no gradient is reduced before the end of the step."""
 
     def finish_grad_sync(self) -> None:
         """Reduce the remaining gradients of a step, and free whole parameters, which are about to change."""
@@ -170,15 +169,15 @@ class WholeUnits:
         """Make the next micro-batch start a new gradient sum."""
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Yield live views of the parameters of which this rank holds only shards; a view is empty if the rank has no
-        element."""
+        """Yield live views of the parameters of which this rank holds only shards. A view is empty if the rank holds no
+        element of the parameter."""
         return iter(())
 
 
 class UnitStore:
-    """Decides where parameters and gradients of units are kept between passes.
+    """Base class of stores, which decide where parameters and gradients of units are kept between passes.
 
-    This class keeps everything on the device; `ShardedUnits` makes buckets that are whole only around passes.
+    This class keeps everything on the device; `ShardedUnits` creates buckets that are whole only during passes.
     """
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
@@ -205,7 +204,7 @@ class UnitStore:
             params: Their parameters.
             buckets: Buckets of units.
             shards_params: True if parameters are sharded.
-            queue: Holds back the weight gradients of split backward passes.
+            queue: Queue that holds back the weight gradients of split backward passes.
             casts: Weight copies in another format.
         """
         return WholeUnits()
@@ -236,8 +235,9 @@ class ParamAndGradBuffer:
 
     The constructor moves `params`, the list from which the layout was planned, into this memory. Values, shapes and the
     Parameter objects stay the same; `initialize` sets the values of parameters without memory, one bucket at a time.
-    `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients. `copies` is the axis of ranks that
-    hold the same shards; their gradients are summed once per step. `store` makes the buckets of units.
+    `param.data` becomes a view of this memory, and `param.main_grad` becomes a view of zeroed gradients. `copies` is
+    the axis of ranks that hold the same shards; their gradients are summed once per step. `store` creates the buckets
+    of units.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ParamAndGradBuffer:
         copies: Axis = ALONE,
         store: UnitStore | None = None,
     ) -> None:
-        assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
+        assert axis.size == layout.data_parallel_size, "the layout is planned for a different data-parallel size"
         self.layout = layout
         self.axis = axis
         self.shard_grads = kind.shard_grads
@@ -304,13 +304,13 @@ AT_A_TIME = 256
 
 
 class SmallGrads:
-    """Collects small gradients from autograd. A step must call `flush` before it reads any `main_grad`."""
+    """Collector of small gradients from autograd. A step must call `flush` before it reads any `main_grad`."""
 
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """Pairs of parameter and gradient, by the parameter's id. A second gradient of the same parameter is added
-        after the first."""
+        """Pairs of parameter and gradient, keyed by the parameter's id. A second gradient of the same parameter is
+        added after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient can be held back: it is small, no callback waits for it, and its `main_grad`
@@ -339,7 +339,7 @@ class SmallGrads:
 
 
 def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to `main_grad`s; each of the two lists has a single dtype."""
+    """Add gradients to `main_grad`s. Each of the two lists has a single dtype."""
     main_dtype = held[0][0].main_grad.dtype  # type: ignore[attr-defined]
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])

@@ -2,17 +2,17 @@
 This module does not import torch.
 
 Parameters of a buffer have the same weight decay, learning rate and optimizer, and are reduced over the same ranks. A
-buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank. All
-of this is computed here once, from integers. Buffers, distributed optimizer, checkpoints and memory plans read the same
-layout.
+buffer is divided into buckets, each of which is reduced in one collective. A bucket is divided into one shard per
+data-parallel rank. This module computes the whole layout once, from integers. Buffers, distributed optimizer,
+checkpoints and memory plans read the same layout.
 
-Buckets are filled in reverse registration order, roughly the order in which backward completes gradients, so that the
-first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of matrices
-holds one unit: a transformer layer, or a module outside layers. Norms and biases, about 0.1 % of the elements, keep
-ordinary buckets and are whole on every rank.
+Buckets are filled in reverse registration order, roughly the order in which the backward pass completes gradients, so
+that the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
+matrices contains one unit: a transformer layer, or a module outside of layers. Norms and biases, about 0.1 % of the
+elements, remain in ordinary buckets and are whole on every rank.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
-that their shards are equal and aligned too; padding stays zero.
+that their shards are equal in size and also aligned. The padding stays zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALIGNMENT = 64
 """Alignment in elements, and the largest block of elements that may share a scale in an optimizer state."""
 
 BucketPlace = tuple[int, int]
-"""Numbers of a buffer and of one of its buckets."""
+"""Pair of a buffer number and the number of a bucket in that buffer."""
 
 DEFAULT = OptimizerConfig()
 
@@ -41,17 +41,17 @@ GroupOf = Callable[[ParamMeta], ParamGroup]
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the default bucket size in elements, large enough that reductions are limited by bandwidth and not by
-    latency."""
+    """Return the default bucket size in elements, which is large enough that bandwidth rather than latency limits
+    reductions."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Range of one parameter: elements [start, stop) of its buffer, without padding."""
+    """Location of one parameter: elements [start, stop) of its buffer, without padding."""
 
     index: int
-    """Position in the list from which the layout was planned."""
+    """Position of the parameter in the list from which the layout was planned."""
 
     meta: ParamMeta
     start: int
@@ -113,7 +113,7 @@ class BufferLayout:
     """True if the buffer's parameters are weights of linear layers, which have separate buffers (`linears_apart`)."""
 
     by_unit: bool = False
-    """True if each bucket holds the matrices of one unit.
+    """True if each bucket contains the matrices of one unit.
 
     Whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), then exist only while the unit
     is computed.
@@ -121,13 +121,12 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding included."""
+        """Number of elements, including padding."""
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Return the elements that a rank keeps permanently of a tensor.
-
-        With `shards`, buckets of units are kept as shards only.
+        """Return the number of elements of the buffer that a rank keeps permanently. With `shards`, only shards of unit
+        buckets are kept.
         """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
@@ -152,14 +151,15 @@ def plan_buffers(
     rank.
 
     Args:
-        params: (meta, local shape) of its parameters, in registration order.
+        params: (meta, local shape) of the rank's parameters, in registration order.
         data_parallel_size: Number of ranks of "dp_cp".
         expert_data_parallel_size: Number of ranks of "expt_dp".
         bucket_size: Number of elements at which a bucket is closed.
-        group_of: Returns the optimizer's group of a parameter.
+        group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of matrices that are updated as a whole.
-        linears_apart: Use separate buffers for weights of linear layers, which can be gathered in another format.
-        unit_ranks: Minimum number of reduction ranks for which each unit's matrices have their own bucket.
+        linears_apart: Whether weights of linear layers have separate buffers, so that they can be gathered in another
+            format.
+        unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
@@ -195,8 +195,8 @@ def _fill_buckets(
 ) -> list[BucketLayout]:
     """Fill buckets of at least `bucket_size` elements; with None, one bucket per unit.
 
-    Buckets are smaller only at the end and around shared parameters. A parameter shared by two stages has its own
-    bucket: its shards then cover the same elements on both stages, regardless of other parameters, and only the shards
+    Buckets are smaller only at the end and around shared parameters. A parameter shared by two stages has a separate
+    bucket. Its shards then cover the same elements on both stages, regardless of other parameters, and only the shards
     need to be summed over the stages.
     """
     buckets: list[BucketLayout] = []
@@ -226,11 +226,10 @@ def _fill_buckets(
 
 
 def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
-    """Return (buffer, bucket) in the order in which the backward pass completes them, equal on every data-parallel
-    rank.
-
-    A bucket is complete once the gradient of its first registered parameter is. All ranks of a group must start their
-    reductions in this order, regardless of the order in which gradients arrive.
+    """Return the (buffer, bucket) pairs in the order in which the backward pass completes the buckets. The order is the
+    same on every data-parallel rank. A bucket is complete once the gradient of its first registered parameter is
+    complete. All ranks of a group must start their reductions in this order, regardless of the order in which gradients
+    arrive.
     """
     places = [(b, k) for b, buffer in enumerate(buffers) for k in range(len(buffer.buckets))]
     return sorted(places, key=lambda place: -min(p.index for p in buffers[place[0]].buckets[place[1]].params))
@@ -238,8 +237,8 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Elements [start, stop) of a rank's part of a bucket, whose optimizer states are all on the device or all on the
-    host."""
+    """Range of elements [start, stop) in a rank's part of a bucket. Their optimizer states are either all on the device
+    or all on the host."""
 
     buffer: int
     bucket: int
@@ -255,8 +254,8 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Return where a rank's optimizer states are kept: its whole part of each bucket in order, or that part split
-    between device and host (`OptimizerConfig.host_ranges`)."""
+    """Return the locations of a rank's optimizer states, bucket by bucket. The rank's part of a bucket is one range, or
+    is split between device and host (`OptimizerConfig.host_ranges`)."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)

@@ -1,16 +1,16 @@
-"""ZeRO-2 and ZeRO-3: whole parameters and whole gradients of a unit exist only around its passes.
+"""ZeRO-2 and ZeRO-3: the whole parameters and gradients of a unit exist only during its passes.
 
 A unit is a transformer layer, or a module outside of layers that owns parameters, such as the embedding and the output
 layer. Each forward and backward pass of a unit is surrounded by communication (Rajbhandari et al., arXiv 1910.02054,
 section 5, P_g and P_p):
 
 - before the pass, the unit's parameters are gathered, and the gather for the next unit is started;
-- after the pass, the parameters are dropped, unless the next pass uses the same unit, as at the end of a forward pass;
+- after the pass, the parameters are freed, unless the next pass uses the same unit, as at the end of a forward pass;
 - after a backward pass, the unit's gradients are reduced over the ranks, while the next unit computes.
 
-The order of units is learned from the previous step: a schedule uses the units in the same order in each step with the
-same number of micro-batches, recomputation included. All ranks of a group therefore gather and reduce in the same
-order. Nothing is gathered ahead in the first step or during evaluation.
+The order of units is learned from the previous step, because a schedule uses the units in the same order in each step
+with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
+the same order. Nothing is gathered ahead in the first step or during evaluation.
 
 The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
 """
@@ -84,14 +84,14 @@ class UnitBucket(Bucket):
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. Collective unless they are already whole."""
+        """Gather the parameters for another pass. This is a collective unless they are already whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """End a pass. The last pass frees the whole parameters, unless `keep` keeps them for the next pass."""
+        """End a pass. The last pass frees the whole parameters, unless `keep` is set for the next pass."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
@@ -144,7 +144,7 @@ class UnitBucket(Bucket):
             self._reduced = start_reduce_scatter(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Wait for `start_grad_sync`, add its sum to `grad_shard` and free the whole gradients."""
+        """Wait for `start_grad_sync`, add the reduced sum to `grad_shard`, and free the whole gradients."""
         if self._reduced is not None:
             with record_function(WAIT_REDUCED):
                 reduced = self._reduced.wait()
@@ -173,7 +173,7 @@ class UnitBucket(Bucket):
 
 
 AHEAD = 3
-"""Number of passes to search ahead for the unit to gather; units in use are skipped."""
+"""Number of passes to search ahead for the next unit to gather. Units in use are skipped."""
 
 IN_FLIGHT = 1
 """Number of buckets whose gradients may be reduced while other gradients are computed."""
@@ -181,7 +181,7 @@ IN_FLIGHT = 1
 
 @dataclass(eq=False)
 class Unit:
-    """A module, and the buckets of its parameters. Modules with a tied parameter share a bucket."""
+    """A module and the buckets of its parameters. Modules that share a tied parameter share a bucket."""
 
     module: nn.Module
     buckets: list[UnitBucket]
@@ -198,10 +198,10 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """The order in which units or buckets are requested, learned in one step for the following steps."""
+    """Order in which units or buckets are requested. It is learned in one step and used in the following steps."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
-    """Known orders by number of micro-batches."""
+    """Learned orders, keyed by number of micro-batches."""
 
     microbatches: int = 0
     """Number of micro-batches in the current step; 0 outside of steps."""
@@ -221,7 +221,7 @@ class Order(Generic[T]):
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
-                del self.known[self.microbatches]  # the order has changed, so learn it again
+                del self.known[self.microbatches]  # The order has changed and must be learned again.
 
     def following(self, count: int) -> list[T]:
         """Return the next `count` units, or fewer if fewer are known."""
@@ -231,8 +231,8 @@ class Order(Generic[T]):
 
 
 class UnitSharding(WholeUnits):
-    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Casts of
-    parameters are freed with them."""
+    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Casts are
+    freed together with their parameters."""
 
     buckets: Sequence[UnitBucket]
 
@@ -247,10 +247,10 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        `buckets` belong to units; `queue` holds back weight gradients of split backwards; `casts` are weight copies.
+        `queue` holds back weight gradients of split backward passes. `casts` are weight copies.
         """
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
-        assert len(of_units) == len(buckets), "buckets of units are of another class"
+        assert len(of_units) == len(buckets), "buckets of units have a different class"
         self.shards_params = shards_params
         self.queue = queue
         self.order = Order[Unit]()
@@ -273,8 +273,8 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """Return the unit whose backward pass is the last to add to a bucket: the first such unit in the model on this
-        rank."""
+        """Number of the last unit to add gradients to a bucket in the backward pass, which is the bucket's first unit
+        in the model on this rank."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
@@ -332,7 +332,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Hook after a forward pass, also if a recomputed pass stops early; `output` is then None."""
+        """Hook after a forward pass. It also runs if a recomputed pass stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)
@@ -341,13 +341,13 @@ class UnitSharding(WholeUnits):
         return output
 
     def _watch_backward(self, unit: Unit, args: tuple[object, ...], output: object) -> None:
-        """Detect both ends of the unit's backward.
+        """Detect the start and the end of the unit's backward pass.
 
-        The backward starts when the gradient of an output is known, and has ended when the input's gradient is known.
-        Autograd first runs the operations that were recorded last, so nothing of the unit is left at that point. If no
-        operation has produced an input, the unit's backward ends with the whole backward pass. A layer may leave its
-        last addition to the next norm. It then has two outputs, one of which was computed in its middle. The first
-        known output gradient marks the start, and the gradient of the last computed input the end.
+        The backward pass of a unit starts when the gradient of an output is known, and ends when the gradient of the
+        input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
+        at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
+        layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
+        the layer. The first known output gradient marks the start, and the gradient of the last computed input the end.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -401,14 +401,14 @@ class UnitSharding(WholeUnits):
             self._reducing.popleft().finish_grad_sync()
 
     def _open(self, bucket: UnitBucket) -> None:
-        """Prepare a bucket for a contribution to its gradients."""
+        """Prepare a bucket for a contribution to the gradients of the bucket."""
         if bucket in self._reducing:
             self._finish(0)
         bucket.open_grads()
 
 
 class ShardedUnits(UnitStore):
-    """Units whose shards each rank keeps on the device. Unit stores derive from it to keep shards elsewhere."""
+    """Units whose shards each rank keeps on the device. Unit stores derive from this class to keep shards elsewhere."""
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         return UnitBucket(layout, buffer)
@@ -426,7 +426,7 @@ class ShardedUnits(UnitStore):
 
 
 def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.device) -> UnitStore:
-    """Return the store for a rank's units that a configuration selects."""
+    """Return the store that a configuration selects for the units of a rank."""
     if (name := parallel.unit_store) is not None:
         store = UNIT_STORES[name](parallel, device)
         assert isinstance(store, UnitStore), f"{name} does not create a unit store"

@@ -1,1 +1,1 @@
-"""Model architectures built from the library's layers, and their exchange with other formats."""
+"""Model architectures built from the library's layers."""

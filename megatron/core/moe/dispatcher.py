@@ -1,8 +1,7 @@
 """Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
 
-Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine, which sums the outputs of a token's
-experts, is the adjoint of dispatch, and each is the gradient of the other. A dispatcher therefore defines only
-dispatch.
+Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine sums the outputs of a token's experts.
+It is the adjoint of dispatch, so the backward pass of each is the other. A dispatcher therefore defines only dispatch.
 
 The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
 """
@@ -71,7 +70,7 @@ class Exchange:
     """Number of rows from each rank."""
 
     pair: PassPair
-    """Another micro-batch, whose computation can overlap with the exchange."""
+    """Pair of passes. The computation of the other micro-batch's pass can overlap with the exchange."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """x [sum(send), ...] -> [sum(receive), ...] for each x"""
@@ -95,15 +94,15 @@ class Routes:
     """Dispatch of one micro-batch. Each assignment of a token is one row, which is sent to the rank of its expert."""
 
     of_tokens: RowMap
-    """This rank's tokens [n, ...] -> rows [assignments, ...]."""
+    """Map from this rank's tokens [n, ...] to rows [assignments, ...]."""
 
     of_assignments: RowMap
-    """The k assignments of this rank's tokens [n * k, ...] -> rows [assignments, ...], like `of_tokens`."""
+    """Map from the k assignments of each of this rank's tokens [n * k, ...] to rows [assignments, ...]."""
 
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """Map of the exchange's result to rows [rows, ...] of the local experts, sorted by expert."""
+    """Map from the result of the exchange to rows [rows, ...] of the local experts, sorted by expert."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
@@ -124,7 +123,7 @@ class Routes:
 
 
 class Dispatcher(ABC):
-    """Plans the dispatch of tokens to their selected experts.
+    """Planner of the dispatch of tokens to their selected experts.
 
     Token counts stay on the device if neither message sizes nor large buffers depend on them. In this case the maximum
     number of rows is allocated, with the rows in use first.
@@ -179,16 +178,14 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Maximum rows, relative to an even load, that an all-gather dispatch allocates without the host knowing their actual
-number.
-
-If more rows could arrive, the host waits for the actual number.
+"""Maximum number of rows, relative to an even load, that an all-gather dispatch allocates without waiting for the
+actual number. If more rows could arrive, the host waits for the actual number.
 """
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gathers the tokens; each rank then selects the tokens of its experts. Suitable for few experts, and for k
-    about as large as ep."""
+    """Dispatcher that all-gathers the tokens. Each rank then selects the tokens of its experts. Suitable for few
+    experts, and for k about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -216,8 +213,8 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Sends each token only to the ranks of its experts, with an all-to-all over ep and then an all-gather over
-    expt_tp.
+    """Dispatcher that sends each token only to the ranks of its experts, with an all-to-all over ep followed by an
+    all-gather over expt_tp.
 
     The host needs the message sizes, unless no all-to-all is needed or all messages are padded.
     """
@@ -235,7 +232,7 @@ class AllToAllDispatcher(Dispatcher):
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
-        """Return routes without spare rows, for counts that the host knows."""
+        """Return routes without spare rows, for counts on the host."""
         ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
@@ -295,13 +292,14 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
-    """Convert expert numbers to local numbers among the `count` experts from `first` on; `count` for all others."""
+    """Convert expert numbers to local numbers among the `count` experts from `first` on. All other experts become
+    `count`."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort assignments by expert: chosen [n, k] -> order [n * k], dropped ones last, and counts [E]."""
+    """Sort assignments by expert: chosen [n, k] -> order [n * k], with dropped assignments last, and counts [E]."""
     experts, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=chosen.device))
     return order, edges.diff()
@@ -310,8 +308,8 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Invert an order [m] of distinct numbers below `count`.
 
-    Returns two tensors [count]: the position of each number in `order`, 0 if it is missing, and bool, True for numbers
-    that are present and, if `kept` is given, kept.
+    Returns two tensors [count]. The first contains the position of each number in `order`, or 0 if the number is
+    missing. The second is a bool mask of the numbers that are present and, if `kept` is given, kept.
     """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)
@@ -323,7 +321,7 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """y [slots, ...] -> [n, ...]: sum the valid ones among each token's k slots [n * k]. A single kernel if
+    """Sum the valid slots among each token's k slots [n * k]: y [slots, ...] -> [n, ...]. The sum is a single kernel if
     compiled."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
@@ -336,8 +334,8 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
     """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    Assignment a is in slots[a] if it is valid (None: all are). Contents of other slots are meaningless. The adjoint
-    reads each slot once, so the sum has a fixed order.
+    Assignment a is in slots[a] if it is valid; with None, all assignments are valid. Contents of other slots are
+    meaningless. The adjoint reads each slot once, so the sum has a fixed order.
     """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
@@ -346,7 +344,7 @@ def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, c
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
     """Copy rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
 
-    The adjoint sums the copies of a row in a fixed order, with a plain sum if none is dropped.
+    The adjoint sums the copies of a row in a fixed order, with a plain sum if no assignment is dropped.
     """
     index = assignments // k
     if assignments.shape[0] == rows * k:

@@ -38,7 +38,8 @@ class _GroupedLinearContext(AutogradContext):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Grouped linear layer: multiplies each row of x [n, in] by its expert's W [out, in] -> y [n, out]."""
+    """Grouped linear layer: multiplies each row of x [n, in] by the weight W [out, in] of the row's expert -> y [n,
+    out]."""
 
     @staticmethod
     def forward(
@@ -96,7 +97,7 @@ class _GroupedBiasContext(AutogradContext):
 
 
 class GroupedBiasFunction(torch.autograd.Function):
-    """Adds to each row of y [n, out] its expert's bias [experts, ..., columns], from column `first` on.
+    """Adds the bias [experts, ..., columns] of a row's expert to each row of y [n, out], from column `first` on.
 
     If there are factors [n], the bias is multiplied by the row's factor.
     """
@@ -134,7 +135,8 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """Add the bias gradient. The bias acts as the weight of an additional input, the factor."""
+            """Add the bias gradient. The bias acts as the weight of an additional input, whose value is the row's
+            factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -158,7 +160,7 @@ class _WeightedContext(AutogradContext):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """activation(x) * weight, row by row; saves only x and the weights for the backward pass.
+    """Computes activation(x) * weight row by row, and saves only x and the weights for the backward pass.
 
     A token's routing weight is applied before the second layer instead of after it, so that its gradient needs no
     expert output.
@@ -202,7 +204,8 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """`_WeightedActivation` for a function whose gradient is known: compiled, without storing intermediate products."""
+    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. It stores no
+    intermediate products."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
@@ -259,7 +262,8 @@ class Experts(nn.Module):
             for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
         )
         self.activation = build_activation(f"{name}.activation", config, ctx)
-        # inputs of the autograd Function, so that their gradients are computed together with the rows'
+        # The parameters are inputs of the autograd Function, which computes their gradients together with those of the
+        # rows.
         self.activation_parameters = (
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )

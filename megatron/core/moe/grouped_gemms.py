@@ -41,7 +41,7 @@ class Segments:
 
     @property
     def ends(self) -> Tensor:
-        """[experts] int32 on the device: end of each expert's rows."""
+        """End of each expert's rows [experts] int32, on the device."""
         if self._ends is None:
             assert self._sizes is not None
             self._ends = integers_on(self._device, accumulate(self._sizes), torch.int32)
@@ -49,7 +49,7 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. The host waits for the device if it does not know the numbers yet."""
+        """Number of rows of each expert. The host waits for the device if the numbers are only on the device."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
@@ -63,14 +63,14 @@ class Segments:
         return Segments.of_counts((counts + (multiple - 1)) // multiple * multiple, spare=True)
 
     def experts_of(self, rows: int) -> Tensor:
-        """[rows] int64 on the device: the expert of each row; arbitrary for spare rows."""
+        """Expert of each row [rows] int64, on the device; arbitrary for spare rows."""
         ends = self.ends[:-1].contiguous()
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def sizes_of(self, x: Tensor) -> Sequence[int]:
         """Return the number of rows of each expert in x [n, ...].
 
-        Reads `sizes`. For tensors without values, the parts are even.
+        Reads `sizes`. For tensors without values, the rows are divided evenly.
         """
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
@@ -78,7 +78,7 @@ class Segments:
         return self.sizes
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [n, ...] -> the rows of each expert. Reads `sizes`."""
+        """Split x [n, ...] into the rows of each expert. Reads `sizes`."""
         sizes = self.sizes_of(x)
         return (x[: sum(sizes)] if self.spare else x).split(tuple(sizes))
 
@@ -111,7 +111,7 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Run the grouped GEMM in one kernel. `gemm_each` computes the same."""
+    """Run the grouped GEMM in one kernel. `gemm_each` computes the same result."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
@@ -120,7 +120,7 @@ def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
     """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`.
 
-    Runs one product per expert.
+    Runs one matrix product per expert.
     """
     for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
         if x_rows.shape[0]:
@@ -130,7 +130,7 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
 @operation
 @torch_function
 def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """Compute the same as `add_each_product_`, with a single kernel for all experts."""
+    """Compute the same result as `add_each_product_`, with a single kernel for all experts."""
     add_each_product_(out, dy, x, segments)
 
 
@@ -174,5 +174,5 @@ EACH = GroupedGemms(gemm_each, add_each_product_)
 
 
 def matrices_of(weight: Tensor) -> Tensor:
-    """[experts, ..., in] -> [experts, out, in]"""
+    """Flatten the output dims: [experts, ..., in] -> [experts, out, in]."""
     return weight.view(weight.shape[0], -1, weight.shape[-1])

@@ -39,8 +39,8 @@ class GatedSharedExpert(SharedExpert):
 class MoELayer(nn.Module):
     """Sum over a token's selected experts of weight * expert(x), plus the output of the shared expert if there is one.
 
-    With --moe-latent-size, experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added, so messages
-    between ranks are as narrow as the latent.
+    With --moe-latent-size, the experts read fc1_latent_proj(x), and fc2_latent_proj maps their weighted sum back to the
+    hidden size. Messages between ranks are therefore only as wide as the latent.
 
     Zero-computation experts return weight * x. If the residual stream requires it, the outputs of the shared expert and
     of the selected experts are returned side by side, [s, b, 2h], instead of added.
@@ -75,7 +75,7 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # between start and finish, so that the host has launched this before it waits for sizes
+        # Computed between start and finish, so that the host launches this work before it waits for the sizes.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)
@@ -90,9 +90,8 @@ class MoELayer(nn.Module):
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], which have Megatron-LM's names.
-
-    They have biases if linear layers have them. Returns None without --moe-latent-size.
+    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. Both have biases if
+    linear layers have biases. Returns None without --moe-latent-size.
     """
     if config.moe_latent_size is None:
         return None

@@ -4,15 +4,16 @@ Auxiliary losses are means over the tokens of the global batch. Each is added to
 micro-batch sizes cannot change it. This requires two measures.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
-Gradients of auxiliary losses are injected during backward, so they carry that number in advance: it is known before the
-first forward pass, and `aux_scale` = backward seed * valid tokens / tokens of the global batch.
+Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by that number in advance.
+The number of valid tokens is known before the first forward pass: `aux_scale` = backward seed * valid tokens / tokens
+of the global batch.
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
-f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), its
-gradient in the first micro-batch would need the f of the last one, when the pipeline already runs backward passes.
-Therefore "aux_loss" and "global_aux_loss" use running means: for the tokens of a sample, f is the load over all samples
-of the global batch up to and including it. Samples are ordered by data instead of by rank, so f does not depend on how
-the batch is sharded. "seq_aux_loss" balances each sequence separately.
+f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), the
+gradient of the first micro-batch would need the f of the last micro-batch. The pipeline, however, runs backward passes
+before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use running means: for the tokens of a sample,
+f is the load over all samples of the global batch up to and including that sample. Samples are ordered by data instead
+of by rank, so f does not depend on how the batch is sharded. "seq_aux_loss" balances each sequence separately.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RunningLoads:
     """Running share of assignments that each expert receives in the global batch, sample by sample.
 
     The reduction of a micro-batch's counts starts in its forward pass and completes in its backward pass, which needs
-    it. A recomputation uses the loads of the first pass.
+    the result. A recomputation uses the loads of the first pass.
     """
 
     def __init__(self, state: ParallelState) -> None:
@@ -58,7 +59,8 @@ class RunningLoads:
         self._total: Tensor | float = 0.0
 
     def start(self, number: int, counts: Tensor) -> None:
-        """Add micro-batch `number`: counts [b, E] of this rank's tokens by sample. Collective over the stage."""
+        """Add micro-batch `number`: counts [b, E] of this rank's tokens by sample. All ranks of the stage must call
+        this method."""
         if number in self._started or number < len(self._shares):
             return
         rows = counts.new_zeros(self.dp.size, *counts.shape)
@@ -66,8 +68,8 @@ class RunningLoads:
         self._started[number] = start_all_reduce_(rows, self.stage)
 
     def shares(self, number: int) -> Tensor:
-        """Return [b, E] float64 of micro-batch `number`: for each of its samples, the load of all samples up to that
-        one.
+        """Return the loads [b, E] float64 of micro-batch `number`: for each sample, the load of all samples up to and
+        including that sample.
 
         Raises ValueError if the pipeline schedule has not run an earlier micro-batch yet.
         """
@@ -94,7 +96,7 @@ class _LoadsContext(AutogradContext):
 
 class _AgainstRunningLoads(torch.autograd.Function):
     """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. The value stays 0, because f is unknown before
-    the backward."""
+    the backward pass."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -116,7 +118,7 @@ class _AttachContext(AutogradContext):
 
 
 class _Attach(torch.autograd.Function):
-    """Passes `weights` through. The backward injects d loss = scale, and adds `entries` to the tally.
+    """Passes `weights` through. The backward pass injects d loss = scale and adds `entries` to the tally.
 
     The tally is updated in the backward pass, because recomputation would count a forward pass twice.
     """
@@ -140,7 +142,7 @@ class Balance(nn.Module):
     """Auxiliary losses and expert bias of one router, and the tally of the current step."""
 
     expert_bias: nn.Parameter | None
-    """[E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Expert bias [E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """Create the balance of a router.
@@ -178,7 +180,7 @@ class Balance(nn.Module):
         kept: Tensor | None,
         context: BatchContext,
     ) -> Tensor:
-        """Return `weights` with the auxiliary losses of these tokens attached to their backward.
+        """Return `weights` with the auxiliary losses of these tokens attached to their backward pass.
 
         Args:
             weights: Routing weights.
@@ -186,7 +188,7 @@ class Balance(nn.Module):
             probabilities: [s, b, E].
             chosen: Selected experts [s, b, k].
             unbiased: Selection without expert bias [s, b, k], with which the losses compare the probabilities.
-            kept: [s, b, k]; None if no token is dropped.
+            kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
             context: The micro-batch's context.
         """
         assert context.aux_scale is not None
@@ -250,7 +252,7 @@ class Balance(nn.Module):
 
 
 def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Create an untrained model state of zeros that checkpoints save. Every rank holds it whole."""
+    """Create a model state of zeros that is not trained, but saved in checkpoints. Every rank holds the whole state."""
     state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state

@@ -116,7 +116,7 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """Function that creates a model's scores; the router that lists the scores registers it."""
+    """Create the scores of a model with the router that registers them."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
@@ -126,20 +126,20 @@ class Choice:
     """Selected experts of each token, best first, and their weights."""
 
     experts: Tensor
-    """[s, b, k] int64; E, one past the last expert, where the expert dropped the token."""
+    """Selected experts [s, b, k] int64. If an expert drops a token, the entry is E, one past the last expert."""
 
     weights: Tensor
-    """[s, b, k]; 0 for dropped tokens."""
+    """Routing weights [s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
     """Maximum number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
 
     kept: Tensor | None = None
-    """[s, b, 1]: weight of the token itself in the output, which zero-computation experts return."""
+    """Weight of the token itself in the output [s, b, 1], from zero-computation experts."""
 
 
 class TopKRouter(nn.Module):
-    """Selects k of E experts for each token. Ties go to the lower expert number."""
+    """Router that selects k of E experts for each token. Ties go to the lower expert number."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class TopKRouter(nn.Module):
             return SoftmaxScores(before_choice=kind == "pre_softmax")
         functions: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "sqrtsoftplus": sqrt_softplus}
         if kind not in functions:
-            raise NotImplementedError(f"a router that states the scores {kind} must make them in make_scores()")
+            raise NotImplementedError(f"a router that registers the scores {kind} must create them in make_scores()")
         return OwnScores(functions[kind], config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
@@ -281,14 +281,14 @@ def within_capacity(
 ) -> Tensor:
     """Apply expert capacity: bool [s, b, k], True for the `capacity` tokens of a sequence with the highest priority.
 
-    Priorities are >= 0; among equal ones the earlier token wins. chosen, priorities [s, b, k] and positions `places`
-    [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence, which is sharded over
-    the ranks of `sequence`.
+    Priorities are >= 0; among equal priorities, the earlier token comes first. chosen, priorities [s, b, k] and
+    positions `places` [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence,
+    which is sharded over the ranks of `sequence`.
     """
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
     table, places = all_gather(table, sequence), all_gather(places, sequence)
-    in_order = places.argsort()  # of the gathered rows, which are ordered by rank
+    in_order = places.argsort()  # restores the sequence order of the rows, which are gathered in rank order
     best = table[in_order].sort(dim=0, descending=True, stable=True).indices
     standing = torch.empty_like(best)
     standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))

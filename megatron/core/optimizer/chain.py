@@ -1,11 +1,11 @@
 """Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is such a chain.
 
-Fused links update flat shards. The other links of a chain run before and after it, on single parameters. The updates of
-a batch of parameters run concurrently, as generators. Once each update has finished or made a request, all requests are
-answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
-matrices' owners (`MatrixExchange`) answers requests for whole matrices. Between reduce-scatter and all-gather, each
-rank applies its part of the sums to its part of the reduced states. Sharded states therefore cost no more communication
-than replicated ones.
+Fused links update flat shards. The other links of a chain run before and after the fused link, on single parameters.
+The updates of a batch of parameters run concurrently, as generators. Once each update has finished or made a request,
+all requests are answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One
+exchange with the matrices' owners (`MatrixExchange`) answers requests for whole matrices. Between reduce-scatter and
+all-gather, each rank applies its part of the sums to its part of the reduced states. Sharded states therefore cost no
+more communication than replicated ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Param:
     links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
-    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if there are none."""
+    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if the shard contains none of them."""
 
     span: slice
     """Range of the `held` elements in the shard."""
@@ -74,14 +74,14 @@ class _Param:
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's part of each state, flat."""
+    """This rank's flat part of each state."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """States of the matrices that this rank owns, in their shapes, by matrix number."""
+    """States of the matrices that this rank owns, keyed by matrix number. They are not flattened."""
 
 
 _Elements = tuple[_Param, slice]
-"""A parameter with some of its elements that this rank updates."""
+"""A parameter and the range of its elements that this rank updates."""
 
 
 @dataclass
@@ -109,8 +109,8 @@ class _Run:
 class Chain(ShardUpdate):
     """Chains for the parameters of `shards`, which are all on the device or all on the host.
 
-    Collective over the stage, unless each element is updated independently. `shards` hold main parameters, gradients
-    and the states of fused links; the states of other links are kept here.
+    Collective over the stage, unless each element is updated independently. `shards` contain main parameters, gradients
+    and the states of fused links. This object keeps the states of all other links.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Chain(ShardUpdate):
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
         self.by_element = not config.updates_together
-        """True if each element of every parameter is updated independently, so that there are no requests."""
+        """True if each element of every parameter is updated independently, so that links make no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
         self._fused = fused_parts(config, shards, stage)
@@ -231,8 +231,8 @@ class Chain(ShardUpdate):
             self._update(batch, values, after=True)
 
     def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
-        """Update the parameters of a batch concurrently, with the links before their fused link or the links `after`
-        it."""
+        """Update the parameters of a batch concurrently. By default, run the links before the fused link; with `after`,
+        run the links after it."""
         skipped = values.skip > 0
         runs = [self._begin(*each, values, after) for each in batch]
         for run in runs:
@@ -255,7 +255,7 @@ class Chain(ShardUpdate):
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         main = shard.main.detach()[param.span][cut]
         grad = shard.main.grad[param.span][cut]
-        # links need not handle infinities and NaNs
+        # Links need not handle infinities and NaNs.
         update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
         x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars, shard.group.eps_mult)
@@ -341,7 +341,7 @@ class Chain(ShardUpdate):
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
-    """Run all links, one after another."""
+    """Run all links one after another."""
     for link in links:
         requests = link.update(x)
         if requests is not None:
@@ -355,8 +355,8 @@ def _chunks(param: _Param) -> Iterator[_Elements]:
 
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
-    """Yield batches of consecutive parameters with at most `limit` elements in the whole model, or a single larger
-    parameter. The limit bounds the memory of copies."""
+    """Yield batches of consecutive parameters. The parameters of a batch have at most `limit` elements in the whole
+    model, unless the batch is a single larger parameter. The limit bounds the memory needed for copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:

@@ -44,7 +44,7 @@ class CompiledAdamKernel(ShardUpdate):
         }
         for shard in self.shards:
             tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
-            # lets kernels assume that rows are aligned
+            # this lets kernels assume that rows are aligned
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             eps = self.config.adam_eps * shard.group.eps_mult
@@ -61,14 +61,14 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values common to all elements, as fp32 scalars on the device, so that a change causes no compilation and no
-    wait."""
+    """Values common to all elements, as fp32 scalars on the device, so that a changed value causes neither a
+    recompilation nor a wait."""
 
     factor: Tensor
     """Factor of the gradients."""
 
     skip: Tensor
-    """1 to skip the update, else 0."""
+    """1 if the update is skipped, else 0."""
 
     decay: Tensor
     """1 - learning rate * weight decay"""
@@ -94,7 +94,7 @@ def adamw_(
 
     Args:
         main: Main parameters.
-        grad: Gradient; only read.
+        grad: Gradient, which is only read.
         exp_avg: First moment.
         exp_avg_sq: Second moment.
         params: Receives the new main parameters in its own dtype.

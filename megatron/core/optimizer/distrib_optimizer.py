@@ -1,7 +1,7 @@
 """The distributed optimizer (ZeRO-1): clips, updates this rank's shards, and gathers the updated parameters.
 
-Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without
-sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
+Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without sharding
+(--no-use-distributed-optimizer), a rank's shard is the whole bucket. Otherwise, the two cases do not differ.
 
 A step waits for the device only to change a dynamic loss scale, or to read the gradients of states that are updated on
 the host. A non-finite loss or gradient leaves parameters and moments unchanged, in every precision: the update kernels
@@ -36,9 +36,9 @@ from megatron.core.parallel_state import ParallelState
 
 
 class StepResult:
-    """The result of a step. Reading a value waits until the device has finished this step, but no longer.
+    """The result of a step. Reading a value waits only until the device has finished this step.
 
-    Nothing can be read before the verdict is available (`settle`).
+    No value can be read before `settle` stores the verdict.
     """
 
     def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
@@ -59,7 +59,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Gradient norm of the whole model before clipping; not finite if a gradient was not finite."""
+        """Return the gradient norm of the whole model before clipping. It is not finite if a gradient was not
+        finite."""
         return self._read()[0]
 
     @property
@@ -86,13 +87,14 @@ class StepResult:
     def scale_overflow(self) -> bool:
         """True if this was an fp16 overflow that a lower loss scale can fix.
 
-        In this case `sums`, which the scale does not multiply, are finite, and the scale is not at its minimum.
+        This requires that `sums`, which the scale does not multiply, are finite, and that the scale is not at its
+        minimum.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
 
 def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
-    """Return the shards of this rank, by bucket and place."""
+    """Return the shards of this rank, ordered by bucket and location."""
     build_shard, shards = STATE_STORES[config.state_store], []
     states = [states_of_shards(config, layout) for layout in ddp.layouts]
     for place in place_states(ddp.layouts, config):
@@ -120,8 +122,8 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(norm, overflow, sums) -> (1 to skip the update, else 0; 1 if the step is a spike, else 0), as float64 scalars on the
-device."""
+"""Function that judges a step. It maps (norm, overflow, sums) to two flags: 1 to skip the update, and 1 if the step is
+a spike; else 0. All are float64 on the device."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,15 @@ class Update:
     """Factor of the gradients that `reduce_model_grads` returned."""
 
     sums: Tensor | None = None
-    """[n] float64 on each rank, such as the loss. They are summed together with the norm and must also be finite."""
+    """Further values [n] float64 of each rank, such as the loss. They are summed over the world together with the norm,
+    and must also be finite."""
 
     judge: Judge | None = None
-    """Decides whether to skip the update."""
+    """Function that decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Called with `skip`, 1 if nothing was updated, before parameters are gathered, because scales of casts depend on
-    it."""
+    """Function called before parameters are gathered, because the scales of casts depend on it. Its argument is `skip`,
+    which is 1 if nothing was updated."""
 
 
 class DistributedOptimizer:
@@ -196,10 +199,10 @@ class DistributedOptimizer:
         """Update once with finished gradients, or with the result of `reduce_model_grads` and its `factor`. The factor
         and clipping scale gradients in place; fused optimizers apply them when they read gradients.
 
-        With `overlap_param_gather` the parameters are whole again only after a forward pass or `finish_param_sync` has
-        waited for them. If the ddp has a `param_gather`, only `finish_param_sync` makes them whole.
+        With `overlap_param_gather`, the parameters are whole again only after a forward pass or `finish_param_sync` has
+        waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes them whole.
         """
-        self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
+        self.ddp.wait_param_sync()  # Modules that have not run since the last step have not waited.
         if self.host_update is not None:
             self.host_update.start()
         result = StepResult(self.scaler.scale, self.scaler.can_fall)
@@ -214,11 +217,11 @@ class DistributedOptimizer:
             self.scaler.update(not result.finite)
 
     def end_update(self) -> None:
-        """End the update that the last `step` started; its result can be read afterwards. Collective over the world."""
+        """End the update that the last `step` started. The result can then be read. Collective over the world."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """Return (1 to skip the update, else 0; the factor, at most 1, that reduces the norm to --clip-grad, None
-        without clipping).
+        """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The factor is at most 1 and
+        reduces the norm to --clip-grad; it is None without clipping.
 
         Settles the result. `summed` is the sum over the world that `GradNorm.start` computes.
         """
@@ -289,7 +292,8 @@ class DistributedOptimizer:
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Return everything that this rank owns, for reading: live views, or host copies of states with scales.
+        """Return all parameters and states that this rank owns, for reading. They are live views, or host copies of
+        states with scales.
 
         Main parameters are omitted if the parameters themselves are the main parameters.
         """
@@ -301,7 +305,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:
-        """Return `sharded_state` for writing; written values take effect at the end. Set `step_count` too."""
+        """Context manager that yields `sharded_state` for writing. Written values take effect at the end of the block.
+        Set `step_count` too."""
         self.finish_param_sync()
         exported = [(shard, shard.exported()) for shard in self.shards]
         yield [*(piece for shard, tensors in exported for piece in shard.pieces(tensors)), *self._of_chain()]

@@ -1,6 +1,7 @@
 """Fused links, which update whole shards in one pass over their memory.
 
-Selects the link for a buffer's parameters, and provides the links of Adam and SGD, which use torch's kernels.
+This module selects the link for a buffer's parameters, and provides the links of Adam and SGD, which use torch's
+kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[
 
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
-    """Return the kernels of all fused links of a stage; on the host, only kernels of links that `shards` use."""
+    """Return the kernels of all fused links of a stage. On the host, return only the kernels of links that `shards`
+    use."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)
@@ -149,11 +151,11 @@ class SGDKernel(TorchKernel):
 
 
 def _groups(shards: Sequence[OptimizerShard]) -> list[dict]:
-    """Return main parameters by group, as torch's optimizers expect them."""
+    """Return the main parameters of each group in the form that torch's optimizers expect."""
     groups: dict[ParamGroup, list[Tensor]] = {}
     for shard in shards:
         groups.setdefault(shard.group, []).append(shard.main)
-    if not groups:  # torch requires some, and a pipeline stage may have no parameters
+    if not groups:  # torch requires at least one parameter, but a pipeline stage may have none
         groups[ParamGroup()] = [torch.zeros(0)]
     return [{"params": params, "group": group} for group, params in groups.items()]
 

@@ -4,7 +4,7 @@ Each element of the model counts once. Every data-parallel rank sums its own sha
 optimizer. Only one of the replicas along model axes counts, and only one of a tied embedding's two copies. Rows of
 `ROW` elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a flat shard
 of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be converted, which
-takes forty times as long on CPU.
+takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return [squares that count, squares of replicas, *sums] float64 of this rank."""
+        """Return the terms of this rank in float64: [squares that count, squares of replicas, *sums]."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 

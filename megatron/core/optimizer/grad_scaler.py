@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 training: a scale large enough to preserve small gradients, and small enough not to
+"""Loss scaling for fp16 training. The scale is large enough to preserve small gradients, and small enough to avoid
 overflow."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class LossScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: a fixed scale is set by the configuration, whatever was saved."""
+        """Do nothing, because the configuration sets a fixed scale, regardless of the saved value."""
 
 
 class DynamicLossScaler(LossScaler):
     """Dynamic loss scale, which halves on overflow and doubles after `window` consecutive good steps.
 
-    `hysteresis` overflows are tolerated before the scale decreases. From then on each overflow halves it, until a full
-    window of good steps doubles it and restores the allowance. The scale never falls below `min_scale`.
+    `hysteresis` overflows are tolerated before the scale decreases. From then on, each overflow halves the scale, until
+    a full window of good steps doubles the scale and restores the allowance. The scale never falls below `min_scale`.
     """
 
     dynamic = True
@@ -71,7 +71,8 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, fp16: bool) -> LossScaler:
-    """Build the scaler of a run: scale 1 except in fp16, where it is dynamic unless --loss-scale is given."""
+    """Build the loss scaler of a run. In fp16, the scale is dynamic unless --loss-scale is given. In other precisions,
+    it is 1."""
     if not fp16:
         return LossScaler()
     if config.loss_scale is not None:

@@ -1,4 +1,5 @@
-"""Gathers a rank's whole matrices from the flat shards of its pipeline stage, and sends them back."""
+"""Gathers the whole matrices that a rank owns from the flat shards of its pipeline stage, and sends the results
+back."""
 
 from __future__ import annotations
 
@@ -14,25 +15,26 @@ from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
 from megatron.core.parallel_state import Axis
 
 Read = Callable[[Part, Tensor], None]
-"""Writes this rank's values of a part into a tensor of its shape."""
+"""Function that writes this rank's values of a part into a tensor with the shape of the part."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
-"""Stores a part's transformed values."""
+"""Function that stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Maps matrices [n, rows, columns] to the same shape, each independently, given their numbers in the plan."""
+"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. Its second
+argument contains the numbers of the matrices in the plan."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts that are sent together: for each rank of the stage, the parts of one message, in order."""
+    """Parts that are sent together. For each rank of the stage, this contains the parts of one message, in order."""
 
     read: list[list[Part]]
     """Number of elements that this rank sends to the owners."""
     arriving: list[list[Part]]
-    """Number of elements of this rank's matrices that other ranks send to it."""
+    """Number of elements of this rank's matrices that other ranks send to this rank."""
     returned: list[list[Part]]
-    """Number of elements of its own matrices that this rank returns to the other ranks."""
+    """Number of elements of this rank's matrices that this rank returns to other ranks."""
     written: list[list[Part]]
     """Number of elements that the owners return to this rank."""
     stacks: list[list[int]]
@@ -50,11 +52,11 @@ class MatrixExchange:
         self.device = device
         self._owned = plan.owned(axis.rank)
         self._mine = plan.parts(axis.rank)
-        """This rank's parts of all matrices, by matrix number."""
+        """This rank's parts of all matrices, keyed by matrix number."""
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
-        """For each rank, its parts of the matrices that this rank owns."""
+        """For each rank, the parts that it holds of the matrices that this rank owns."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
@@ -83,17 +85,17 @@ class MatrixExchange:
         return _Round(read, arriving, returned, written, stacks)
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
-        """Transform every matrix x of the stage, or the matrices `numbers` in one round, and write the results
-        direction(x).
+        """Transform every matrix x of the stage to direction(x) and write the results. If `numbers` is given, transform
+        only these matrices, in one round.
 
         While one round is transformed, the next round's matrices are gathered and the previous round's results are sent
         back.
 
         Args:
-            read: Reads this rank's parts of x.
+            read: Function that reads this rank's parts of x.
             direction: The transformation.
-            write: Stores this rank's parts of the result.
-            numbers: Matrix numbers, or None for all.
+            write: Function that stores this rank's parts of the result.
+            numbers: Numbers of the matrices to transform, or None for all matrices.
         """
         rounds = [self._round(each) for each in (self.plan.rounds if numbers is None else [numbers])]
         returning: tuple[_Round, Pending] | None = None
@@ -164,7 +166,7 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Return each part of the messages with a view of its values in `packed`."""
+    """Return each part of the messages, with a view of the part's values in `packed`."""
     found, start = [], 0
     for part in (part for message in messages for part in message):
         found.append((part, packed[start : start + part.numel].view(part.shape)))

@@ -2,9 +2,9 @@
 import torch.
 
 Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
-operation on whole matrices gathers them: each matrix of a stage has one owner among the ranks of the stage, which
-receives the parts, transforms the whole, and sends the parts back. Every matrix is therefore transformed once, and not
-on each rank that holds a part. Each rank sends its own shard once and receives it back once.
+operation on whole matrices gathers them. Each matrix of a stage has one owner among the ranks of the stage. The owner
+receives the parts, transforms the whole matrix, and sends the parts back. Every matrix is therefore transformed only
+once, rather than on each rank that holds a part. Each rank sends its shard once and receives it back once.
 
 All ranks of a stage have parameters of the same names and shapes, so each computes the same plan from integers.
 """
@@ -23,13 +23,13 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of elements that a rank gathers at a time, or one matrix if that is larger. The limit bounds the
-exchange's memory."""
+"""Maximum number of elements that a rank gathers at a time. A larger matrix is gathered alone. The limit bounds the
+memory of the exchange."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The box of `shape` at `offset` of a parameter. All dims but the last are rows."""
+    """The box of `shape` at `offset` of a parameter. The last dim contains columns, and all other dims are rows."""
 
     meta: ParamMeta
     offset: tuple[int, ...]
@@ -42,7 +42,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Number of matrix multiplications in one Newton-Schulz step, see `newton_schulz`."""
+        """Number of matrix multiplications in one Newton-Schulz step (see `newton_schulz`)."""
         short, long = sorted(self.size)
         return 2 * short * short * long + short**3
 
@@ -59,11 +59,11 @@ class Part:
 
     start: int
     stop: int
-    """End of the range of that shard's elements that holds a box of shape `held` in row-major order."""
+    """End of the range of the shard's elements that store a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Place of the part in the box of shape `held`."""
+    """Position of the part in the box of shape `held`."""
 
     place: tuple[slice, ...]
     """Position of the part in the matrix."""
@@ -78,15 +78,15 @@ class Part:
 
 
 class MatrixPlan:
-    """Exchange of a rank's stage. By default it contains all matrices of buffers of whole matrices.
+    """Exchange plan of a rank's stage. By default, it contains the matrices of all buffers of whole matrices.
 
     Args:
         layouts: Buffers of the stage's ranks.
         ranks: Ranks of the stage.
-        splits: Decides by name whether a fused weight is split into its linear maps.
-        blockwise: Treat each tensor-parallel shard as a separate matrix.
+        splits: Predicate of the name that decides whether a fused weight is split into its linear maps.
+        blockwise: Whether to treat each tensor-parallel shard as a separate matrix.
         round_size: Replaces `ROUND`.
-        wanted: Selects parameters of any buffer.
+        wanted: Predicate that selects parameters of any buffer.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class MatrixPlan:
                 self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
                 self.matrices += found
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
-        """Index in `ranks` of each matrix's owner."""
+        """Owner of each matrix, as an index into `ranks`."""
         self.rounds = self._in_rounds(round_size or ROUND)
         """Numbers of the matrices that are gathered at the same time."""
 
@@ -159,7 +159,8 @@ class MatrixPlan:
         return self._numbers[name]
 
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
-        """Return the parts that ranks[place] holds, by matrix number, for `wanted` matrices or all."""
+        """Return the parts that ranks[place] holds, keyed by matrix number, for the matrices `wanted` or for all
+        matrices."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
         for shard, param, flat, start, stop in self._held(rank):
@@ -205,7 +206,8 @@ class MatrixPlan:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """Assign each cost to a rank so that the sums are close: largest cost first, to the rank with the smallest sum.
+    """Assign each cost to a rank so that the sums are nearly equal. Costs are assigned in descending order, each to the
+    rank with the smallest sum.
 
     By Graham's LPT rule the largest sum is at most 4/3 of the optimum.
     """

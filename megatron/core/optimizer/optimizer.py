@@ -29,7 +29,7 @@ MAIN_PARAM = "main_param"
 """Kind of state for main parameters."""
 
 CHUNK = 2**22
-"""Elements per chunk of an element-wise update, which bounds the memory of its temporary copies."""
+"""Number of elements per chunk of an element-wise update. It bounds the memory of temporary copies."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ShardSpec:
     """Layout of the bucket's buffer."""
 
     place: StateRange
-    """Elements of the bucket, and whether their states are in host memory."""
+    """Range of the bucket's elements, and whether their states are in host memory."""
 
     states: Sequence[State]
     """Optimizer states of the fused link that updates the bucket's parameters."""
@@ -51,11 +51,9 @@ class ShardSpec:
 
 
 class Shard:
-    """One rank's part of a bucket, or a range of it: main parameters and states in any storage format, on the device or
-    host.
-
-    States are allocated immediately, so that a checkpoint can be loaded into them and memory is final before the first
-    step.
+    """One rank's part of a bucket, or a range of this part. It contains main parameters and states in any storage
+    format, on the device or the host. States are allocated immediately, so that a checkpoint can be loaded into them
+    and memory use does not grow in the first step.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -86,7 +84,7 @@ class Shard:
     """True if loading main parameters may change how parameters are rounded."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
-        """Let the next update read `grads` and write `params`, which are copies on the host."""
+        """Make the next update read `grads` and write `params`, which are copies on the host."""
         self.grads, self.params = grads, params
 
     def write_params(self) -> None:
@@ -98,11 +96,12 @@ class Shard:
         raise NotImplementedError
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the states by kind as flat tensors that a checkpoint saves or loads into."""
+        """Return the states, keyed by kind, as flat tensors that a checkpoint saves or loads into."""
         raise NotImplementedError
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
-        """Store the values loaded into the tensors of `exported`, unless these are the memory itself."""
+        """Store the values loaded into the tensors of `exported`. This is not needed for tensors that share the shard's
+        memory."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -110,7 +109,7 @@ class Shard:
         raise NotImplementedError
 
     def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
-        """Return the parts of parameters within [start, stop) of the buffer, and their places in the shard."""
+        """Return the parts of parameters within [start, stop) of the buffer, and their positions in the shard."""
         first, last = self.range
         for piece in self.bucket.layout.pieces(max(start, first), min(stop, last)):
             yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)
@@ -123,10 +122,11 @@ class Shard:
 
 
 class OptimizerShard(Shard):
-    """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
+    """A shard whose main parameters and states are tensors in the main dtype. The gradient is attached to the main
+    parameters.
 
-    On the device, main parameters share the parameters' memory if the parameters have the main dtype; otherwise they
-    are a copy in the main dtype.
+    On the device, main parameters share the memory of the parameters if the parameters have the main dtype. Otherwise,
+    they are a copy in the main dtype.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -135,12 +135,12 @@ class OptimizerShard(Shard):
         self.main = self.params if self.aliased else self.zeros(self.numel, spec.main_dtype).copy_(self.params)
         self.main.grad = None if self.on_host else self.grads
         self.states = {state.name: self._zeros(state) for state in spec.states}
-        """Optimizer states of a fused link, by name."""
+        """Optimizer states of a fused link, keyed by name."""
         self.written_by_update = False
         """True if an update of the main parameters also writes the parameters."""
 
     def _zeros(self, state: State) -> Tensor:
-        assert not state.scale_block, "states with scales have a store of their own"
+        assert not state.scale_block, "states with scales need a separate store"
         dtype = self.main.dtype if state.dtype is None else getattr(torch, state.dtype)
         return self.zeros(self.numel, dtype)
 
@@ -187,7 +187,7 @@ class StepValues:
 
     rates: Rates
     skip: Tensor
-    """1 to skip the update, else 0."""
+    """1 if the update is skipped, else 0."""
 
     updates: Tensor
     """Number of earlier updates."""
@@ -201,7 +201,7 @@ class ShardUpdate:
         raise NotImplementedError
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Let the next `step` use the gradients times `factor`, a float64 scalar on the device."""
+        """Make the next `step` use the gradients multiplied by `factor`, a float64 scalar on the device."""
         raise NotImplementedError
 
     def set_step_count(self, updates: int) -> None:
@@ -225,12 +225,12 @@ class HostUpdateRule(Protocol):
     def start(self) -> None:
         """Start copying the first gradients.
 
-        The gradients must be final except for a factor, and no later kernel may read the parameters before `update` has
-        been called.
+        The gradients must be final except for a factor. No kernel launched later may read the parameters before
+        `update` is called.
         """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start copying the inputs of `update`, so that it does not wait for kernels launched later."""
+        """Start copying the inputs of `update`, so that `update` does not wait for kernels launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """Update once after `start`, with the `scalars` of this step. The call waits for the gradients.
@@ -240,11 +240,10 @@ class HostUpdateRule(Protocol):
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
-    """Freeze the parameters that a rule freezes, before gradient buffers are built.
-
-    If there are custom groups, returns text lines that describe the groups of the other parameters. A frozen parameter
-    has no gradient, no place in a bucket and no optimizer state. Collective if there are rules or custom groups. Raises
-    ValueError, on every rank, for a rule that does not fit the parameters of the whole model.
+    """Freeze the parameters that a rule freezes, before gradient buffers are built. If there are custom groups, return
+    text lines that describe the groups of the other parameters. A frozen parameter has no gradient, is in no bucket and
+    has no optimizer state. Collective if there are rules or custom groups. Raises ValueError, on every rank, for a rule
+    that does not fit the parameters of the whole model.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

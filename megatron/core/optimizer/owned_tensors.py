@@ -1,6 +1,6 @@
 """Tensors with one element per parameter element that a rank updates: weights, callback states, weights for evaluation.
 
-They are sharded like the optimizer's states, so checkpoints load under any layout.
+These tensors are sharded like optimizer states, so checkpoints load under any layout.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
 def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs (elements of `pieces` [n], to write in place; main weights of the same elements [n], to read).
-
-    Both are on the same device, and main weights are fp32 under --bf16 and --fp16. `pieces` are elements that this rank
-    updates, in any order, such as callback states.
+    """Yield pairs of tensors [n] for the same elements: the values in `pieces`, which may be written in place, and the
+    main weights, which may only be read. Both are on the same device. Main weights are fp32 under --bf16 and --fp16.
+    `pieces` are elements that this rank updates, in any order, such as callback states.
     """
     if any(shard.on_host for shard in optimizer.shards):
-        optimizer.finish_param_sync()  # the host has updated its part
+        optimizer.finish_param_sync()  # The host has updated its part.
     by_name = pieces_by_name(pieces)
     for shard in optimizer.shards:
         for part, span in shard.owned_pieces(*shard.range):
@@ -74,11 +73,12 @@ def owned_zeros(
 
 @contextmanager
 def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPiece]) -> Iterator[None]:
-    """Set the parameters to the values of `offered`, rounded to their dtype, within the block.
+    """Set the parameters to the values of `offered` within the block. Values are rounded to the dtype of the
+    parameters.
 
-    After the block, parameters have exactly their previous values. Elements that no rank offers keep their values.
+    After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
     `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
-    but no updates. Collective over the data-parallel ranks; needs the memory of a copy of `owned_weights`.
+    but no updates. This is a collective over the data-parallel ranks. It needs memory for a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)

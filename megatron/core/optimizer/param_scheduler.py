@@ -1,8 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
-Progress is counted in samples of steps that updated the weights. If a run is given in iterations, an iteration counts
-as its global batch, so a batch-size ramp stretches the schedule in iterations but not in samples. The formulas are the
-same as in Megatron-LM.
+Progress is counted in samples of steps that updated the weights. If the length of a run is given in iterations, an
+iteration counts as the samples of its global batch. A batch-size ramp therefore stretches the schedule in iterations
+but not in samples. The formulas are the same as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# the same for the final anneal of warmup-stable-decay
+# The same fraction, for the final anneal of warmup-stable-decay.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -117,7 +117,7 @@ def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, le
 
 
 class OptimizerParamScheduler:
-    """Learning rate and weight decay at a number of consumed samples. It has no state.
+    """Learning rate and weight decay at a number of consumed samples. This object has no state.
 
     `config` is validated. Raises ValueError if the warm-up or the final anneal does not fit the length of the run.
     """

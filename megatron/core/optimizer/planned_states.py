@@ -1,13 +1,13 @@
-"""States that the transforms of an optimizer keep, and which rank of a pipeline stage holds which part. This module
-does not import torch.
+"""States that the transforms of an optimizer keep, and their distribution over the ranks of a pipeline stage. This
+module does not import torch.
 
-A transform states from a parameter's `ParamMeta` alone which tensors it keeps. There are three kinds:
+A transform derives the list of tensors that it keeps from a parameter's `ParamMeta` alone. There are three kinds:
 
 - `elements`: the parameter's own shape. Each rank holds the range of elements that it updates (ZeRO-1).
 - `reduced`: the parameter's shape with 1 in some dims, such as a mean of each row. Equal parts of the flat tensor are
   spread over all ranks of the stage.
-- `of_matrices`: any shape for each matrix, such as the factors [m, m] and [n, n] of Shampoo. The matrix's owner
-  (`MatrixPlan`) holds it whole.
+- `of_matrices`: any shape for each matrix, such as the factors [m, m] and [n, n] of Shampoo. The owner of the matrix
+  (`MatrixPlan`) holds the whole state.
 
 Memory plans, allocation and checkpoints read the same `ChainPlan`.
 """
@@ -38,8 +38,8 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a transform keeps for one parameter. It starts at zero. Create a state with `elements`, `reduced`
-    or `of_matrices`."""
+    """A tensor that a transform keeps for one parameter. Its initial values are zero. Create a state with `elements`,
+    `reduced` or `of_matrices`."""
 
     name: str
     """Kind of state in checkpoints, equal for all parameters: `optimizer.NAME.<parameter>`."""
@@ -77,13 +77,13 @@ def elements(name: str, meta: ParamMeta, dtype: str | None = None, scale_block: 
 def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) -> State:
     """Return a state with the parameter's shape and size 1 in `dims`.
 
-    -1 gives a number per row, -2 a number per column. Without `dims` the state is a single number.
+    -1 gives a number per row, and -2 a number per column. Without `dims`, the state is a single number.
     """
     return State(name, reduced_shape(meta, dims), REDUCED, dtype)
 
 
 def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = None) -> State:
-    """Return a state of `shape` for each of the parameter's matrices, whose sizes are `matrix_size`."""
+    """Return a state of `shape` for each matrix of the parameter. `matrix_size` returns the size of a matrix."""
     return State(name, (*meta.global_shape[: meta.stacked], *shape), MATRICES, dtype)
 
 
@@ -107,7 +107,7 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
     names = [state.name for state in states]
     errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     errors += [
-        f"state {name!r} must be named by a single word other than main_param"
+        f"state {name!r} must have a single word other than main_param as its name"
         for name in names
         if not name.isidentifier() or name == "main_param"
     ]
@@ -146,8 +146,8 @@ class ChainPlan:
     Args:
         layouts: Buffers of the stage's ranks.
         ranks: Ranks of the stage.
-        states_of: Returns the states of a parameter.
-        whole: True if a parameter's matrices are exchanged although none has a state.
+        states_of: Function that returns the states of a parameter.
+        whole: Predicate that decides whether a parameter's matrices are exchanged although none has a state.
         ranges: Result of `place_states`.
     """
 
@@ -208,11 +208,11 @@ class ChainPlan:
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
 
     def bytes_by_place(self, main: int, on_host: bool = False) -> list[int]:
-        """Return the state bytes on each rank of the stage, on the device or `on_host`; elements of the main dtype have
-        `main` bytes."""
+        """Return the bytes of states on each rank of the stage, on the device or `on_host`. Elements of the main dtype
+        have `main` bytes."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """Bytes of reduced states on all ranks from an index on, and further bytes on single ranks."""
+        """Bytes of reduced states on all ranks from an index on, and additional bytes on single ranks."""
         for param in self.params:
             for state in param.states:
                 width = state.nbytes(1, main)

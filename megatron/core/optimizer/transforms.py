@@ -10,10 +10,10 @@ A chain maps the gradient of a parameter to the change that is added to the para
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank holds only a flat part of each parameter. A link that needs more requests it: `update` is then a generator, and
-`yield from` a request returns its result. `x.sum` and `x.mean` reduce over the whole parameter, `x.fold` accumulates
-sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the rank that owns it. The requests
-of all parameters are sent together, and all layouts compute the same result.
+A rank holds only a flat part of each parameter. A link that needs more makes a request. `update` is then a generator,
+and `yield from` a request returns the result. `x.sum` and `x.mean` reduce over the whole parameter, `x.fold`
+accumulates sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the rank that owns it.
+The requests of all parameters are sent together, and all layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
 matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated parameter:
@@ -68,7 +68,8 @@ __all__ = [
 ]
 
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""(matrix [rows, columns], its states by name, which the function modifies in place) -> [rows, columns]."""
+"""Function of a matrix [rows, columns] and a dictionary of the matrix's states, which returns [rows, columns]. The
+function modifies the states in place."""
 
 
 class Request:
@@ -90,7 +91,7 @@ class SumRequest(Request):
     """Name of the `reduced` state that accumulates the sum."""
 
     by: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(elements of the state, elements of the sum) -> new elements of the state."""
+    """Function that maps (elements of the state, elements of the sum) to the new elements of the state."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class MatrixRequest(Request):
 
 
 def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tensor], Sequence[Tensor]]:
-    """Make several requests together: `a, b = yield from together(x.sum(v), x.sum(w))`."""
+    """Make several requests at once: `a, b = yield from together(x.sum(v), x.sum(w))`."""
     return (yield requests)
 
 
@@ -111,18 +112,19 @@ Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
 
 
 class ParameterUpdate:
-    """One update of this rank's part of a parameter: `n` of its elements, flattened, in the main dtype. n may be 0."""
+    """One update of this rank's part of a parameter. The part consists of `n` flattened elements in the main dtype. n
+    may be 0."""
 
     meta: ParamMeta
     param: Tensor
     """Parameter before the update, [n]. The transforms of a chain must not change it."""
 
     update: Tensor
-    """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link it is added to the
-    parameter."""
+    """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link, the update is added
+    to the parameter."""
 
     states: Mapping[str, Tensor]
-    """States of kind `elements`, [n], by name. Links modify them in place."""
+    """States of kind `elements` [n], keyed by name. Links modify the states in place."""
 
     lr: float
     weight_decay: float
@@ -132,7 +134,8 @@ class ParameterUpdate:
     """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, from 1: a float64 scalar on the device, so that the host does not wait for it."""
+    """Number of this update, counted from 1. It is a float64 scalar on the device, so that the host does not wait for
+    it."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class ParameterUpdate:
         return SumRequest(partial if dims else partial.view(()))
 
     def mean(self, values: Tensor, *dims: int) -> SumRequest:
-        """Request the mean, with the arguments of `sum`."""
+        """Request the mean. The arguments are those of `sum`."""
         partial = self.sum(values, *dims).partial
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
@@ -170,21 +173,23 @@ class ParameterUpdate:
         """Request by(state, mean), where mean is the mean of `values` [n] over the dims in which a `reduced` state has
         size 1.
 
-        It replaces the state, and the result is the whole new state. `by` is called with parts of both.
+        The value of `by` replaces the state, and the result of the request is the whole new state. `by` is called with
+        corresponding parts of the state and the mean.
         """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
 
     def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
-        """Request function(matrix, states) for each whole matrix, given `values` [n] of it.
+        """Request function(matrix, states) for each whole matrix, of which this rank provides the elements `values`
+        [n].
 
-        `function` runs on the matrix's owner. The result has shape [n] too.
+        `function` runs on the rank that owns the matrix. The result also has shape [n].
         """
         return MatrixRequest(values, function)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [n]: each element's value in a tensor that broadcasts to the parameter's shape, such as a result of
-        `sum` or `fold`."""
+        """Return the value of each element [n] in a tensor that broadcasts to the parameter's shape, such as a result
+        of `sum` or `fold`."""
         parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
         parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
         return torch.cat(parts) if parts else values.new_empty(0)
@@ -214,7 +219,7 @@ class Place:
         Args:
             local: Box of the local tensor.
             held: Elements [start, stop) of the local tensor.
-            counts: True if sums count this rank's elements, False if another replica counts.
+            counts: True if sums count this rank's elements; False if they count those of another replica.
             reduced: Shapes of states by name.
         """
         self.start = held[0]
@@ -224,8 +229,8 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """Return the part of a tensor that belongs to a box of the parameter; its shape `whole` broadcasts to the
-    parameter's."""
+    """Return the index of the part of a tensor that belongs to a box of the parameter. The shape of the tensor,
+    `whole`, broadcasts to the shape of the parameter."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -254,7 +259,7 @@ class Transform:
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the matrix-product FLOPs of one update of a parameter of the whole model, for plans."""
+        """Return the FLOPs of matrix products in one update of a whole parameter, for plans."""
         return 0
 
 
@@ -263,11 +268,11 @@ class StageOfUpdate:
     """Properties of a rank's pipeline stage that fused links use."""
 
     layouts: Sequence[BufferLayout]
-    """The buffers of the rank's parameters."""
+    """Buffers of the rank's parameters."""
 
     dims: ParallelDims
     axis: Axis
-    """The ranks of the stage."""
+    """Ranks of the stage."""
 
     main_dtype: torch.dtype
     device: torch.device
@@ -280,7 +285,7 @@ class FusedTransform(Transform):
 
     Its states have the kind `elements`, and the same names and dtypes (`states`) for every parameter. They are stored
     with the main parameters (`OptimizerShard.states`), including padding. All parameters of a buffer have the same
-    fused link, or none. Matrices with roles in an optimizer's `whole_roles` have separate buffers.
+    fused link, or all have none. Matrices with roles in an optimizer's `whole_roles` have separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -292,14 +297,15 @@ class FusedTransform(Transform):
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
         """Return the object that updates these shards, with learning rate and weight decay.
 
-        It must not change them in a skipped step. If `ShardUpdate.step` is collective over the stage, so is this
-        method, even without shards.
+        The object must not change the shards in a skipped step. If `ShardUpdate.step` is a collective over the stage,
+        this method is one too, even without shards.
         """
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
 
 class AddDecay(Transform):
-    """Adds the weight decay times the parameter. Before `ScaleByRate`, this is decoupled weight decay."""
+    """Adds the product of the weight decay and the parameter to the update. Before `ScaleByRate`, this is decoupled
+    weight decay."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
@@ -307,7 +313,8 @@ class AddDecay(Transform):
 
 
 class AdamMoments(Transform):
-    """Divides the gradient average by the root of the squared-gradient average, as Adam does (arXiv 1412.6980)."""
+    """Divides the average of gradients by the square root of the average of squared gradients, as in Adam (arXiv
+    1412.6980)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1 = config.adam_beta1
@@ -326,7 +333,7 @@ class AdamMoments(Transform):
 
 
 class ScaleByRate(Transform):
-    """Multiplies by minus the learning rate."""
+    """Multiplies the update by the negative learning rate."""
 
     def update(self, x: ParameterUpdate) -> None:
         x.update = x.update * -x.lr
@@ -374,7 +381,7 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """Return the states of links that are not fused, which the chain itself keeps."""
+    """Return the states of links that are not fused. The chain itself keeps these states."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 

@@ -1,1 +1,1 @@
-"""GPT-style decoders, from GPT-2 to Llama, Qwen and Mistral: one model class and its configuration."""
+"""One model class for GPT-style decoders such as GPT-2, Llama, Qwen and Mistral."""

@@ -31,15 +31,15 @@ from megatron.core.transformer.norm import build_norm
 
 class EmbeddingContext(AutogradContext):
     elsewhere: Tensor | None
-    """True for ids whose row is on another rank."""
+    """Mask that is True for ids whose rows are on other ranks; None if no rows are on other ranks."""
     weight: Tensor
     boundary: Boundary
     axis: Axis
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Look up ids in a row-sharded embedding table: each rank looks up its own ids, uses zeros for the others, and the
-    results are summed over the ranks.
+    """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows and returns zeros for
+    all other ids. The results are summed over the ranks.
 
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient of the table's size.
     """
@@ -78,7 +78,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden] with sharded rows, padding included."""
+    """Word embeddings [vocab_rows, hidden]. The rows, including padding, are sharded over the ranks."""
 
     backward_reads_parameters = False
 
@@ -90,14 +90,14 @@ class VocabParallelEmbedding(nn.Module):
         self.boundary = row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. Raises ValueError for an
-        unknown token."""
+        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. Raises ValueError for a
+        token id outside the vocabulary."""
         check_ids(tokens, self.vocab_rows, "token ids")
         return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the tag of the word embeddings, which are also the output weight if tied."""
+    """Return the tag of the word embeddings, which tied models also use as the output weight."""
     shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
     return ParamMeta(
         "embedding.word_embeddings.weight",
@@ -117,7 +117,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position, replicated on every rank.
+    """Learned position embeddings, replicated on every rank.
 
     Under sequence parallelism each rank looks up the positions of its own tokens.
     """
@@ -135,7 +135,8 @@ class PositionEmbedding(nn.Module):
         self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return [n, 1 or b, h] for the rank's tokens x [n, b, h]. Raises ValueError beyond the last position."""
+        """Return the position embeddings [n, 1 or b, h] of the rank's tokens x [n, b, h]. Raises ValueError for a token
+        beyond the last position."""
         if context.position_ids is not None or context.places is not None:
             return F.embedding(positions_of(x, context, self.shard) + self.offset, self.weight)
         rows = self.weight.shape[0] - self.offset
@@ -163,14 +164,15 @@ class SinusoidalEmbedding(nn.Module):
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return [n, 1 or b, h] for the rank's tokens x [n, b, h]."""
+        """Return the position embeddings [n, 1 or b, h] of the rank's tokens x [n, b, h]."""
         exponents = torch.arange(self.pairs, device=x.device).float() * -(log(10000) / self.steps)
         angles = (positions_of(x, context, self.shard) + self.offset).float().unsqueeze(-1) * exponents.exp()
         return torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """Return the positions [n, 1 or b] of tokens x [n, b, h], shard `shard` of the context-parallel rank's tokens."""
+    """Return the positions [n, 1 or b] of tokens x [n, b, h], which are shard number `shard` of the context-parallel
+    rank's tokens."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
@@ -186,7 +188,7 @@ POSITIONS = {
 class Embedding(nn.Module):
     """The model's input layer: word and position embeddings, norm and dropout.
 
-    `tied_stages` are the stages on different ranks that each hold a copy of it, or of its word embeddings.
+    `tied_stages` are the stages on different ranks that hold a copy of the embedding or of its word embeddings.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:

@@ -1,4 +1,5 @@
-"""The GPT model as a pipeline stage. The whole model is the stage with all layers and both ends."""
+"""GPT model, built as one or more pipeline stages. A stage with the embedding, all layers and the head is the whole
+model."""
 
 from __future__ import annotations
 
@@ -38,16 +39,16 @@ class WeightSetup:
     """Seed of the initial weights."""
 
     initialize: bool = True
-    """False if other weights will be loaded."""
+    """Whether to draw initial weights; False if weights are loaded afterwards."""
 
     lazy: bool = False
-    """True to leave parameters without memory and values until `DistributedDataParallel` allocates them."""
+    """Whether parameters have neither memory nor values until `DistributedDataParallel` allocates them."""
 
     threads: int = 1
     """Number of threads that draw initial weights."""
 
     rules: Sequence[InitRule] = ()
-    """Rules that change initial weights (`OptimizerConfig.parameter_rules`)."""
+    """Rules that change the initial weights of matching parameters (`OptimizerConfig.parameter_rules`)."""
 
 
 ORDINARY = WeightSetup()
@@ -61,15 +62,15 @@ def layer_context(
     weights: WeightSetup,
     hardware: Hardware,
 ) -> TPContext:
-    """Return the context for building every layer of a stage.
+    """Return the context with which all layers of a stage are built.
 
     Args:
         config: The model.
         parallel: Parallelism settings.
         state: Process groups.
         passes: State shared by all passes of a rank's stages.
-        weights: How parameters are created.
-        hardware: The device and its capabilities.
+        weights: Settings for creating the parameters.
+        hardware: Capabilities of the stage's device.
     """
     device = torch.device(weights.device)
     return TPContext(
@@ -91,14 +92,16 @@ def layer_context(
 
 
 class GPTModel(nn.Module):
-    """One pipeline stage, by default the whole model: the embedding on the first stage, layers, final norm and head on
-    the last.
+    """One pipeline stage of the model; by default, the whole model.
 
-    Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, with w the width of the residual stream.
-    The first stage receives None instead and reads the batch's tokens. Without process groups (`ParallelState()`) and
-    with all layers, the model is an ordinary module.
+    Each stage holds some of the layers. The first stage also holds the embedding, and the last stage also holds the
+    final norm and the head.
 
-    With tied embeddings or multi-token prediction the last stage needs the embedding too. If the first and last stage
+    Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, where w is the width of the residual
+    stream. The first stage receives None instead of hidden states, and embeds the batch's tokens. A model with all
+    layers and without process groups (`ParallelState()`) is an ordinary module.
+
+    With tied embeddings or multi-token prediction, the last stage also needs the embedding. If the first and last stage
     are on different ranks, each stage of `Stage.tied_stages` holds a copy. Otherwise the last stage shares the first
     stage's `embedding`.
     """
@@ -119,13 +122,13 @@ class GPTModel(nn.Module):
 
         Args:
             config: The model.
-            parallel: Parallelism settings; the default is one process.
-            state: Process groups; the default has none.
-            stage: The stage; None means the whole model.
-            embedding: The first stage's embedding, if the last stage is on the same rank.
+            parallel: Parallelism settings; by default, those of a single process.
+            state: Process groups; by default, there are none.
+            stage: Stage to build; None builds the whole model.
+            embedding: Embedding of the first stage, for a last stage on the same rank.
             passes: State shared by all stages of a rank.
-            weights: How parameters are created.
-            hardware: The device and its capabilities.
+            weights: Settings for creating the parameters.
+            hardware: Capabilities of the stage's device.
         """
         super().__init__()
         parallel = parallel or ModelParallelConfig()
@@ -156,7 +159,7 @@ class GPTModel(nn.Module):
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
-        """Hooks called on the last stage with the detached loss of each token [s, b] and its micro-batch."""
+        """Functions that the last stage calls with the detached losses [s, b] of a micro-batch and the micro-batch."""
 
         self._refuse_equal_names()
         if weights.initialize:
@@ -168,14 +171,14 @@ class GPTModel(nn.Module):
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(
-                f"parameters {', '.join(twice)}: a name must belong to one parameter of the model; use the name that "
+                f"parameters {', '.join(twice)}: each name must be unique in the model; use the name that "
                 "the module received as a prefix"
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Replace the rotary embeddings with those that `config` defines.
 
-        `config` may differ from the model's only in rotary flags and sequence length.
+        `config` may differ from the model's configuration only in rotary flags and sequence length.
         """
         self.decoder.set_positions(config)
         for module in self.mtp.modules() if self.mtp is not None else ():
@@ -189,20 +192,19 @@ class GPTModel(nn.Module):
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return the transformer layers of this stage and its multi-token prediction modules, by name in the whole
-        model.
+        """Return this stage's transformer layers and multi-token prediction modules, keyed by name in the whole model.
 
-        Their `number`s are consecutive across both.
+        The attribute `number` numbers layers and modules in one sequence.
         """
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()
         return found | {f"{MULTI_TOKEN}.{depth}": module for depth, module in enumerate(modules)}
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return hidden states for the next stage.
+        """Return the hidden states for the next stage; on the last stage, return the loss sum.
 
-        The last stage returns the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In
-        training, the backward pass of this scalar also produces the gradients of multi-token prediction.
+        The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training,
+        its backward pass also computes the gradients of the multi-token prediction losses.
         """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:
@@ -223,11 +225,11 @@ class GPTModel(nn.Module):
 
         Args:
             x: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
-            labels: [b, s].
-            mask: [b, s].
+            labels: Labels [b, s].
+            mask: Loss mask [b, s].
             factor: Gradient of the micro-batch loss with respect to the returned sum.
-            seed: `Batch.loss_seed`. Chunked losses compute their gradients with `factor * seed`, so the backward must
-                arrive with the same product.
+            seed: `Batch.loss_seed`. Chunked losses compute gradients in the forward pass, scaled by `factor * seed`. In
+                the backward pass, the gradient of the returned sum must equal this product.
         """
         head, loss = self.output_layer, self.loss
         assert head is not None and loss is not None, "only the last stage has a loss"
@@ -239,20 +241,20 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return gathered logits [b, s, vocab_size] over the true vocabulary, on the last stage.
+        """Return the gathered logits [b, s, vocab_size], without vocabulary padding, on the last stage.
 
         With a cache, the batch's tokens follow the cached tokens and are added to the cache.
         """
         return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """[s, b, V/tp], padding included -> [s, b, vocab_size]"""
+        """Gather logits [s, b, V/tp] with vocabulary padding -> [s, b, vocab_size] without padding."""
         return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
 
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Return hidden states for the next stage, or for the head on the last stage.
 
-        `cache` is used as in `logits`.
+        `cache` works as in `logits`.
         """
         context = BatchContext.of(batch, cache)
         if self.first:
@@ -262,12 +264,12 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return the logits [s, b, V/tp], padding included, on the last stage."""
+        """Return this rank's logits [s, b, V/tp], including vocabulary padding, on the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Return whether a stage holds the embedding: the first stage does, and with multi-token prediction the last one
-    too."""
+    """Return whether a stage holds the embedding. The first stage always does. With multi-token prediction, the last
+    stage does too."""
     return first or (last and config.mtp_depths > 0)

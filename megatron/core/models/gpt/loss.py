@@ -1,4 +1,5 @@
-"""Output layer and loss: hidden states to vocabulary-parallel logits, and logits to per-token losses."""
+"""Output layer and loss functions. The output layer maps hidden states to vocabulary-parallel logits, and a loss
+function maps logits to the loss of each token."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the tag of the output weight, which is a replica of the word embeddings if they are tied."""
+    """Return the tag of the output weight. In tied models, the output weight is a replica of the word embeddings."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
     return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
 
 
 class Head(OutputLayer):
-    """The output layer, with the model's logit scaling and cap."""
+    """Output layer with the model's logit scaling and soft cap."""
 
     def __init__(
         self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
@@ -37,7 +38,7 @@ class Head(OutputLayer):
             config: The model.
             ctx: Context of the stage's layers.
             tied_stages: Stages on different ranks that share the word embeddings.
-            tied_weight: The embedding weight on this rank, if it is shared.
+            tied_weight: Word embedding weight on this rank, if the output layer shares it.
         """
         bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, role="bias")
         biases = [bias] if config.add_output_layer_bias else []
@@ -54,38 +55,38 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        Without a bias, the logit divisor is applied to x, which is smaller. If `use` is given, the method returns
-        `use(x)` instead of the logits, where x is the input of the matrix multiplication. The call still counts as a
-        forward of this module, so hooks that gather its parameters run.
+        Without a bias, x is divided by the logit divisor instead of the logits, because x is smaller. If `use` is
+        given, the method returns `use(x)` instead of the logits, where x is the input of the matrix multiplication.
+        Hooks that gather this module's parameters run in either case.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Apply scaling and cap to the products of x and the weight."""
+        """Apply the soft cap to logits, and the divisor unless `forward` has divided x by it."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 class TokenLoss:
-    """Base class of losses.
+    """Base class of loss functions.
 
-    The training loop sums loss_mask * loss over tokens and divides once, by the number of valid tokens in the global
-    batch. A loss must therefore neither average nor mask its results.
+    The training loop sums loss_mask * loss over tokens. It divides the sum once, by the number of valid tokens in the
+    global batch. A loss must therefore neither average nor mask its results.
     """
 
     must_write = ("__call__",)
-    """Method that every registered loss must override."""
+    """Methods that every registered loss must override."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         self.config, self.ctx = config, ctx
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """Return the batch, with another `loss_mask` or other `labels` if the loss needs them.
+        """Return the micro-batch, with `loss_mask` or `labels` replaced if the loss needs this.
 
-        The micro-batch holds whole samples, on the host, before context parallelism shards it. The method runs on every
-        rank in training and evaluation, so the result must depend on the samples alone.
+        The micro-batch holds whole samples and is on the host, before context parallelism shards it. The method runs on
+        every rank in training and evaluation, so the result must depend on the samples alone.
         """
         return batch
 
@@ -98,17 +99,18 @@ class TokenLoss:
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if the loss function returned another
-    shape or type."""
+    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if the losses have the wrong shape or
+    type."""
     return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """Return the losses that a loss function has computed. Raises ValueError unless there is one per token."""
+    """Check and return the result of a loss function. Raises ValueError unless it is a tensor with one loss per
+    token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
-            f"--loss-func: the function returned {found}, must return the loss of each token [s, b], shape "
+            f"--loss-func: the function returned {found}, but must return the loss of each token [s, b], shape "
             f"{tuple(shape)}; do not average or mask it"
         )
     return losses

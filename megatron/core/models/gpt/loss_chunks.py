@@ -1,13 +1,13 @@
-"""Head and loss of a micro-batch computed in chunks of tokens (--loss-chunk-tokens).
+"""Computes the head and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens).
 
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
 is known in advance, so the gradient of a token's loss can be computed as soon as its logits are. For each chunk, the
-forward pass computes the logits, the losses and the gradients of the hidden states and the weight; then it drops the
-logits. Each token needs the same three matrix products as with separate forward and backward passes. Only one tensor of
-the hidden states' size remains, which the backward pass returns.
+forward pass computes the logits, the losses and the gradients of the hidden states and the weight. It then frees the
+logits. Each token needs the same three matrix products as with separate forward and backward passes. The only
+activation-sized tensor that remains is the gradient of the hidden states, which the backward pass returns.
 
-Under sequence parallelism a chunk consists of the same positions of each rank's sequence shard. Its hidden states are
-gathered during the previous chunk's computation, and their gradient is reduced during the next chunk's.
+Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. Its hidden states are
+gathered while the previous chunk is computed, and their gradient is reduced while the next chunk is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chunking(NamedTuple):
     head: Head
     loss: Loss
     chunk_tokens: int
-    """Value of --loss-chunk-tokens: tokens per chunk, counted among the tokens whose losses this rank computes."""
+    """Number of tokens per chunk (--loss-chunk-tokens), including the tokens gathered from other ranks."""
 
 
 class Tokens(NamedTuple):
@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Gradient of the loss sum."""
+    """Gradient of the loss sum with which the backward pass will start."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,11 +86,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that were computed for `ctx.gradient`. Gradients already added to `main_grad` cannot be
-        scaled again."""
+        """Return the gradients that the forward pass computed for `ctx.gradient`. Gradients already added to
+        `main_grad` cannot be rescaled."""
         computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
         if ctx.in_main_grad:
-            message = "the gradient of the loss sum is not the one that its chunks were computed with"
+            message = "the gradient of the loss sum differs from the one with which its chunks were computed"
             assert_async(torch.isclose(grad, computed_for, rtol=1e-3), message)
             return *ctx.saved_tensors, None, None
         ratio = torch.where(computed_for == 0, 1, grad / computed_for)
@@ -99,7 +99,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """One pass over the chunks of a micro-batch. t is the number of ranks that shard the sequence of x."""
+    """State of one pass over the chunks of a micro-batch. In shapes, t is the number of ranks that shard the sequence
+    of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
         """Prepare the pass. `needs` states whether the gradients of x, the weight and the bias are needed."""
@@ -122,7 +123,7 @@ class _Chunks:
 
     @property
     def db(self) -> Tensor | None:
-        """Return the gradient of the bias."""
+        """Return the gradient of the bias; None if it is not needed."""
         bias = self.head.bias
         return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
 
@@ -155,12 +156,13 @@ class _Chunks:
             del logits
         if self.tracked:
             weights = self.mask[:, rows].reshape(-1, 1).to(losses.dtype) * self.gradient
-            # Start from a graph edge, as the executor does, so that torch function modes see the backward's calls.
+            # Start from a graph edge, as the executor does, so that torch function modes see the calls of the backward
+            # pass.
             torch.autograd.backward([get_gradient_edge(losses)], [weights])
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return a tensor that makes autograd track the logits, which otherwise depend on no tensor that requires a
+        """Return an empty tensor that makes autograd track the logits. None of their other inputs requires a
         gradient."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
@@ -170,14 +172,14 @@ class _Chunks:
         return PLAIN.forward(x, self.head.weight, None if bias is None else bias.flatten())
 
     def add_gradients(self, rows: slice, x: Operand, dy: Tensor, dw: Tensor | None, overwrite: bool) -> None:
-        """Process the gradient of a chunk's logits [n, 1, V/t].
+        """Compute a chunk's input, weight and bias gradients from the gradient of its logits.
 
         Args:
-            rows: The chunk's tokens.
+            rows: Rows of the chunk in this rank's tokens.
             x: The head's input for these tokens.
             dy: Gradient of the logits [n, 1, V/t].
-            dw: Weight gradient, if needed.
-            overwrite: Overwrite `dw` instead of adding to it.
+            dw: Tensor to which the weight gradient is added; None if it is not needed.
+            overwrite: Whether to overwrite `dw` instead of adding to it.
         """
         if self.dx is not None:
             dx = self.head.boundary.enter_adjoint(PLAIN.input_grad((dy,), self.head.weight), self.head.axis)

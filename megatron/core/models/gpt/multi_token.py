@@ -1,17 +1,17 @@
 """Multi-token prediction (MTP): modules after the last layer that predict further tokens (arXiv 2412.19437, 2.2).
 
 The module of depth k = 1, 2, ... combines the hidden states of depth k - 1 with the embedding of the token k positions
-ahead, and predicts the token after that. Depth 1 reads the output of the model's final norm. All depths share the
-model's embedding and head:
+ahead, and predicts the token k + 1 positions ahead. Depth 1 reads the output of the model's final norm. All depths
+share the model's embedding and head:
 
     x_k = eh_proj [enorm(Emb(t_{i+k})); hnorm(h_{k-1})]                                 (equation 21)
     h_k = final_layernorm(layer(x_k))                                                   (equation 22)
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
-The paper writes the hidden states first; its published weights and Megatron-LM use the order above. All losses are sums
-over tokens. They are divided once, by the number of tokens that count in the main loss, so layouts and micro-batch
-sizes cannot change the gradients. At depth k only s - k of a sample's s tokens have a label. The factor s / (s - k), as
-in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
+The paper concatenates in the opposite order, but its published weights and Megatron-LM use the order above. All losses
+are sums over tokens. They are divided once, by the number of tokens that count in the main loss, so the gradients do
+not depend on the layout or the micro-batch size. At depth k only s - k of a sample's s tokens have a label. The factor
+s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Prefix of the names of multi-token prediction modules, by depth from 0."""
+"""Name prefix of multi-token prediction modules. It is followed by the depth, counted from 0."""
 
 
 class LossSum(Protocol):
@@ -50,7 +50,7 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 
 
 class MultiTokenLayer(nn.Module):
-    """Multi-token prediction module of one depth, counted from 0.
+    """Multi-token prediction module of one depth. `depth` counts from 0.
 
     Its layer is dense or MoE, like the model's last layer, and has the window and rotary embedding that
     --mtp-layer-kind selects.
@@ -94,7 +94,7 @@ class MultiTokenPrediction(nn.Module):
         self.cp_size = ctx.state.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
-        """[N, 2]: loss sum and number of counted tokens per depth, over the step's micro-batches so far."""
+        """Loss sum and number of counted tokens of each depth [N, 2], over the micro-batches of the step so far."""
 
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
         """Return the weighted loss sum of all depths.
@@ -103,7 +103,7 @@ class MultiTokenPrediction(nn.Module):
             hidden: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
             batch: The micro-batch, whose `future_*` fields must be set.
             embedding: The model's embedding.
-            loss_sum: Computes the loss sum from hidden states.
+            loss_sum: Function that computes the loss sum from hidden states.
         """
         tokens = batch.future_tokens
         labels = batch.future_labels
