@@ -55,7 +55,7 @@ class Batch:
 
     places: Tensor | None = None
     """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. These positions determine the
-dropout masks. Without `position_ids`, they are also the token positions.
+    dropout masks. Without `position_ids`, they are also the token positions.
     """
 
     aux_scale: Tensor | None = None

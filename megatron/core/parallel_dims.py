@@ -1,8 +1,8 @@
-"""Ranks and coordinates of a layout, as integers: no torch, no process group.
+"""Ranks and coordinates of a layout, as integers. This module needs neither torch nor process groups.
 
-The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp), the expert view
-(pp, expt_dp, ep, expt_tp), outermost first, so that rank order and group membership are Megatron-LM's order
-tp-cp-ep-dp-pp; `use_tp_pp_dp_mapping` swaps dp and pp in both views.
+The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp) and the expert view (pp, expt_dp, ep,
+expt_tp), outermost axis first. Rank order and group membership therefore follow Megatron-LM's order tp-cp-ep-dp-pp;
+`use_tp_pp_dp_mapping` swaps dp and pp in both views.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParallelDims:
     expt_tp: int = 1
     tp_pp_dp: bool = False
     instances: int = 1
-    """Number of instances: groups of data-parallel ranks that shard states separately."""
+    """Number of instances, which are groups of data-parallel ranks that shard states separately."""
     cp_inner: int | None = None
     """Number of neighbouring context-parallel ranks that divide heads; None without two-level context parallelism."""
 
@@ -99,7 +99,7 @@ class ParallelDims:
         return found | self._unfold(in_stage, ("expt_dp", "ep", "expt_tp"))
 
     def rank(self, **coords: int) -> int:
-        """Return the rank at coordinates of one view; omitted axes are at 0."""
+        """Return the rank at coordinates of one view. The coordinate of an omitted axis is 0."""
         if self.order_of(tuple(coords)) == self.expert_order:
             in_stage = self._fold(coords, ("expt_dp", "ep", "expt_tp"))
             coords = self._unfold(in_stage, ("dp", "cp", "tp")) | {"pp": coords.get("pp", 0)}
@@ -130,12 +130,12 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return the groups along axes, each divided into one part of consecutive ranks per instance, such as a
-        node."""
+        """Return the groups along axes, where each group is divided into one part of consecutive ranks per instance,
+        such as a node."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return groups of the ranks at the same position in each instance."""
+        """Return the groups of ranks that are at the same position in their instances."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

@@ -1,8 +1,8 @@
 """Process groups of a layout: tensor, pipeline, context, data and expert parallelism.
 
 `initialize_model_parallel` builds them once and returns a `ParallelState`. Library code receives the `Axis` it needs as
-an argument and never reads a global. Only entry points use the one global below, through the readers at the end of this
-file, which have Megatron-LM's names.
+an argument and never reads a global. Only entry points use the single global below, through the functions at the end of
+this file, which are named as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
-# groups along several axes: gradients are reduced over the data axes, norms over the axes that shard the model
+# Groups along several axes. Gradients are reduced over the data axes, and norms over the axes that shard the model.
 JOINT_AXES = {
     "dp_cp": ("dp", "cp"),
     "tp_cp": ("cp", "tp"),
@@ -43,8 +43,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """True if ranks sum CPU tensors by exchanging and adding them themselves, because gloo's own collectives are
-    slower."""
+    """True if ranks sum CPU tensors by exchanging and adding them, because gloo's collectives are slower."""
 
     levels: tuple[Axis, ...] = ()
     """The two axes that form this axis, inner axis first; set only for nested context-parallel ranks."""
@@ -100,8 +99,8 @@ class ParallelState:
         return self.axis("dp_cp")
 
     def shard_axis(self, data_axis: str) -> Axis:
-        """Return the ranks over which parameter states are sharded: the ranks along a `data_axis`, or of one instance
-        of them."""
+        """Return the ranks over which parameter states are sharded: the ranks along a `data_axis`, or one instance of
+        these ranks."""
         return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
 
     def copies_axis(self, data_axis: str) -> Axis:
@@ -110,7 +109,8 @@ class ParallelState:
 
     @property
     def embd(self) -> Axis:
-        """First and last pipeline rank, which share a tied embedding; size 1 on ranks in between."""
+        """Group of the first and the last pipeline rank, which share a tied embedding; a group of size 1 on all other
+        ranks."""
         return self.axis("embd")
 
     @property
@@ -134,8 +134,8 @@ def initialize_model_parallel(
 ) -> ParallelState:
     """Build all process groups of a layout over the ranks of torch.distributed's default group.
 
-    Collective: all ranks call it with the same arguments, which have Megatron-LM's names. The readers below then return
-    its values. Raises ValueError if the sizes do not divide the world.
+    All ranks must call this function with the same arguments, which are named as in Megatron-LM. The functions below
+    then return values of this state. Raises ValueError if the sizes do not divide the world.
     """
     config = ModelParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -166,16 +166,16 @@ def build_parallel_state(
 ) -> ParallelState:
     """Build the groups of `rank`. Under NCCL a pipeline has one group for each of `LANES`.
 
-    Every rank calls `new_group` equally often, and the n-th calls of all ranks divide the world into disjoint groups.
-    torch relies on this: it names a group after the number of groups created before, and NCCL with a bound device
-    creates each group by an `ncclCommSplit`, which is collective over the whole world. A rank that is alone in a
-    division therefore creates a group too. Equal divisions share one communicator.
+    All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
+    groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
+    device creates each group by an `ncclCommSplit`, which is collective over the whole world. A rank that is the only
+    member of its group therefore creates a group too. Equal divisions share a communicator.
 
     Args:
         dims: Sizes of the layout.
         rank: Global rank.
         timeout: Timeout of the groups' collectives.
-        backend: Backend of the groups; the default is torch.distributed's own.
+        backend: Backend of the groups; the default is that of torch.distributed.
     """
     cuts = {name: dims.groups(*JOINT_AXES.get(name, (name,))) for name in (*SINGLE_AXES, *JOINT_AXES)}
     if dims.instances > 1:
@@ -185,7 +185,7 @@ def build_parallel_state(
         rings = dims.cp // dims.cp_inner
         cuts["cp_inner"] = dims.instance_groups("cp", parts=rings)
         cuts["cp_outer"] = dims.copy_groups("cp", parts=rings)
-    cuts["embd"] = [  # both ends of each pipeline, and each rank in between alone
+    cuts["embd"] = [  # One group of both ends of each pipeline, and one group for each rank in between.
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
     backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
@@ -220,14 +220,15 @@ _STATE: ParallelState | None = None
 
 
 def get_parallel_state() -> ParallelState:
-    """Return the state that the last `initialize_model_parallel` made global. For entry points only."""
+    """Return the state that the last call of `initialize_model_parallel` made global. Only entry points may call this
+    function."""
     assert _STATE is not None, "initialize_model_parallel() has not been called"
     return _STATE
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions, which return this rank's number in its group along an axis, the group's size, and the
-    group."""
+    """Return three functions for an axis. They return this rank's number in its group along the axis, the size of the
+    group, and the group."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

@@ -1,8 +1,8 @@
 """Metadata of parameters: role, global shape, sharding and initial values.
 
-Initial values, gradient reduction, gradient norm, learning rates, weight decay, checkpoints, conversion and replica
-checks read only a parameter's `ParamMeta`, so that a new layer is described once, where it is built. This module does
-not import torch, so that plans and tools can read the same metadata.
+Initialization, gradient reduction, gradient norms, learning rates, weight decay, checkpoints, conversion and replica
+checks read only the `ParamMeta` of a parameter. A new layer is therefore described only once, where it is built. This
+module does not import torch, so that plans and tools can read the same metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Literal, Protocol, get_args
 HISTORY = "_history"
 """Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks them, or holds them with a different length, they start empty. A run may ignore these tensors.
+If a checkpoint lacks these tensors, or contains them with a different length, they start empty. A run may ignore these
+tensors.
 """
 
 
@@ -85,8 +86,8 @@ Role = Literal[
 """
 
 WidthKind = Literal["input", "hidden", "output", "vector"]
-"""Kind of a parameter by how its input and output dimensions grow with the model's width (muP, arXiv:2203.03466, table
-8)."""
+"""Kind of a parameter, determined by whether its input and output dimensions grow with the model's width (muP,
+arXiv:2203.03466, table 8)."""
 
 WIDTH_KINDS: Mapping[str, WidthKind] = {
     "embedding": "input",
@@ -96,17 +97,17 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Maps roles to width kinds; every other role is a vector."""
+"""Width kinds, keyed by role. Every other role is a vector."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Maps roles to kinds for weight decay; every other role is a matrix."""
+"""Kinds for weight decay, keyed by role. Every other role is a matrix."""
 
 
 @dataclass(frozen=True)
 class ParamMeta:
     """Metadata of a parameter: its role, and the position of the local tensor in the whole model.
 
-    A parameter is a rectangle ("box") of one global tensor: `sharded` names, for each mesh axis that cuts it, the
+    A parameter is a rectangle ("box") of one global tensor: `sharded` maps each mesh axis that shards the tensor to the
     dimension that is cut into equal parts. Along all other mesh axes the ranks hold replicas.
     """
 
@@ -116,7 +117,7 @@ class ParamMeta:
     global_shape: tuple[int, ...]
 
     sharded: Mapping[str, int] = field(default_factory=dict)
-    """Maps each mesh axis ("tp", or "ep" and "expt_tp") to the dimension that it shards."""
+    """Dimension that each mesh axis ("tp", or "ep" and "expt_tp") shards, keyed by axis."""
 
     init: Init | None = None
     """Initial values, if they differ from those of `InitPolicy` for the role. `make_parameter` fills in the default."""
@@ -126,8 +127,8 @@ class ParamMeta:
     that acts on sequence-parallel activations. Data-parallel axes are always reduced, and are not listed."""
 
     shared_stages: tuple[int, ...] = ()
-    """Pipeline stages that each hold a replica (tied embeddings: first and last); their gradients are summed. Norms and
-    checkpoints use the first one."""
+    """Pipeline stages that each hold a replica, such as the first and the last stage for tied embeddings. The gradients
+    of the replicas are summed. Norms and checkpoints use the replica of the first of these stages."""
 
     expert: bool = False
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
@@ -136,8 +137,8 @@ class ParamMeta:
     """Role in the model, which determines initial values, learning rates and weight decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms in the sum for one output. By default it is the last dimension of a weight [..., out, in] or of a
-    convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
+    """Number of terms in the sum for one output. By default, this is the last dimension of a weight [..., out, in] or
+    of a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
     """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
@@ -180,10 +181,8 @@ class ParamMeta:
 
     @property
     def width_kind(self) -> WidthKind:
-        """Kind of the parameter by the dims that grow with the model's width.
-
-        Both grow ("hidden"), only the outputs ("input"), or only the inputs ("output"). A "vector" has one number per
-        channel.
+        """Kind of the parameter, determined by the dims that grow with the model's width: both dims ("hidden"), only
+        the output dim ("input"), or only the input dim ("output"). A "vector" has one number per channel.
         """
         return WIDTH_KINDS.get(self.role, "vector")
 
@@ -195,8 +194,8 @@ class ParamMeta:
 
     @property
     def kind(self) -> str:
-        """Kind for weight decay: "matrices", "embeddings" (also matrices), "norms" (norm weights), or "biases" for all
-        other vectors."""
+        """Kind of the parameter for weight decay: "matrices", "embeddings" (also matrices), "norms" (norm weights), or
+        "biases" for all other vectors."""
         return KINDS.get(self.role, "matrices")
 
     @property
@@ -222,16 +221,15 @@ class ParamMeta:
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
-        saved.
-
-        It is the first along `replica_axes` and, for a parameter of several stages, on the first of them. Data-parallel
-        ranks get the same result and divide the work among themselves.
+        saved. This replica is the first along `replica_axes`. For a parameter that several stages share, it is on the
+        first of these stages. Data-parallel ranks get the same result and divide the work among themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
 
     def box(self, coords: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, shape) in the global tensor of the part at `coords`, which maps axis to (rank, size)."""
+        """Return the offset and shape, in the global tensor, of the part on the rank at `coords`, which maps each axis
+        to (rank, size)."""
         offset = [0] * len(self.global_shape)
         shape = list(self.global_shape)
         for axis, dim in self.sharded.items():
@@ -251,13 +249,14 @@ class InitRule(Protocol):
 
 @dataclass(frozen=True)
 class InitPolicy:
-    """Initial values of every role. A `ParamMeta` sets `init` only if its values differ from these."""
+    """Initial values of every role. A `ParamMeta` sets `init` only if its initial values differ from these values."""
 
     std: float = 0.02
     """Standard deviation of weights and sinks."""
 
     residual_std: float = 0.02
-    """Standard deviation of weights whose output is added to the residual stream. It decreases with depth."""
+    """Standard deviation of weights whose output is added to the residual stream. The value decreases with the number
+    of layers."""
 
     embedding_std: float = 0.02
     """Standard deviation of word and position embeddings."""
@@ -271,7 +270,7 @@ class InitPolicy:
     def complete(self, meta: ParamMeta) -> ParamMeta:
         """Return the parameter with its initial values.
 
-        Raises ValueError if neither the parameter nor its role has any.
+        Raises ValueError if neither the parameter nor its role has initial values.
         """
         init = meta.init or self._of_role(meta)
         for rule in self.rules:
@@ -288,5 +287,5 @@ class InitPolicy:
         if meta.role == "convolution":  # as in torch
             return Init("uniform", low=-(meta.fan_in**-0.5), high=meta.fan_in**-0.5)
         if meta.role in ("vector", "state"):
-            raise ValueError(f"{meta.name}: the role {meta.role!r} has no initial values; give its ParamMeta an init")
+            raise ValueError(f"{meta.name}: the role {meta.role!r} has no initial values; set `init` of its ParamMeta")
         return Init("normal", self.residual_std if meta.to_residual else self.std)

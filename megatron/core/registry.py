@@ -1,9 +1,9 @@
-"""Registries of named parts: the choices for each kind of part, built in or added by extensions. This module does not
-import torch.
+"""Registries of named parts. A registry contains the choices for one kind of part, built in or added by extensions.
+This module does not import torch.
 
-A registry holds the library's own parts; `megatron.extensions.load`, which entry points call, adds the parts of the
-built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so that
-`--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether an
+A registry initially contains the parts of the library; `megatron.extensions.load`, which entry points call, adds the
+parts of the built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so
+that `--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether an
 activation function is gated, are registered together with the part."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Entry(Generic[F]):
 
 
 def imported(where: Any) -> Any:
-    """Import the object that a string "module:attribute" names; return any other value unchanged."""
+    """Import the object named by a string "module:attribute". Return any other value unchanged."""
     if not isinstance(where, str):
         return where
     module, _, attribute = where.partition(":")
@@ -43,7 +43,7 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the methods that a base class marks with `must_write`, if the part inherits all of them; otherwise
+    """Return the methods listed in a base class's `must_write`, if the part overrides none of them; otherwise, return
     nothing."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
@@ -77,14 +77,14 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Return the rule and the remedy if a part cannot be called with the arguments of `form`; otherwise an empty
-    text."""
+    """Return the rule and the remedy if a part cannot be called with the arguments of `form`; otherwise, return an
+    empty string."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
         try:
             takes = signature(part)
-        except ValueError:  # a C function without a signature
+        except ValueError:  # This is a C function without a signature.
             return ""
         try:
             takes.bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
@@ -92,12 +92,12 @@ def _refused(form: str, part: object) -> str:
             taken = str(takes)
         else:
             return ""
-    return f"must take ({form}), and takes {taken}; correct its parameters"
+    return f"must accept ({form}), but accepts {taken}; correct its parameters"
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Return the methods of `protocol` that a class lacks or defines with other arguments, and the remedy; otherwise an
-    empty text."""
+    """Return the methods of `protocol` that a class lacks or defines with different arguments, and the remedy; if there
+    are none, return an empty string."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
     for name in _members(protocol):
@@ -112,7 +112,7 @@ def _refused_methods(protocol: type, part: type) -> str:
             signature(given).bind(*(each.name for each in parameters if each.name not in by_name), **by_name)
         except TypeError:
             form, takes = _without_types(wanted), _without_types(given)
-            return f"{name}() must take {form}, and takes {takes}; correct its parameters"
+            return f"{name}() must accept {form}, but accepts {takes}; correct its parameters"
     return ""
 
 
@@ -123,13 +123,13 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check a function that is registered as one of a part's facts. Returns the problem if the function cannot be
-    called like `protocol`, otherwise an empty text."""
+    """Check a function that is registered as one of a part's facts. Return the problem if the function cannot be called
+    like `protocol`; otherwise, return an empty string."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
 class Registry(Collection[str], Generic[P, F, K]):
-    """Maps names to parts of one kind, in order of registration.
+    """Mapping from names to parts of one kind, in order of registration.
 
     Args:
         flag: the flag that chooses a part on the command line, for messages.
@@ -162,10 +162,10 @@ class Registry(Collection[str], Generic[P, F, K]):
     @overload
     def register(self, name: str, part: Given, /, *args: K.args, **facts: K.kwargs) -> Given: ...
     def register(self, name: str, part: Any = None, /, *args: Any, **facts: Any) -> Any:
-        """Add a part, as an argument or as a decorator; a string "module:attribute" is imported on first use.
+        """Add a part that is passed as an argument or decorated. A string "module:attribute" is imported on first use.
 
-        Raises ValueError if the name is taken, with file and line of both registrations, or if the part does not match
-        the protocol of its kind.
+        Raises ValueError if the name is taken, with the file and line of both registrations, or if the part does not
+        match the protocol of its kind.
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -194,9 +194,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return add if part is None else add(part)
 
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
-        """Make `build` call `part`, "module:attribute", instead of the part `name` if `when(*args)` is true.
-
-        A substitute computes the same function of the same parameters with another implementation. Configurations keep
+        """Make `build` call `part`, a string "module:attribute", instead of the part `name` if `when(*args)` is true. A
+        substitute is a different implementation of the same function with the same parameters. Configurations keep
         `name`.
         """
         self._substitutes.setdefault(name, []).append((part, when))
@@ -231,8 +230,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         if unwritten := _unwritten(part):
             raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
         if not isinstance(part, self._class):
-            rule = f"must be a {self._class.__name__}, and is a {type(part).__name__}"
-            raise ValueError(f"{self.flag} {name}: {rule}; make one of it")
+            rule = f"must be a {self._class.__name__}, but is a {type(part).__name__}"
+            raise ValueError(f"{self.flag} {name}: {rule}; register an instance")
         made = self._makes if isinstance(part, type) else None
         wanted = self._members + ([] if made is None else _members(made))
         classes = part.__mro__ if isinstance(part, type) else (part,)
@@ -249,12 +248,12 @@ class Registry(Collection[str], Generic[P, F, K]):
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:
-        """Return the names of the parts that a run uses: those whose fact `when(*args)` is true."""
+        """Return the names of the parts that a run uses, which are those whose fact `when(*args)` is true."""
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first name in `wanted`, or None if it is empty; for kinds of parts of which a run uses at most
-        one."""
+        """Return the first name in `wanted`, or None if `wanted` is empty. This is for kinds of which a run uses at
+        most one part."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

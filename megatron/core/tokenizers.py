@@ -1,6 +1,8 @@
-"""Tokenizers under Megatron-LM's names: two tokenizers without files, and the function that builds `--tokenizer-type`.
+"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. Names are those
+of Megatron-LM.
 
-An extension provides the tokenizers that read files; their packages are imported only when they are built.
+An extension provides the tokenizers that read files. The packages of these tokenizers are imported only when a
+tokenizer is built.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder,
 class NullTokenizer:
     """Tokenizer for text that consists of token ids: decimal numbers separated by spaces.
 
-    EOD is the last of the vocab_size ids; the text uses the other ids.
+    The last of the vocab_size ids is EOD. Text may contain the other ids.
     """
 
     bos = None
@@ -29,7 +31,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises ValueError for a word that is not a number or not a token id."""
+        """Return the token ids of a text. Raises ValueError for a word that is not a token id."""
         ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)} must be in 0..{self.vocab_size - 1}")
@@ -53,7 +55,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Special tokens have no text; invalid UTF-8 becomes replacement characters."""
+        """Return the text of token ids. Special tokens have no text. Invalid UTF-8 becomes replacement characters."""
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
 
     def find(self, token: str) -> int | None:
@@ -73,8 +75,8 @@ def added_after(tokenizer: Tokenizer) -> list[int]:
 
 
 def tokenize_beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text that will be continued, without the ids that the tokenizer appends to each
-    text."""
+    """Return the token ids of a text that will be continued. The ids that the tokenizer appends to each text are
+    removed."""
     ids = list(tokenizer.tokenize(text))
     return ids[: len(ids) - len(added_after(tokenizer))]
 
@@ -120,7 +122,8 @@ def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
     """Build the tokenizer of `--tokenizer-type`, once per process for the same files.
 
-    Only NullTokenizer uses `vocab_size` (--vocab-size). Raises ValueError naming every flag or file that is missing.
+    Only NullTokenizer uses `vocab_size` (--vocab-size). Raises ValueError with the name of every flag or file that is
+    missing.
     """
     if config.tokenizer_type is None:
         raise ValueError(
@@ -140,7 +143,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if model is not None and not Path(model).exists():  # a model name, which may refer to other files the next time
+    if (
+        model is not None and not Path(model).exists()
+    ):  # This is a model name, which may refer to different files the next time.
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
@@ -156,9 +161,8 @@ def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | Non
 
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, modification time, size) of each file that the flags name, or that is in a folder that they name.
-
-    The result is equal as long as the files do not change.
+    """Yield (path, modification time, size) of each file that the flags name or that is in a folder that the flags
+    name. The results are equal as long as the files do not change.
     """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():

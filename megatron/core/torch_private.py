@@ -1,14 +1,12 @@
-"""All names of torch that are not part of its public interface.
-
-torch may rename or remove them in any release. No other module of `megatron` or `tools` uses one
-(`tests/pure/test_tree.py`), so that an update of torch affects only this file. All names exist in torch 2.13, and
-`tests/pure/test_torch_private.py` looks up each of them in the installed torch. Each docstring describes the name and,
-after "Fallback", what to use if torch removes it.
+"""All private names of torch that this library uses. torch may rename or remove private names in any release. No other
+module of `megatron` or `tools` uses a private name (`tests/pure/test_tree.py`), so that an update of torch affects only
+this file. All names exist in torch 2.13, and `tests/pure/test_torch_private.py` looks up each of them in the installed
+torch. Each docstring describes the name and, after "Fallback", the replacement if torch removes the name.
 
 Two classes override a private method of torch, which cannot be aliased here: `IndexReader._slice_file` in
-`megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles it (without it, check whole
-files before the load), and `NoValues._should_skip_dynamo` in `megatron/extensions/plan/planner/fake_stage.py` only
-saves time (without it, delete the method).
+`megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles it (if torch removes the
+method, check whole files before the load), and `NoValues._should_skip_dynamo` in
+`megatron/extensions/plan/planner/fake_stage.py` only saves time (if torch removes the method, delete the override).
 
 Modules of torch that are slow to import are imported when a function here is called.
 """
@@ -35,13 +33,14 @@ if TYPE_CHECKING:
 
 
 class AttentionOutputs(Protocol):
-    """Forward of an attention kernel: returns outputs, log-sum-exps, and further values for the backward."""
+    """Forward pass of an attention kernel, which returns outputs, log-sum-exps, and further values for the backward
+    pass."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, *tuple[Tensor, ...]]: ...
 
 
 class AttentionGradients(Protocol):
-    """Backward of an attention kernel: returns the gradients of queries, keys and values."""
+    """Backward pass of an attention kernel, which returns the gradients of queries, keys and values."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -84,16 +83,16 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator below `torch.nn.functional.grouped_mm`, for which plans return only a shape. torch 2.13. Fallback: the
+"""The operator that `torch.nn.functional.grouped_mm` calls. Plans return only a shape for it. torch 2.13. Fallback: the
 operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator below `Tensor.item()`, for which plans return zero. torch 2.13. Fallback: the operator that a dispatch
+"""The operator that `Tensor.item()` calls. Plans return zero for it. torch 2.13. Fallback: the operator that a dispatch
 mode sees instead."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
-"""The operator of `resize_storage`, as a dispatch mode sees it. torch 2.13. Fallback: the operator of whatever
-replaces `resize_storage`."""
+"""Operator of `resize_storage` in the form in which a dispatch mode sees it. torch 2.13. Fallback: the operator of the
+function that replaces `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
 """`index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
@@ -111,7 +110,7 @@ cudnn_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_produc
 """Gradients of `cudnn_attention`. torch 2.13. Fallback: autograd of `scaled_dot_product_attention`."""
 
 cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Flash attention for CPUs, which also returns the log-sum-exp by which tiles are merged. torch 2.13. Fallback:
+"""Flash attention for CPUs, which also returns the log-sum-exp that is needed to merge tiles. torch 2.13. Fallback:
 `megatron.core.attention.tile_kernels.TorchKernel`."""
 
 cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -121,8 +120,8 @@ cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_
 
 
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
-    """Return an id that tensors sharing memory, and their storage, have in common; fake and meta tensors have such an
-    id too.
+    """Return an id that is the same for a storage and all tensors that share it. Fake and meta tensors also have such
+    an id.
 
     `UntypedStorage._cdata`, torch 2.13. Fallback: `id` of a storage that the caller keeps alive.
     """
@@ -130,7 +129,8 @@ def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
 
 
 def resize_storage(tensor: Tensor, nbytes: int) -> None:
-    """Resize the memory of a tensor: 0 bytes free it, and its full size allocates it again. Autograd sees no change.
+    """Resize the memory of a tensor. A size of 0 bytes frees the memory, and the full size allocates it again. Autograd
+    sees no change.
 
     Inductor's operator for FSDP, torch 2.13. Fallback: `tensor.untyped_storage().resize_(nbytes)`, which fake
     tensors do not count.
@@ -156,16 +156,16 @@ Wrapper = TypeVar("Wrapper", bound=Tensor)
 def wrapper_tensor(
     cls: type[Wrapper], shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Wrapper:
-    """Create a tensor of a subclass in its `__new__`, with a shape but no memory.
+    """Create a tensor with a shape but no memory, for the `__new__` of a subclass.
 
-    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: its public successor; DTensor needs one too.
+    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: the public successor of the method, which DTensor needs too.
     """
     make = torch.Tensor._make_wrapper_subclass
     return make(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
 
 
 disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""Value for a subclass's `__torch_function__` with which operations skip the search for an override. torch 2.13.
+"""Value for the `__torch_function__` of a subclass. It makes operations skip the search for an override. torch 2.13.
 Fallback: a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
 
 
@@ -177,7 +177,7 @@ def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
 def is_hooked(module: nn.Module, forward: bool = True) -> bool:
     """Return whether a module has backward hooks or, with `forward`, forward hooks.
 
-    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. Fallback: assume that modules are hooked, which is
+    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. Fallback: assume that modules have hooks, which is
     slower.
     """
     return bool(module._backward_hooks or (forward and module._forward_hooks))
@@ -186,18 +186,19 @@ def is_hooked(module: nn.Module, forward: bool = True) -> bool:
 # Dispatch: fake tensors and modes
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor without values, which plans use. torch 2.13. Fallback: its new location; torch.export needs it."""
+"""A tensor without values, which plans use. torch 2.13. Fallback: the new location of the class, which torch.export
+needs."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 """Makes tensors fake. torch 2.13. Fallback: the same as for `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Base class of modes that intercept every operator below autograd; torch documents it although the module is private.
-torch 2.13. Fallback: its new location."""
+"""Base class of modes that intercept every operator below autograd. torch documents the class although its module is
+private. torch 2.13. Fallback: the new location of the class."""
 
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
-"""Return True if a dispatch mode is active. torch 2.13. Fallback: assume that one is, so that one thread initializes
-weights."""
+"""Return True if a dispatch mode is active. torch 2.13. Fallback: assume that a mode is active, so that a single thread
+initializes weights."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
 """Return the active dispatch modes. torch 2.13. Fallback: enter the modes with `with` in the second thread."""
@@ -231,11 +232,13 @@ def no_function_modes() -> Iterator[None]:
 
 
 device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_constructors
-"""Return the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use that `with`."""
+"""Return the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use `with
+torch.device(...)`."""
 
 
 OpOverload = torch._ops.OpOverload
-"""An operator, as dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. Fallback: annotate `Callable`."""
+"""Operator in the form in which dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. Fallback: annotate
+`Callable`."""
 
 
 def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
@@ -262,7 +265,7 @@ def raise_recompile_limit(least: int) -> None:
 
 class AutogradContext(FunctionCtx):
     """Type of the `ctx` argument of autograd functions, for annotations only: torch creates the objects. torch's public
-    `FunctionCtx` lacks the attributes that a backward reads.
+    `FunctionCtx` lacks the attributes that a backward pass reads.
 
     A function that stores further attributes on `ctx` declares them in a subclass:
 
@@ -278,14 +281,14 @@ class AutogradContext(FunctionCtx):
     """Tensors passed to `save_for_backward`, including None operands."""
 
     needs_input_grad: tuple[bool, ...]
-    """True for each argument of the forward whose gradient is needed."""
+    """One bool for each argument of `forward`: True if the gradient of the argument is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save operands and results of the forward. Unlike torch's annotation, this one permits None."""
+        """Save operands and results of the forward pass. Unlike torch's annotation, this annotation permits None."""
 
 
 def sequence_number(node: Node) -> int:
-    """Return the sequence number of a graph node; later nodes have larger numbers. `Node._sequence_nr`, torch 2.13.
+    """Return the sequence number of a graph node. Later nodes have larger numbers. `Node._sequence_nr`, torch 2.13.
     Fallback: count nodes in a saved-tensor hook."""
     return node._sequence_nr()
 
@@ -296,7 +299,7 @@ next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def running_node() -> Node | None:
-    """Return the node whose backward runs in this thread; None outside of a backward.
+    """Return the node whose backward function is running in this thread; None outside of a backward pass.
 
     `torch._C._current_autograd_node`, torch 2.13. Fallback: a pre-hook on each node that records it.
     """
@@ -304,7 +307,7 @@ def running_node() -> Node | None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the running backward ends. `Variable._execution_engine`, torch 2.13. Fallback: the new
+    """Call `function` when the current backward pass ends. `Variable._execution_engine`, torch 2.13. Fallback: the new
     location of `queue_callback`; FSDP2 uses it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
@@ -313,8 +316,8 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Set the timeout of a group's collectives. `_set_pg_timeout`, torch 2.13. Fallback: its public successor, or
-    groups created with their timeout."""
+    """Set the timeout of a group's collectives. `_set_pg_timeout`, torch 2.13. Fallback: the public successor of the
+    function, or groups created with the timeout."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -347,8 +350,8 @@ def fake_work() -> dist.Work:
 
 
 def fake_store() -> dist.Store:
-    """Return a store for groups of the backend `fake`, which the import registers. `torch.testing._internal`,
-    torch 2.13. Fallback: `dist.HashStore()` and the new location of the backend."""
+    """Return a store for groups of the backend `fake`. The import in this function registers the backend.
+    `torch.testing._internal`, torch 2.13. Fallback: `dist.HashStore()` and the new location of the backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -357,7 +360,8 @@ def fake_store() -> dist.Store:
 def flight_records() -> list[str]:
     """Return the flight-recorder records of each backend as JSON; backends that this torch lacks are omitted.
 
-    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. Fallback: hang reports that name no collective.
+    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. Fallback: hang reports without the names of
+    collectives.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -366,8 +370,8 @@ def flight_records() -> list[str]:
 
 
 def load_symmetric_memory() -> None:
-    """Register `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. Fallback: its public
-    successor; `--tp-comm-overlap-method ring` does not need it."""
+    """Register `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. Fallback: the public successor
+    of the name, which `--tp-comm-overlap-method ring` does not need."""
 
 
 # Files
@@ -375,14 +379,15 @@ def load_symmetric_memory() -> None:
 
 def storage_info(name: str, offset: int, length: int) -> StorageInfo:
     """Return the location of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13; the name is part of
-    the file format, so it can move but must stay readable. Fallback: the class that DCP's own writer uses."""
+    the file format, so torch may move the class but must still be able to read it. Fallback: the class that DCP's own
+    writer uses."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
-    """Return torch's reader of the zip files that `torch.save` writes. `torch._C.PyTorchFileReader`, torch 2.13.
+    """Return torch's reader for the zip files that `torch.save` writes. `torch._C.PyTorchFileReader`, torch 2.13.
     Fallback: `zipfile`, refusing files that the two readers could read differently."""
     return torch._C.PyTorchFileReader(file)
 
@@ -391,10 +396,9 @@ def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
 
 
 def matmul_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has matrix instructions for a 16-bit `dtype`, so that oneDNN need not emulate them.
-
-    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on CPUs without the instructions. `torch.ops.mkldnn`
-    and `torch.cpu`, torch 2.13. Fallback: `torch.cpu.get_capabilities()`.
+    """Return whether this CPU has matrix instructions for a 16-bit `dtype`. oneDNN accepts bf16 on every CPU with
+    AVX-512, but emulates it on CPUs without such instructions. `torch.ops.mkldnn` and `torch.cpu`, torch 2.13.
+    Fallback: `torch.cpu.get_capabilities()`.
     """
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -263,7 +263,7 @@ def test_states_that_cannot_be_kept_are_named_all_at_once():
     with pytest.raises(ValueError, match="two states are named twice") as error:
         build(build_parallel_state(ParallelDims(), 0), optimizer="named")
     assert all(words in str(error.value) for words in ("dtype int3", "other than main_param"))
-    with pytest.raises(ValueError, match=r"must take \(config, meta\), and takes \(config\)"):
+    with pytest.raises(ValueError, match=r"must accept \(config, meta\), but accepts \(config\)"):
         OPTIMIZERS.register("without_meta", lambda config: [])
 
 

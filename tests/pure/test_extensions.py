@@ -103,7 +103,7 @@ UNWRITTEN = {
     "optimizer": (
         "from megatron.core.config.optimizers import OPTIMIZERS\n\n\n"
         "@OPTIMIZERS.register('mine')\ndef mine(config): ...\n",
-        "--optimizer mine: must take (config, meta), and takes (config)",
+        "--optimizer mine: must accept (config, meta), but accepts (config)",
     ),
     "metric": (
         "from megatron.training.hooks import Callback\n\nclass Mine(Callback):\n    def metric(self): ...\n",
@@ -143,7 +143,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
         WRONG_FORM,
         WRONG,
         3,
-        "--activation-func mine: must take (name, config, ctx), and takes (x); correct",
+        "--activation-func mine: must accept (name, config, ctx), but accepts (x); correct",
     ),
     **{
         f"unwritten {kind}": (source, WRONG, 3 if kind in ("callback", "metric") else 4, said)

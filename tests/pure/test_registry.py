@@ -88,7 +88,7 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
     assert registry.register("fits", part) is part
     narrow: Any = type("Narrow", (), {"__init__": lambda self, a, b=0: None, "go": None})
     for wrong, said in (
-        (narrow, r"must take \(a, b, c=\), and takes \(a, b=0\); correct its parameters"),
+        (narrow, r"must accept \(a, b, c=\), but accepts \(a, b=0\); correct its parameters"),
         (7, "has no go"),
     ):
         with pytest.raises(ValueError, match=f"--kind wrong: {said}"):
@@ -221,7 +221,7 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
     scales = Registry("--scale", Facts, protocol=Scale)
     scales.register("sin", "math:sin", gated=True)
     assert scales["sin"](0.0) == 0.0
-    with pytest.raises(ValueError, match=r"--scale atan2: must take \(x\), and takes \(y, x, /\)"):
+    with pytest.raises(ValueError, match=r"--scale atan2: must accept \(x\), but accepts \(y, x, /\)"):
         scales.register("atan2", math.atan2)
 
     stores = Registry("--store", NoFacts, protocol=MakeStore, makes=Store)
@@ -231,9 +231,9 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
     with pytest.raises(ValueError, match="--store lossy: has no keep, size"):
         stores.register("lossy", lossy)
     hasty: Any = type("Hasty", (kept,), {"keep": lambda self: None})
-    with pytest.raises(ValueError, match=r"--store hasty: keep\(\) must take \(value\), and takes \(\); correct"):
+    with pytest.raises(ValueError, match=r"--store hasty: keep\(\) must accept \(value\), but accepts \(\); correct"):
         stores.register("hasty", hasty)
-    with pytest.raises(ValueError, match=r"--store nameless: must take \(config, name=\)"):
+    with pytest.raises(ValueError, match=r"--store nameless: must accept \(config, name=\)"):
         stores.register("nameless", lambda config: kept(config, name=""))
 
 
@@ -244,7 +244,7 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
         (
             "",
             {"write": lambda self, path: None},
-            r"storage lacking: write\(\) must take \(path, data\), and takes \(path\)",
+            r"storage lacking: write\(\) must accept \(path, data\), but accepts \(path\)",
         ),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: di
 def test_a_registry_of_objects_accepts_its_class_only() -> None:
     plain = Registry("--plain", NoFacts, protocol=Facts)
     assert plain.register("made", Facts(gated=True)).gated and plain["made"].gated
-    with pytest.raises(ValueError, match="--plain called: must be a Facts, and is a type; make one of it"):
+    with pytest.raises(ValueError, match="--plain called: must be a Facts, but is a type; register an instance"):
         plain.register("called", Facts)
 
 
@@ -279,8 +279,10 @@ def test_a_router_states_its_scores_and_its_way_to_balance(monkeypatch: pytest.M
     routers = [layer.mlp.router for layer in built.decoder.layers]
     assert [type(router) for router in routers] == [TopKRouter] + [OwnRouter] * (model.num_layers - 1)
     assert all(router.scores == OwnScores(torch.exp) for router in routers)
-    with pytest.raises(ValueError, match="router nameless: must take \\(name, config, ctx\\)"):
+    with pytest.raises(ValueError, match="router nameless: must accept \\(name, config, ctx\\)"):
         ROUTERS.register("nameless", type("Nameless", (OwnRouter,), {"__init__": lambda self, config, ctx: None}))
     ROUTERS.register("twin", OwnRouter, scores=("own_scores",))
-    with pytest.raises(ValueError, match="own_scores must be listed by exactly one router, but is listed by own and twin"):
+    with pytest.raises(
+        ValueError, match="own_scores must be listed by exactly one router, but is listed by own and twin"
+    ):
         SCORE_FUNCTIONS.router("own_scores")

@@ -237,9 +237,11 @@ def test_a_schedule_that_cannot_be_called_is_refused_where_it_is_registered():
         return [[] for _ in range(p)]
 
     start = "--pipeline-schedule refused: "
-    with pytest.raises(ValueError, match=start + re.escape("must take (p, m), and takes (p); correct its parameters")):
+    with pytest.raises(
+        ValueError, match=start + re.escape("must accept (p, m), but accepts (p); correct its parameters")
+    ):
         PIPELINE_SCHEDULES.register("refused", of_ranks)
-    said = "must take (p, m, v, group), and takes (p, m, v); correct its parameters"
+    said = "must accept (p, m, v, group), but accepts (p, m, v); correct its parameters"
     with pytest.raises(ValueError, match=start + "with_chunks " + re.escape(said)):
         PIPELINE_SCHEDULES.register("refused", gpipe, with_chunks=of_stages)
     assert "refused" not in PIPELINE_SCHEDULES

@@ -95,7 +95,7 @@ class GPTIndex(NamedTuple):
 
     sample_index: NDArray
     """Start of each sample [samples + 1, 2]: position in the document index, and offset in that document. If
-`finds_starts`, the array is instead [E * documents]: the number of stream tokens up to the end of each document.
+    `finds_starts`, the array is instead [E * documents]: the number of stream tokens up to the end of each document.
     """
 
     shuffle_index: NDArray

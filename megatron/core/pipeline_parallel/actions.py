@@ -19,11 +19,11 @@ class Kind(Enum):
     its own stage, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
 
     VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At this action, the
-    rank learns whether the previous step's update is kept, or applies it (`StepFacts.kept` of
+    rank learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept` of
     `megatron.training.step_parts`).
 
     FB carries the stage and micro-batch of the forward pass. It precedes an F and a B or I of different micro-batches
-    that run in turns: one pass computes during the expert all-to-alls of the other.
+    that run in turns: each pass computes during the expert all-to-alls of the other pass.
     """
 
     F = "F"
@@ -37,7 +37,9 @@ class Kind(Enum):
     FB = "FB"
     VALIDATE = "VALIDATE"
 
-    __hash__ = object.__hash__  # enum members are singletons; the default hash would slow down building schedules
+    __hash__ = (
+        object.__hash__
+    )  # Enum members are singletons. The default hash would slow down the construction of schedules.
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
@@ -87,7 +89,7 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""Maps the kind of a message action to the kind at the other end, and to that end's stage offset."""
+"""For each kind of message action: the kind of action at the other end, and the stage offset of the other end."""
 
 
 def counterpart(action: Action) -> Action:

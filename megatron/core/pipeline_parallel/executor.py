@@ -25,10 +25,11 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 Module = TypeVar("Module", bound=Callable[..., Tensor])
-"""A stage: maps (hidden states or None, micro-batch) to hidden states, or to the loss sum on the last stage."""
+"""A stage, which maps (hidden states or None, micro-batch) to hidden states. The last stage returns the loss sum
+instead."""
 
 Micro = TypeVar("Micro")
-"""A micro-batch in the form that stages accept."""
+"""Micro-batch in the form that stages accept."""
 
 
 def _nothing(action: Action) -> None:
@@ -40,13 +41,13 @@ class Held:
     """Tensors that a rank keeps from one action to a later one."""
 
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    """Computed results that have not been sent yet, by send action."""
+    """Computed results that have not been sent yet, keyed by send action."""
 
     arriving: dict[Action, Receive] = field(default_factory=dict)
-    """Pending receives, by receive action."""
+    """Pending receives, keyed by receive action."""
 
     saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """Input and autograd graph of each forward pass, kept for its backward pass, by stage and micro-batch."""
+    """Input and autograd graph of each forward pass, kept for the backward pass and keyed by stage and micro-batch."""
 
     def __bool__(self) -> bool:
         return bool(self.outbox or self.arriving or self.saved)
@@ -55,8 +56,8 @@ class Held:
 class PipelineExecutor(Generic[Module, Micro]):
     """Runs the stages of one rank and exchanges their messages with other ranks.
 
-    A stage's output is kept only until it is sent, because the backward pass needs its autograd node but not its
-    values.
+    The output of a stage is kept only until it is sent, because the backward pass needs the autograd node of the output
+    but not its values.
 
     Subclasses in extensions may override `handle` to support more kinds of actions or to wrap every action.
     """
@@ -77,10 +78,10 @@ class PipelineExecutor(Generic[Module, Micro]):
                 hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the loss sum
                 of the micro-batch, a scalar. The first stage receives None.
             layout: Placement of all stages on pipeline ranks.
-            p2p: Sends and receives messages.
-            queue: Queue in which linear layers leave their weight gradients; required by lists with I and W.
-            casts: Low-precision weight copies of the stages, kept for one run.
-            pair: Runs a forward and a backward pass in turns.
+            p2p: Channel that sends and receives messages.
+            queue: Queue in which linear layers store their weight gradients; required by lists with I and W.
+            casts: Low-precision weight copies of the stages, which are kept for one run.
+            pair: Object that runs a forward and a backward pass in turns.
         """
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
@@ -91,9 +92,9 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.queue = queue
         self.casts, self.pair = casts or WeightCasts(), pair or PassPair()
         self.current: Action | None = None
-        """The action that is running, for hang reports."""
+        """Action that is running, for hang reports."""
         self.message_from: int | None = None
-        """The global rank whose message this rank is waiting for."""
+        """Global rank whose message this rank is waiting for."""
         self.after: Callable[[Action], None] = _nothing
         """Hook called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
@@ -125,7 +126,8 @@ class PipelineExecutor(Generic[Module, Micro]):
     ) -> list[Tensor]:
         """Run one step over `batches`.
 
-        A list without backward passes runs without autograd. An exception carries a note that names the action.
+        A list without backward passes runs without autograd. If an exception is raised, a note with the name of the
+        action is added to it.
 
         Args:
             actions: The rank's action list.
@@ -133,15 +135,15 @@ class PipelineExecutor(Generic[Module, Micro]):
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
                 loss_scale_seed`, summed over micro-batches.
             last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward pass in a list without
-                backward passes. Its results, of any shape, are returned instead of the loss sums.
+                backward passes. The results, which may have any shape, are returned instead of the loss sums.
 
         Returns:
-            The detached loss sum of each micro-batch on the rank of the last stage, [] on other ranks.
+            The detached loss sum of each micro-batch on the rank of the last stage; [] on all other ranks.
         """
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in BACKWARDS for action in actions)
-        assert last_forward is None or not training, "a loss is needed for the backward"
+        assert last_forward is None or not training, "a loss is needed for the backward pass"
         self.held = Held()
         self._begin(batches, loss_scale_seed, training, last_forward)
         self.run_actions(actions)
@@ -156,14 +158,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.queue.assert_empty()
 
     def end(self) -> list[Tensor]:
-        """Wait for the last sends and return the result of `run`."""
+        """Wait for the last sends, and return the result of `run`."""
         self.p2p.finish()
         assert not self.held, "the list leaves messages or graphs behind"
         return self.losses()
 
     def drop(self) -> None:
-        """Discard held tensors after all messages have arrived. Every pipeline rank must call it after posting its
-        sends."""
+        """Discard held tensors after all messages have arrived. Every pipeline rank must call this method after posting
+        its sends."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
@@ -194,7 +196,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Run one action, or the two passes after an FB in turns. An exception gets a note that names the actions."""
+        """Run one action, or the two passes after an FB in turns. If an exception is raised, a note with the names of
+        the actions is added to it."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
@@ -221,8 +224,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """Return the timing context of a pass. Passes that run in turns are timed together, so each gets a null
-        context."""
+        """Return the timing context of a pass. Passes that run in turns are timed together, so each of the two has a
+        null context."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
@@ -252,7 +255,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         scalar = output.dim() == 0 or self._last_forward is not None
         assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
-        if self.training:  # gradient that a later stage would have sent
+        if self.training:  # This is the gradient that a later stage would have sent.
             self.held.outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
 
     def _compute_forward(self, action: Action, hidden: Tensor | None) -> tuple[Tensor, GradientEdge | None]:
@@ -279,14 +282,14 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:
-        """Run the backward pass, but leave the weight gradients of linear layers in the queue."""
+        """Run the backward pass, but keep the weight gradients of linear layers in the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         self.queue.begin((action.stage, action.microbatch))
         self._backward(action)
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
-        """Compute the weight gradients that this stage's I action for the same micro-batch left in the queue."""
+        """Compute the weight gradients that the I action of the same stage and micro-batch added to the queue."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))

@@ -17,10 +17,9 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """Return the contents of every stage, by global stage number, for any number of layers and stages.
-
-    The first and the last stage hold fewer layers, according to the cost of the embedding and the head. Raises
-    ValueError, naming the flag, if a requested number of layers does not fit.
+    """Return the contents of every stage, in order of global stage number, for any number of layers and stages. The
+    first and the last stage contain fewer layers, depending on the costs of the embedding and the head. Raises
+    ValueError with the name of the flag if a requested number of layers does not fit.
     """
     layout, split = pipeline_layout(model, parallel), parallel.stage_split
     (first_cost, last_cost), fixed = end_costs(model), None
@@ -36,7 +35,7 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
-    """Return the forward cost of each stage by FLOPs, in units of the mean layer."""
+    """Return the forward cost of each stage in FLOPs, in units of the mean layer."""
     first_cost, last_cost = end_costs(model)
     last_cost += multi_token_cost(model)
     stages, costs = pipeline_stages(model, parallel), relative_costs(model)
@@ -47,14 +46,14 @@ def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """Return the cost of embedding and head by FLOPs, in units of the mean layer. The embedding is a look-up and costs
-    nothing."""
+    """Return the costs of the embedding and the head in FLOPs, in units of the mean layer. The embedding is a look-up
+    and costs nothing."""
     layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
     return 0.0, head * config.num_layers / layers if layers else 0.0
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """Return the cost of multi-token prediction by FLOPs, in units of the mean layer. Each depth computes a projection,
+    """Return the cost of multi-token prediction in FLOPs, in units of the mean layer. Each depth computes a projection,
     one layer of the last layer's kind, and the head."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
@@ -68,7 +67,7 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Return the cost of each single-sublayer layer by FLOPs, in units of the mean layer. Layers with two sublayers are
+    """Return the cost of each single-sublayer layer in FLOPs, in units of the mean layer. Layers with two sublayers are
     assigned equal costs."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
@@ -95,7 +94,7 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Count the elements of the matrices that multiply a token; for experts, only the selected ones."""
+    """Count the elements of the matrices that multiply a token. Of the experts, only the selected ones count."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

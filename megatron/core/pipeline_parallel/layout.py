@@ -1,6 +1,6 @@
 """Assignment of layers to stages and of stages to ranks. This module does not import torch.
 
-A *stage* is a global pipeline stage. The local stages of a rank are its *chunks*, in stage order.
+A *stage* is a stage of the whole pipeline. The *chunks* of a rank are its local stages, in stage order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Stage:
     first: bool = True
     last: bool = True
     tied_stages: tuple[int, ...] = ()
-    """The stages that each hold a copy of the embedding, if they are on different ranks."""
+    """Stages on different ranks that each hold a copy of the embedding."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def split_layers(
     Args:
         num_layers: Number of layers to split.
         num_stages: Number of stages.
-        first_cost: Cost of the embedding, in layers; shortens the first stage.
-        last_cost: Cost of the head, in layers; shortens the last stage.
+        first_cost: Cost of the embedding, in layers. It reduces the number of layers in the first stage.
+        last_cost: Cost of the head, in layers. It reduces the number of layers in the last stage.
         fixed: Number of layers of some stages; the other stages share the remaining layers.
-        rank_of: Maps a stage to its rank; by default, each stage has its own rank. Among tied stages, the extra layer
-            goes to the least loaded rank, then to a stage in the middle.
+        rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. Among equally
+            loaded stages, an extra layer goes to the least loaded rank, then to a stage in the middle.
 
     Returns:
         The layers of each stage.
@@ -95,7 +95,8 @@ def split_layers(
         rank_loads[rank_of(stage)] += load
     free = [stage for stage in range(num_stages) if stage not in fixed]
     for _ in range(num_layers - sum(fixed.values())):
-        # Least loaded first; among ties, prefer a stage in the middle, then a late one, which holds fewer activations.
+        # Choose the least loaded rank. On a tie, prefer a stage in the middle, then a late stage, which holds fewer
+        # activations.
         cheapest = min(free, key=lambda stage: (loads[stage], rank_loads[rank_of(stage)], stage in ends, -stage))
         counts[cheapest] += 1
         loads[cheapest] += 1

@@ -1,14 +1,15 @@
 """Asynchronous fixed-shape messages between neighbouring pipeline stages.
 
 Waiting blocks the current stream under NCCL and the calling thread under gloo. No operation synchronizes a device. gloo
-does not support CUDA tensors in point-to-point messages, so these go through host memory.
+does not support CUDA tensors in point-to-point messages, so such tensors are copied through host memory.
 
-Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start
-and torch makes none per pair of ranks. A message starts once the computation before it is done, and does not delay
-later computation. A send would, however, wait for an earlier receive, which waits for its peer's computation. There are
-therefore four lanes, which are groups over the same ranks: one each for forward and backward messages from even and
-from odd ranks. On each lane a rank only sends or only receives. The exception is the wrap-around of an interleaved
-schedule over an odd number of ranks, where a rank does both, in an order that all ranks share.
+Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start,
+and torch creates none for pairs of ranks. A message starts once the preceding computation is complete, and does not
+delay later computation. On a single group, however, a send would wait for an earlier receive, which waits for the
+computation of its peer. There are therefore four lanes, which are groups over the same ranks: one each for forward and
+backward messages from even and from odd ranks. On each lane a rank only sends or only receives. The exception is the
+wrap-around of an interleaved schedule over an odd number of ranks. There, a rank both sends and receives on a lane, in
+an order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Receive(NamedTuple):
     timeout: timedelta | None
 
     def wait(self) -> Tensor:
-        """Wait, and return the message for use on the current stream."""
+        """Wait for the message, and return it for use on the current stream."""
         if self.work is not None:
             _wait(self.work, self.timeout)
         return self.buffer.to(self.device)
@@ -49,10 +50,9 @@ class PipelineP2P:
     """Sends and receives of one rank along the pipeline axis.
 
     Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. With gloo, tags
-    also detect lists that disagree. Forward messages have even tags and backward messages odd ones.
-
-    A message keeps its memory until its send is done. Each later send releases finished messages, and at most
-    `MAX_IN_FLIGHT` are kept.
+    also detect lists that disagree. Forward messages have even tags, and backward messages have odd tags. The memory of
+    a message is kept until the send is complete. Each later send releases finished messages, and at most
+    `MAX_IN_FLIGHT` messages are kept.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PipelineP2P:
         """Create the message channel of one rank.
 
         Args:
-            pp: The pipeline axis.
+            pp: Pipeline axis.
             shape: Shape of every message, [s, b, h].
             dtype: Data type of every message.
             device: Device of the stages.
@@ -74,13 +74,15 @@ class PipelineP2P:
         self.dtype = dtype
         self.device = device
         self.timeout: timedelta | None = None
-        """Timeout of gloo messages, instead of the group's timeout. NCCL always uses the group's timeout."""
+        """Timeout of gloo messages, which replaces the timeout of the group. NCCL always uses the timeout of the
+        group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
         self.wire_device = torch.device("cpu") if self._gloo else device
 
     def send(self, message: Tensor, peer: int, tag: int) -> None:
-        """Start sending [s, b, h] to pipeline rank `peer`. The caller may drop the message but must not modify it."""
+        """Start sending [s, b, h] to pipeline rank `peer`. The caller may delete its reference to the message, but must
+        not modify the message."""
         assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
         message = message.to(self.wire_device).contiguous()
@@ -119,7 +121,7 @@ class PipelineP2P:
         while self._sends:
             work, _ = self._sends[0]
             if work is not None and (len(self._sends) > keep or work.is_completed()):
-                _wait(work, self.timeout if self._gloo else None)  # also makes torch release the message
+                _wait(work, self.timeout if self._gloo else None)  # This call also makes torch release the message.
                 self._sends.popleft()
             else:
                 break

@@ -1,4 +1,4 @@
-"""Transformations of action lists: adds communication to compute actions and validates the result."""
+"""Transformations of action lists, which add communication to compute actions and validate the result."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
     The function visits the actions of all ranks in the order in which they would start. It appends each send to the
     sender's list, directly after the action that computes the message. At the same time, it appends the receive to the
-    peer's list. The peer therefore posts the receive while the message is being computed, and continues with its own
-    work.
+    peer's list. The peer therefore posts the receive while the message is being computed, and then continues with its
+    next actions.
 
-    The lists cannot deadlock, even if sends and receives block until both ends are reached. Each list is part of one
-    global order, in which every send directly precedes its receive and follows all its dependencies, so the first
-    unfinished action of this order can always run. Two passes that run in turns form one step of this order, and the
-    messages of both follow them.
+    The lists cannot deadlock, even if sends and receives block until both ends have reached them. Each list is part of
+    one global order, in which every send directly precedes its receive and follows all its dependencies, so the first
+    unfinished action of this order can always run. Two passes that run in turns form one step of this order, followed
+    by the messages of both passes.
 
     With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses this
-    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step, which every rank
-    finishes without this rank's help.
+    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step, which the other
+    ranks finish without this rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -79,8 +79,9 @@ def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
 def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
-    Among units that start together, forwards come first, by rising stage, then backwards, by falling stage. A neighbour
-    needs the first unit's message next, so it posts the receive before it computes.
+    Among units that start together, forward passes come first, in ascending order of stages, followed by backward
+    passes in descending order. The neighbour needs the message of the first unit next, so it posts the receive before
+    it computes.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]
@@ -98,8 +99,8 @@ def _message_of(action: Action) -> Action | None:
 def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
     """Raise ValueError unless the lists form a complete step.
 
-    Every stage needs, for each micro-batch, one F and either one B or one I and one W, on the stage's rank and in an
-    executable order. Each message needs both ends.
+    For each micro-batch, every stage needs one F, and either one B or one I and one W, on the rank of the stage and in
+    an executable order. Each message needs both a send and a receive.
     """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
@@ -120,7 +121,7 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
     """Raise ValueError unless every stage runs each micro-batch: F with B, or F with I and W, or F alone if there are
-    no backwards."""
+    no backward passes."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}
@@ -157,10 +158,10 @@ def pipeline_lists(
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank; None uses the schedule's default.
-        evaluate: Return forward passes only, with the same layout.
+        evaluate: Whether to return only forward passes, with the same layout.
         group: Micro-batches per group; None uses the schedule's default.
-        in_turns: Let forward and backward passes run in turns.
-        validates: Add a VALIDATE to every list.
+        in_turns: Whether forward and backward passes run in turns.
+        validates: Whether to add a VALIDATE to every list.
 
     Raises:
         ValueError: The schedule does not support `v`.

@@ -23,14 +23,14 @@ Schedule = list[list[Action]]
 
 
 class PipelineSchedule(Protocol):
-    """A pipeline schedule with its default number of stages per rank."""
+    """Pipeline schedule with a fixed number of stages per rank."""
 
     def __call__(self, p: int, m: int) -> Schedule:
         """Return the actions of each of p pipeline ranks on m micro-batches, in order."""
 
 
 class ChunkedSchedule(Protocol):
-    """A pipeline schedule for v stages per rank."""
+    """Pipeline schedule for v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
         """Return the actions of each pipeline rank. `group` is the number of micro-batches per group, None for the
@@ -38,11 +38,11 @@ class ChunkedSchedule(Protocol):
 
 
 class EndlessSchedule(Protocol):
-    """Action lists of one step, for a schedule whose steps start passes of the next step."""
+    """Function that returns the action lists of one step, for a schedule whose steps start passes of the next step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
-        """Return the lists, communication included. `before` and `after` are the micro-batch counts of the adjacent
-        steps, or 0."""
+        """Return the action lists, including communication. `before` and `after` are the micro-batch counts of the
+        adjacent steps, or 0."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class ScheduleFacts:
     before the next one starts."""
 
     asks_for: tuple[object, ...] = ()
-    """Options that `config.options` returns for runs with this schedule."""
+    """Extension options (`config.options`) of runs with this schedule."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Rules: (RunConfig, world size) -> the `Problem`s of a run with this schedule."""
+    """Function that validates runs with this schedule. It maps (RunConfig, world size) to the `Problem`s of the run."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (
@@ -116,9 +116,8 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """1F1B (arXiv:2006.09503, flushed): rank r never holds more than p - r micro-batches.
-
-    On one rank, `in_turns` lets a forward pass run in turns with the backward pass of the previous micro-batch.
+    """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. If there is
+    only one rank, `in_turns` runs each forward pass in turns with the backward pass of the previous micro-batch.
     """
     assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
     lists = []
@@ -133,17 +132,19 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
     """Interleaved 1F1B (arXiv:2104.04473, section 2.2): v stages per rank divide the bubble by v.
 
     Micro-batches pass through a rank's stages in groups of about p (`groups_of`), so any m is legal. Groups smaller
-    than p would leave bubbles inside; for m from p to 2p - 1 there is one group, and a rank holds all m micro-batches.
+    than p would leave bubbles within a group. For m from p to 2p - 1, there is only one group, and a rank holds the
+    activations of all m micro-batches.
 
-    With `in_turns`, a forward and a backward pass of the steady state run in turns. Forward passes run one further
-    ahead, so neither of two passes in turns depends on the other.
+    With `in_turns`, the forward and backward passes of the steady state run in turns. One more forward pass runs ahead,
+    so neither of the two passes depends on the other.
 
     Args:
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank.
-        group: Micro-batches per group. A larger group gives each message more time but holds more activations.
-        in_turns: Emit FB before each pair of passes.
+        group: Micro-batches per group. In a larger group, each message has more time, but a rank holds more
+            activations.
+        in_turns: Whether to insert an FB before each pair of passes.
     """
     if v == 1:
         return one_f_one_b(p, m, in_turns)
@@ -160,7 +161,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """Adapt a one-stage schedule to the signature that includes the number of stages per rank."""
+    """Adapt a schedule for one stage per rank to the signature with the number of stages per rank."""
     return lambda p, m, v, group: schedule(p, m)
 
 
@@ -208,8 +209,8 @@ def alternate(
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group`, by default p.
 
-    A remainder of p or more micro-batches forms its own group. A smaller remainder is spread evenly over the whole
-    groups, the largest first.
+    A remainder of p or more micro-batches forms its own group. A smaller remainder is spread evenly over the other
+    groups. The largest groups come first.
     """
     group = group or p
     if m > group and m % group >= p:
@@ -244,7 +245,7 @@ def splits_backward(schedule: str) -> bool:
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
     """Return whether a schedule with v stages on each of p ranks can run a forward and a backward pass in turns.
 
-    Neither pass may depend on another rank's result that waits for the other pass.
+    Neither pass may depend on a result of another rank that waits for the other of the two passes.
     """
     facts = PIPELINE_SCHEDULES.facts(schedule)
     return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
@@ -255,7 +256,7 @@ def build_schedule(
 ) -> Schedule:
     """Return the compute actions of a registered schedule.
 
-    `group` only affects schedules that group micro-batches. Raises ValueError like `layout_of`.
+    `group` affects only schedules that group micro-batches. Raises ValueError like `layout_of`.
     """
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)

@@ -22,12 +22,12 @@ from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
-    """Tensors in one part of the model."""
+    """Tensors of one part of the model."""
 
     trained: tuple[ParamMeta, ...]
 
     states: tuple[tuple[ParamMeta, str], ...]
-    """Untrained tensors that are saved, such as expert biases, each with its dtype name."""
+    """Untrained tensors that checkpoints contain, such as expert biases, each with the name of its dtype."""
 
 
 def stage_metas(
@@ -37,12 +37,12 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """Return the trained parameters of a stage, by default of the whole model, in `GPTModel` order. The vocabulary size
-    must be known.
+    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage is the whole model. The
+    vocabulary size must be known.
 
     Args:
         config: The model.
-        stage: The stage; None means the whole model.
+        stage: Stage; None means the whole model.
         sequence_parallel: True under sequence parallelism.
         tied_stages: Stages on different ranks that each hold a copy of the embedding.
     """
@@ -54,7 +54,7 @@ def stage_metas(
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """Return the untrained tensors of the whole model that are saved, each with its dtype name."""
+    """Return the untrained tensors of the whole model that checkpoints contain, each with the name of its dtype."""
     stage = whole_model(config)
     found = list(_begin(config, stage, False, ()).states)
     for number in stage.layers:
@@ -76,7 +76,7 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
     """Return every layer on the meta device. The layers are cached, so callers must not modify them.
 
-    Building one model with all layers is faster than building one per layer.
+    Building a single model with all layers is faster than building a model for each layer.
     """
     stage = Stage(tuple(range(config.num_layers)), first=False, last=False)
     return tuple(_built(config, stage, sequence_parallel, ()).decoder.layers)
@@ -84,7 +84,7 @@ def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[to
 
 @lru_cache(maxsize=256)
 def multi_token_tensors(config: TransformerConfig) -> tuple[Tensors, ...]:
-    """Return the tensors of each multi-token prediction module, by depth."""
+    """Return the tensors of each multi-token prediction module, in order of depth."""
     mtp = _built(config, Stage((), first=False, last=True), False, ()).mtp
     return () if mtp is None else tuple(_tensors(layer) for layer in mtp.layers)
 
@@ -101,7 +101,7 @@ def _end(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_
 def _ends(
     config: TransformerConfig, first: bool, last: bool, sequence_parallel: bool, tied_stages: tuple[int, ...]
 ) -> tuple[Tensors, Tensors]:
-    """Return the tensors of a stage that precede its layers, and those that follow them."""
+    """Return the tensors of a stage that precede the layers, and the tensors that follow the layers."""
     model = _built(config, Stage((), first=first, last=last), sequence_parallel, tied_stages)
     begin = Tensors((), ()) if model.embedding is None else _tensors(model.embedding)
     every = _tensors(model)
@@ -134,7 +134,7 @@ def _tensors(module: torch.nn.Module) -> Tensors:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of parameters by component; a tied embedding counts once."""
+    """Number of parameters of each component of the model. A tied embedding counts once."""
 
     embedding: int = 0
     attention: int = 0
@@ -162,7 +162,8 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Count the active parameters, those that multiply a token; among experts, only the selected ones count."""
+    """Count the active parameters, which are those that multiply a token. Of the experts, only the selected ones
+    count."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

@@ -32,9 +32,8 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
-    """Return the stages that each hold a copy of the embedding, if it is tied or multi-token prediction reads it.
-
-    These are the first and the last stage, unless one rank holds both and shares one copy.
+    """Return the stages that each hold a copy of the embedding, if the embedding is tied or used for multi-token
+    prediction. These are the first and the last stage, unless one rank holds both stages, which then share a copy.
     """
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0
@@ -44,7 +43,7 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
     """Return whether two ranks hold a copy of the embedding.
 
-    Returns False if the sizes do not fit, which other rules report.
+    Returns False if the sizes do not fit, because other rules report this error.
     """
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))

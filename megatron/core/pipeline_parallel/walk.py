@@ -1,4 +1,4 @@
-"""Simulates the start order of actions and detects deadlocks."""
+"""Simulation of the start order of actions, which also detects deadlocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. An FB takes the time of its two passes, so the passes themselves take none."""
+"""Kinds of actions that take time. An FB takes the time of its two passes, so these passes take no time themselves."""
 
 
 class Timed(NamedTuple):
@@ -32,8 +32,8 @@ class Timed(NamedTuple):
 class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
-    `cycle` holds (rank, its next action, the action it waits for) for each rank of the cycle. It is empty if an action
-    waits for one that no list contains.
+    `cycle` contains, for each rank of the cycle, the rank, its next action, and the action that it waits for. It is
+    empty if an action waits for an action that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -53,14 +53,15 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Simulates lists, with or without communication; records each rank's position and the end time of each action.
+    """Simulation of action lists with or without communication. It records the position of each rank and the end time
+    of each action.
 
-    An action starts when the previous action of its rank has ended and everything it needs has arrived. By default,
+    An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
     In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
-    waits for nothing, and the compute action that uses it waits for the message. With `rendezvous`, sends and receives
-    block until the other end is reached, which is the hardest case for deadlock freedom.
+    does not wait. The compute action that uses the message waits for it. With `rendezvous`, sends and receives block
+    until the other end is reached, which is the hardest case for deadlock freedom.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -70,7 +71,7 @@ class Walk:
         self.messages = any(action.kind in SENDS for action in self.where)
         self.done: dict[Action, float] = {}
         self.timeline: list[list[Timed]] = [[] for _ in lists]
-        """The timed actions of each rank in order."""
+        """Timed actions of each rank, in order."""
         self.free = [0.0] * len(lists)
         self.waiting: dict[Action, list[int]] = defaultdict(list)
         self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
@@ -78,7 +79,7 @@ class Walk:
         self.verdicts: dict[int, list[tuple[Action, float]]] = {}
 
     def run(self) -> None:
-        """Run the lists. Raises DeadlockError, naming the cycle, if the lists cannot finish."""
+        """Run the lists. Raises DeadlockError with the cycle if the lists cannot finish."""
         ready = list(range(len(self.lists)))
         while ready:
             rank = ready.pop()
@@ -105,12 +106,12 @@ class Walk:
         return self.time_of(self.pairs.get(action, (action,)))
 
     def time_of(self, actions: Sequence[Action]) -> float:
-        """Return the time of one action, or of two that run in turns."""
+        """Return the time of one action, or of two actions that run in turns."""
         return sum(2.0 if action.kind is Kind.B else 1.0 for action in actions)
 
     def lag(self, stage: int | None) -> float:
-        """Return the latency of a message from a stage to the next one; for `None`, of the verdict on the previous
-        step."""
+        """Return the latency of a message from a stage to the next stage; for `None`, the latency of the verdict on the
+        previous step."""
         return 0.0
 
     def head(self, rank: int) -> Action | None:

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: linear layers, embeddings, cross entropy, weight gradients, overlap."""
+"""Tensor and sequence parallelism: linear layers, cross entropy, weight gradients and communication overlap."""

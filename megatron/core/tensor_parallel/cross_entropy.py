@@ -1,7 +1,8 @@
-"""Vocabulary-parallel cross entropy: the loss of logits sharded over the tensor-parallel ranks, without gathering them.
+"""Vocabulary-parallel cross entropy: the loss of logits that are sharded over the tensor-parallel ranks and never
+gathered.
 
-Each rank reduces its columns to three numbers per token, and one all-gather of these numbers gives every rank the loss.
-The backward recomputes the softmax, so that only the logits are saved.
+Each rank reduces its columns to three numbers per token. Every rank computes the loss from an all-gather of these
+numbers. The backward pass recomputes the softmax, so that only the logits are saved.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB; on CPU it fits into
-the caches."""
+"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB. On CPU, it fits in the
+caches."""
 
 
 def vocab_parallel_cross_entropy(
@@ -29,13 +30,13 @@ def vocab_parallel_cross_entropy(
 
     With `z_loss_coeff`, a loss includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
-    Columns from `vocab_size` on are padding, which the sum excludes and whose gradient is zero. A token whose loss is
-    multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
+    Columns from `vocab_size` on are padding. They are excluded from the sum, and their gradient is zero. A token whose
+    loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
     vocab_size).
 
-    If the logits are an intermediate result, the gradient overwrites them, which halves the memory; autograd then
-    refuses a second backward pass through them. Clone logits that you read after this call: if `compiled` GPU kernels
-    hold the whole vocabulary, even the forward overwrites them.
+    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Autograd then
+    refuses a second backward pass through the logits. Clone logits that you read after this call: if `compiled` GPU
+    kernels cover the whole vocabulary, even the forward pass overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -46,13 +47,13 @@ LOSS_AND_GRADIENT = "loss_and_gradient_"
 """Kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], which overwrites the logits
 with their gradients.
 
-Plain torch has no such operator: it computes the gradient in the backward pass.
+Without such a kernel, plain torch computes the gradients in the backward pass.
 """
 
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits were overwritten with their gradient; the fields below are then unset."""
+    """True if the logits were overwritten with their gradient. The fields below are then unset."""
     columns: int
     overwrite: bool
     compiled: bool
@@ -125,16 +126,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @operation
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """x [n, width] *= factors [n]; rows with factor 0 become 0 even if they contain non-finite values."""
+    """Multiply in place: x [n, width] *= factors [n]. Rows with factor 0 become 0 even if they contain non-finite
+    values."""
     x.copy_(torch.where(factors[:, None] == 0, 0, x.float() * factors[:, None]))
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:
-    """In place: z [n, columns] = exp(z - top) * factor, minus `at_label` at the label, in the precision of `top`."""
+    """Compute in place z [n, columns] = exp(z - top) * factor, minus `at_label` at the label, in the precision of
+    `top`."""
     rows = torch.arange(z.shape[0], device=z.device)
     target = (z[rows, label] - top).exp_().mul_(factor).sub_(at_label)
     region(_exponentials_, compiled)(z, top, factor)
-    z.index_put_((rows, label), target.to(z.dtype))  # scatter_ would copy all of z on CPU
+    z.index_put_((rows, label), target.to(z.dtype))  # On CPU, scatter_ would copy all of z.
 
 
 def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Tensor-parallel linear layers: column, row and vocabulary parallel, with sequence parallelism.
 
-A column-parallel layer shards the output features and a row-parallel layer the input features, so that a pair of them
-needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence parallelism
-the activations between pairs are sharded along the sequence: an all-gather enters a pair, and a reduce-scatter replaces
-the all-reduce at its end (Korthikanti et al., arXiv 2205.05198, section 4.2).
+A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A pair of such
+layers needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence
+parallelism, the activations between pairs are sharded along the sequence. A pair begins with an all-gather and ends
+with a reduce-scatter, which replaces the all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
 All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
 h] under sequence parallelism.
@@ -59,9 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`.
-
-    A plan builds the model with its own instance, which describes a device that is not present.
+    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. A plan
+    builds the model with a different instance, which describes a device that is not present.
     """
 
     compiled: bool = False
@@ -77,9 +76,8 @@ class Hardware:
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """Iterate over `parts` in a loop whose passes over the chunks of a sequence are all alike.
-
-        A plan runs only some passes as representatives, so no tensor created in a pass may outlive it.
+        """Iterate over the chunks `parts` of a sequence, in a loop whose iterations are all alike. A plan runs only
+        some representative iterations, so no tensor created in an iteration may outlive it.
         """
         return parts
 
@@ -94,7 +92,8 @@ HARDWARE = Hardware()
 
 @dataclass(frozen=True)
 class TPContext(Section):
-    """Groups, dtype, device and options that all layers of a model share, including the layers of extensions."""
+    """Groups, dtype, device and options that are common to all layers of a model, including the layers of
+    extensions."""
 
     state: ParallelState
     sequence_parallel: bool
@@ -112,16 +111,17 @@ class TPContext(Section):
     """Number format of the GEMMs of linear layers; None for `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Pass that computes while this pass's collectives are in flight."""
+    """Pair of passes; the other pass computes while the collectives of this pass are in flight."""
 
     seed: int = 1234
-    """Seed of the run. Dropout masks depend on it and on the name of the dropout."""
+    """Seed of the run. Dropout masks depend on the seed and on the name of the dropout."""
 
     lazy: bool = False
-    """True if parameters are created without memory, which `DistributedDataParallel` then allocates unit by unit."""
+    """True if parameters are created without memory. `DistributedDataParallel` then allocates the memory unit by
+    unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
-    """Initial values of parameters by role."""
+    """Initial values of parameters, determined by role."""
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
@@ -136,14 +136,14 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context of transformer layer `number`, without `format` if that layer computes in `dtype`."""
+        """Return the context of transformer layer `number`. It has no `format` if that layer computes in `dtype`."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Collectives at both ends of a layer, y = leave(f(enter(x))), and their adjoints for the backward.
+    """Collectives at both ends of a layer, y = leave(f(enter(x))), and their adjoints for the backward pass.
 
     An adjoint may overwrite its operand.
     """
@@ -181,8 +181,8 @@ def row_boundary(ctx: TPContext) -> Boundary:
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """Create this rank's uninitialized part of a parameter, with `meta` completed by `ctx.initial`.
-    `initialize_parameters_` fills it."""
+    """Create this rank's uninitialized part of a parameter. The missing fields of `meta` are filled in from
+    `ctx.initial`. `initialize_parameters_` fills it."""
     meta = ctx.initial.complete(meta)
     _, shape = meta.box(ctx.state.coords)
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
@@ -202,7 +202,7 @@ def make_sharded_parameter(
         shape: Global shape.
         ctx: Context of the layer.
         role: Role that determines initial values and optimizer settings.
-        init: Initial values that differ from the role's.
+        init: Initial values, if they differ from those of the role.
         stacked: Number of stacked matrices.
     """
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
@@ -222,10 +222,10 @@ class LinearContext(AutogradContext):
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
-    With an addend, it returns y + addend; `leave` must then not be a collective. The function saves only the local part
-    of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it computes dX,
-    and reduces dX while it computes dW, which it passes to `accumulate_weight_grad`. Without `saves`, there is no
-    backward pass. `of_output` may then hold casts and the sum of dY.
+    With an addend, the function returns y + addend. In this case, `leave` must not be a collective. The function saves
+    only the local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again
+    while it computes dX, and reduces dX while it computes dW. It passes dW to `accumulate_weight_grad`. Without
+    `saves`, there is no backward pass. `of_output` may contain casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -247,14 +247,15 @@ class LinearFunction(torch.autograd.Function):
         needs_dw = saves and ctx.needs_input_grad[1]
         local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
-        # the parameter itself, because activation checkpointing returns saved tensors without their attributes
+        # The parameter is stored directly, because activation checkpointing returns saved tensors without their
+        # attributes.
         ctx.weight = weight
         ctx.boundary = boundary
         ctx.axis = axis
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # so that autograd can free the tensors
+        del saved  # This lets autograd free the tensors.
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:
@@ -308,7 +309,7 @@ def entered(started: list[Pending]) -> Operand:
 
 
 class ParallelLinear(nn.Module):
-    """Linear layer y = x Wᵀ + bias, made of the parameters that `metas` describe, collectives and GEMMs."""
+    """Linear layer y = x Wᵀ + bias, with the parameters that `metas` describe, collectives and GEMMs."""
 
     def __init__(self, name: str, metas: list[ParamMeta], boundary: Boundary, ctx: TPContext) -> None:
         super().__init__()
@@ -329,7 +330,7 @@ class ParallelLinear(nn.Module):
         Args:
             x: Input.
             add_bias: False if a following region adds the bias.
-            bias_gradient: False if that region's backward computes the bias gradient.
+            bias_gradient: False if the backward pass of that region computes the bias gradient.
             addend: [s, b, out], added to the output if the layer `takes_addend`.
         """
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
@@ -340,7 +341,7 @@ class ParallelLinear(nn.Module):
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
         """Return the form of dY that the preceding backward operation can produce for this layer.
 
-        Returns None if there is no such form, if dY must be gathered first, or if a hook is registered.
+        Return None if there is no such form, if dY must be gathered first, or if a hook is registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -356,8 +357,8 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Linear layer with sharded output features: y = x Wᵀ + bias. A gated MLP's weight is [2, ffn, h] sharded along dim
-    1, so that every shard is a rectangle of the whole. The output features of a rank are flattened."""
+    """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
+    along dim 1, so that every shard is a rectangle of the whole weight. The output features of a rank are flattened."""
 
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -365,7 +366,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def observed(*modules: nn.Module) -> bool:
-    """Return whether hooks read the inputs or outputs of these modules, in forward or backward."""
+    """Return whether hooks read the inputs or outputs of these modules in the forward or backward pass."""
     return any(map(is_hooked, modules))
 
 
@@ -376,8 +377,8 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
-        """True if `gemm_choice` found that a GEMM that adds to the residual stream is faster here than an addition in
-        the next norm."""
+        """True if, for this layer, `gemm_choice` measured that adding to the residual stream in the GEMM is faster than
+        adding in the next norm."""
 
     def takes_addend(self) -> bool:
         """Return True if the residual stream can be the addend of the layer's GEMM: no collective sums the outputs, and
@@ -401,8 +402,8 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 
 class ReplicatedParallelLinear(ParallelLinear):
-    """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, applied to the rank's tokens without a
-    collective. Under sequence parallelism its gradients are partial sums, like the gradients of norms."""
+    """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The layer is applied to the rank's tokens
+    without a collective. Under sequence parallelism, its weight gradients are partial sums, like those of norms."""
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
@@ -419,8 +420,8 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
     """Check that every id is in [0, size). No rank owns an id outside this range, so such an id would silently
-    contribute nothing. Raises ValueError on CPU. On a GPU it asserts on the device, because reading the ids would stall
-    the host."""
+    contribute nothing. Raises ValueError on CPU. On a GPU, the check is an assertion on the device, because reading the
+    ids would stall the host."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return
@@ -432,8 +433,8 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
 
 
 class OutputLayer(nn.Module):
-    """Output projection: hidden states to logits, with a sharded vocabulary. `metas` describe the weight and the bias,
-    if it has one. With `tied_weight`, that parameter is the weight and receives both gradients."""
+    """Output projection from hidden states to logits, with a sharded vocabulary. `metas` describe the weight and, if
+    there is one, the bias. `tied_weight` replaces the weight, and then receives the gradients of both uses."""
 
     def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Number formats for the GEMMs of linear layers, other than the parameters' format. This module does not import torch.
+"""Number formats for the GEMMs of linear layers that differ from the format of the parameters. This module does not
+import torch.
 
 LINEAR_FORMATS.register("my_format", "my_package.my_format:MyFormat", when=..., layers=..., ...)
 """
@@ -23,41 +24,42 @@ class LinearFormatFacts:
     """Properties of a number format for GEMMs."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Returns True if the configuration selects the format."""
+    """Predicate that decides whether the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """(config, number of layers in the model) -> numbers of the layers whose linear layers use the format."""
+    """Function that maps (config, number of layers in the model) to the numbers of the layers that use the format in
+    their linear layers."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """(config, ranks) -> required divisor of a rank's features if `ranks` ranks shard them, and the flag that requires
-    it."""
+    """Function that returns the required divisor of the features on a rank, and the flag that requires it. Its
+    arguments are the configuration and the number of ranks that shard the features."""
 
     tokens: int
     """Required divisor of the tokens in a micro-batch, for every kernel."""
 
     described: Callable[[ModelParallelConfig], str]
-    """Returns a short description of the format."""
+    """Function that returns a short description of the format."""
 
     peak_tflops: Mapping[str, float]
-    """Maps a substring of the GPU's name to the peak TFLOP/s in its data sheet."""
+    """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Returns True if data-parallel ranks gather the weights of linear layers in this format. The weights then have
-    separate buffers."""
+    """Predicate that decides whether data-parallel ranks gather the weights of linear layers in this format. The
+    weights then have separate buffers."""
 
 
 class ParamGather(Protocol):
-    """Casts weights of linear layers before they are gathered.
+    """Object that casts weights of linear layers before they are gathered.
 
     The gather processes the buckets that it supports (`Bucket.gather_bytes`).
     """
 
     def cast_(self) -> None:
-        """Cast this rank's shards; called before the gathers start."""
+        """Cast this rank's shards. This method is called before the gathers start."""
 
 
 class FormatOfProducts(Protocol):
-    """Creates the GEMMs and gathers of a number format."""
+    """Factory of the GEMMs and gathers of a number format."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
         """Return the format object for these layers of a model."""
@@ -66,12 +68,12 @@ class FormatOfProducts(Protocol):
         """Raise ValueError if the device does not support the number format."""
 
     def gather(self, ddp: object) -> ParamGather | None:
-        """Return the gather of weights in this format for a rank's `DistributedDataParallel`; None for the weights' own
-        format."""
+        """Return the gather of weights in this format for a rank's `DistributedDataParallel`; None if weights are
+        gathered in the dtype of the parameters."""
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Registered `FormatOfProducts` by name; the library itself registers none."""
+"""Registered implementations of `FormatOfProducts`, by name. The trunk registers none."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
@@ -88,7 +90,7 @@ def gathered_format(parallel: ModelParallelConfig) -> str | None:
 def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
     """Build the number format that a configuration selects; None if all layers use the parameters' format.
 
-    Multi-token prediction modules use it if the last layer does.
+    Multi-token prediction modules use the format if the last layer uses it.
 
     Args:
         config: Parallelism settings.

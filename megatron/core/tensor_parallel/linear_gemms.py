@@ -1,12 +1,12 @@
 """The three GEMMs of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
 
-`LinearFunction` decides when the GEMMs run and which tensors the ranks exchange; a `LinearGemms` decides their
-precision.
+`LinearFunction` decides when the GEMMs run and which tensors the ranks exchange. A `LinearGemms` decides the precision
+of the GEMMs.
 
-Adjacent kernels may cast and sum a layer's tensors while these are in registers. The operation that computes a layer's
-input may cast it, and then replaces the input by a tensor without values (`given_input`). In the backward, the consumer
-of the layer's output casts its gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts a
-tensor, the layer does.
+Adjacent kernels may cast and sum a layer's tensors while these tensors are in registers. The operation that computes a
+layer's input may cast the input, and then replaces it with a tensor without values (`given_input`). In the backward
+pass, the consumer of the layer's output casts the output gradient and sums it for the bias (`OutputGradient`). If no
+adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 from megatron.core.torch_private import storage_id, version_of
 
 Operand = tuple[Tensor, ...]
-"""An activation in the form that a GEMM reads: tensors whose meaning the `LinearGemms` defines.
+"""An activation in the form that a GEMM reads. The `LinearGemms` defines the meaning of its tensors.
 
-A sequence-parallel gather gathers them along dim 0: the first has the activation's shape, the others (fp8 scales) its
-sequence length. A scalar applies to the whole sequence.
+With sequence parallelism, these tensors are gathered along dim 0. The first tensor has the shape of the activation, and
+the others (fp8 scales) have its sequence length. A scalar applies to the whole sequence.
 """
 
 
 class Operands(NamedTuple):
-    """An activation or gradient in the forms that its two GEMMs read, which may share tensors."""
+    """An activation or gradient in the forms that its two GEMMs read. The two forms may share tensors."""
 
     output: Operand
     """Operand of the GEMM that computes Y or dX."""
@@ -48,30 +48,30 @@ class Cuts:
     """Operands of a linear layer that are sharded over the tensor-parallel ranks."""
 
     sequence: bool = False
-    """The input is sharded along the sequence and gathered before the GEMM."""
+    """True if the input is sharded along the sequence and gathered before the GEMM."""
 
     inputs: bool = False
-    """The input features are sharded, and the weight is sharded along them (row parallel)."""
+    """True if the input features, and the weight along its input dim, are sharded (row parallel)."""
 
     outputs: bool = False
-    """The output features are sharded, and the weight is sharded along them (column parallel)."""
+    """True if the output features, and the weight along its output dim, are sharded (column parallel)."""
 
     tokens: bool = False
-    """Input and output are sharded along the sequence, without a gather; the weight is whole."""
+    """True if the input and output are sharded along the sequence without a gather, and the weight is not sharded."""
 
 
 class GradCasts(Protocol):
-    """Gradient casts by the kernels that compute the gradient, in place of `LinearGemms.cast_grad`."""
+    """Interface for kernels that cast the gradients that they compute, in place of `LinearGemms.cast_grad`."""
 
     def grad_order(self, needs_dw: bool) -> Any:
         """Return the casts that a kernel should make."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
-        """Return casts `pair` that such a kernel made of a gradient [*tokens, out], in the form that `cast_grad`
+        """Convert `pair`, the casts that a kernel made of a gradient [*tokens, out], to the form that `cast_grad`
         returns."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN scalar, from which tensors that have casts instead of values are expanded."""
+        """Return a NaN scalar. Tensors that have casts instead of values are expanded from this scalar."""
 
 
 @operation
@@ -101,7 +101,7 @@ class LinearGemms:
     """
 
     adds_residual = True
-    """True if `forward` takes an addend."""
+    """True if `forward` accepts an addend."""
 
     splits_tokens = True
     """True if casting and multiplying some of the tokens gives the same rows as casting and multiplying all tokens.
@@ -111,24 +111,24 @@ class LinearGemms:
     """
 
     grad_casts: GradCasts | None = None
-    """Gradient casts for other kernels to make; None if the GEMMs read gradients directly, or if scales are not known
+    """Gradient casts that other kernels may make; None if the GEMMs read gradients directly, or if scales are not known
     in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
-        """Cast x [s, b, in], before a gather. Without `needs_dw`, no weight gradient will be computed."""
+        """Cast x [s, b, in] before a gather. Without `needs_dw`, no weight gradient is needed."""
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
 
-        With an addend [s, b, out], returns y + addend, rounded once.
+        With an addend [s, b, out], return y + addend, rounded once.
         """
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
         return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
-        """Cast dY [s, b, out], after a gather."""
+        """Cast dY [s, b, out] after a gather."""
         return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
@@ -176,11 +176,12 @@ def rows_of(x: Tensor) -> Tensor:
 Cast = TypeVar("Cast", bound=Operand)
 
 MadeCasts = dict[tuple[int, str], Operand]
-"""Weight casts, keyed by (id of the weight, kind of cast)."""
+"""Weight casts, keyed by the id of the weight and the kind of cast."""
 
 
 class WeightCasts:
-    """Cache of weights in another format. Each weight is cast once within `kept()`, and at every use outside it."""
+    """Cache of weights in another format. Within `kept()`, each weight is cast only once; outside of it, at every
+    use."""
 
     def __init__(self) -> None:
         self._kept: MadeCasts | None = None
@@ -189,8 +190,8 @@ class WeightCasts:
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
         """Keep casts until the end of the `with` block. Weights must not change inside the block.
 
-        A nested block uses the outer block's casts. `made` holds existing casts of these weights, and receives new
-        ones.
+        A nested block uses the outer block's casts. `made` contains existing casts of these weights, and new casts are
+        added to it.
         """
         if self._kept is not None:
             yield
@@ -222,12 +223,12 @@ class WeightCasts:
         return cast("Cast", self._kept[key])
 
     def forget(self, weight: Tensor) -> None:
-        """Drop the casts of a weight; its next use repeats them."""
+        """Drop the casts of a weight. The next use of the weight casts it again."""
         for key in [key for key in self._kept or () if key[0] == id(weight)]:
             del self._kept[key]  # type: ignore[union-attr]
 
     def keep(self, weight: Tensor, **casts: Operand) -> None:
-        """Store casts of a weight for its next use. `casts`: kind -> operand."""
+        """Store casts of a weight for the next use of the weight. `casts` maps each kind of cast to an operand."""
         assert self._kept is not None
         self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 
@@ -259,7 +260,7 @@ class LinearFormat(Protocol):
             cuts: Sharded operands.
             in_one_kernel: True if one kernel multiplies all experts.
             compiled: True if regions are compiled.
-            add_weight_grad_: Weight gradients in the parameters' format.
+            add_weight_grad_: Function that adds weight gradients in the format of the parameters.
         """
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
@@ -267,12 +268,12 @@ class LinearFormat(Protocol):
 
 
 def given_input(x: Tensor) -> Operands | None:
-    """Return the casts that a stand-in tensor carries; None for a tensor with values."""
+    """Return the casts attached to a tensor without values; None for a tensor with values."""
     return getattr(x, "given_casts", None)
 
 
 class OutputGradient:
-    """Gradient dY of a linear layer's output, to which the preceding backward operation can attach its casts."""
+    """Gradient dY of a linear layer's output, to which the preceding backward operation can attach casts."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
@@ -283,13 +284,14 @@ class OutputGradient:
     def order(self) -> Any:
         """Return the cast of dY that the layer's GEMMs will read.
 
-        None if they read dY itself, or if scales are not known in advance.
+        The result is None if the GEMMs read dY itself, or if scales are not known in advance.
         """
         casts = self.gemms.grad_casts
         return None if casts is None else casts.grad_order(self.needs_dw)
 
     def put(self, grad: Tensor, pair: Any, row_sum: Tensor | None) -> None:
-        """Attach results computed from dY [s, b, ...]: casts according to `order`, and the sum over tokens."""
+        """Attach the results of a kernel for dY [s, b, ...]: the casts that `order` returned, and the sum over
+        tokens."""
         operands = None
         if pair is not None:
             assert self.gemms.grad_casts is not None
@@ -297,8 +299,8 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Attach results like `put`, for a gradient [s, b, ...] that nothing else reads. Returns a NaN tensor of its
-        shape."""
+        """Attach results as `put` does, for a gradient [s, b, ...] that no other operation reads. Return a NaN tensor
+        with the shape of the gradient."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)
@@ -307,8 +309,8 @@ class OutputGradient:
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
         """Return (casts, sum over tokens) of `grad`.
 
-        Each is None if it was not computed, or if it was computed from another tensor, because another gradient was
-        added to dY in between.
+        Each result is None if it was not computed. It is also None if it was computed from a different tensor, because
+        another gradient was added to dY in the meantime.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):
@@ -317,7 +319,7 @@ class OutputGradient:
 
 
 def attach(y: Tensor, gradient: OutputGradient | None) -> Tensor:
-    """Let the consumer of y, a layer's output, find its `OutputGradient`."""
+    """Attach an `OutputGradient` to y, the output of a layer, so that the consumer of y can find it."""
     if gradient is not None:
         y.output_gradient = gradient  # type: ignore[attr-defined]
     return y
@@ -328,7 +330,7 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Return whether `grad` is `made` or a full view of it, and has not changed since."""
+    """Return whether `grad` is `made` or a view of all of `made`, and has not changed since version `version`."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

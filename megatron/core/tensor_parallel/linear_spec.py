@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
-    """Return `partial_over` of a replicated parameter used between the linear layers.
+    """Return the `partial_over` of a replicated parameter that is used between linear layers.
 
     Without sequence parallelism, every rank processes all tokens and computes the whole gradient, so replicas agree.
-    With sequence parallelism, each rank processes part of the sequence, and its gradient is one term of a sum.
+    With sequence parallelism, each rank processes a part of the sequence, and the gradient on the rank is one term of a
+    sum.
     """
     return ("tp",) if sequence_parallel else ()
 
@@ -35,11 +36,11 @@ class ColumnLinear:
     bias: bool
     shard_dim: int = 0
     fused: Fused | None = None
-    """Linear maps whose weights are concatenated in the weight."""
+    """Linear maps whose weights are concatenated in this weight."""
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None
-    """Initial weights that differ from the role's."""
+    """Initial values of the weight, if they differ from those of the role."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """Return the metadata of the weight, and of the bias if there is one."""
@@ -72,7 +73,7 @@ class RowLinear:
     to_residual: bool = True
     """True if the output is added to the residual stream."""
     init: Init | None = None
-    """Initial weights that differ from the role's."""
+    """Initial values of the weight, if they differ from those of the role."""
 
     sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
 
@@ -97,9 +98,8 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class ReplicatedLinear(RowLinear):
-    """A linear layer with a whole weight on every rank: [out_size, in_size].
-
-    It runs between the sharded linear layers, on this rank's tokens.
+    """A linear layer with the whole weight [out_size, in_size] on every rank. The layer runs between the sharded linear
+    layers, on this rank's tokens.
     """
 
     to_residual: bool = False
@@ -108,14 +108,15 @@ class ReplicatedLinear(RowLinear):
 
 
 class MakeLinear(Protocol):
-    """Builds a linear layer of transformer layers with sharded features."""
+    """Function that builds a linear layer with sharded features for transformer layers."""
 
     def __call__(self, linear: ColumnLinear | RowLinear, ctx: object) -> nn.Module:
         """Build the layer; `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`."""
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
-"""Registered `MakeLinear` by name. A substitute computes the same result with equivalent communication."""
+"""Registered implementations of `MakeLinear`, by name. A substitute computes the same result with equivalent
+communication."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

@@ -1,11 +1,12 @@
-"""Weight gradients: accumulated into `main_grad` during backward, or queued for the W passes of a zero-bubble schedule.
+"""Weight gradients, which are accumulated into `main_grad` during the backward pass or queued for the W passes of a
+zero-bubble schedule.
 
-The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient. No rank waits
-for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would otherwise
-be idle.
+The backward pass of a linear layer has two halves. The previous pipeline stage waits for the input gradient. No rank
+waits for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would
+otherwise be idle.
 
-Every autograd Function with a weight hands its weight gradient to `accumulate_weight_grad`, which decides what to do
-with it. The pipeline executor owns the `WeightGradQueue` and gives it to the layers.
+Every autograd Function with a weight passes its weight gradient to `accumulate_weight_grad`, which adds, queues or
+returns the gradient. The pipeline executor owns the `WeightGradQueue`, which layers receive when they are built.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Number of elements of a bf16 sum that are rounded at a time, which bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 sum that are rounded at a time. It bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that a CPU converts to fp32 at a time, chosen to fit in its cache."""
+"""Number of elements of a bf16 product that a CPU converts to fp32 at a time. These elements fit in the CPU's cache."""
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient jobs: backward passes between `begin(key)` and `end()` add jobs for `run(key)`."""
+    """Queue of weight-gradient jobs. Backward passes between `begin(key)` and `end()` add jobs, and `run(key)` runs
+    them."""
 
     def __init__(self) -> None:
         self._jobs: dict[Hashable, list[Callable[[], None]]] = {}
@@ -58,17 +60,17 @@ class WeightGradQueue:
             jobs.pop()()
 
     def assert_empty(self) -> None:
-        """Check, at the end of a step, that no weight gradient is left."""
+        """Check that no weight gradient is left at the end of a step."""
         assert self._key is None, f"{self._key} has not ended"
         assert not self._jobs, f"weight gradients were not computed: {list(self._jobs)}"
 
     def defers(self, weight: Tensor) -> bool:
-        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it
-        immediately."""
+        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs the
+        gradient immediately."""
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
-        """Run a job now, or queue it between `begin` and `end`."""
+        """Queue a job between `begin` and `end`; otherwise, run the job immediately."""
         if self._key is None:
             job()
         else:
@@ -78,12 +80,12 @@ class WeightGradQueue:
 def accumulate_weight_grad(
     weight: Tensor, add_: Callable[[Tensor, bool], object], queue: WeightGradQueue | None = None
 ) -> Tensor | None:
-    """Add a weight gradient to `weight.main_grad`, now or from the queue, and return the result for a Function's
-    backward.
+    """Add a weight gradient to `weight.main_grad`, immediately or through the queue. Return the gradient that the
+    `backward` of an autograd Function must return.
 
-    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if it is the first
-    contribution of a step without zeroed `main_grad`. It is called only when the gradient is computed, so a queued job
-    may fetch its operands late, for example a sequence-parallel input that must be gathered first.
+    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if this is the first
+    contribution of a step that did not zero `main_grad`. `add_` is called only when the gradient is computed, so a
+    queued job may fetch its operands late, for example a sequence-parallel input that must be gathered first.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
     Nothing is done for a frozen weight. The gradient of a weight without `main_grad` is returned to autograd. After
@@ -123,7 +125,7 @@ def accumulate_weight_grad(
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:
-    """Mark whether `weight.main_grad` still holds the previous step's gradient, which must be overwritten."""
+    """Mark whether `weight.main_grad` still contains the gradient of the previous step, which must be overwritten."""
     weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
 
 
@@ -132,7 +134,8 @@ def is_stale(weight: Tensor) -> bool:
 
 
 def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
-    """Return the function that adds an fp32 tensor, which it may overwrite, to a contiguous bf16 sum of the same shape.
+    """Return a function that adds an fp32 tensor to a contiguous bf16 sum of the same shape. The function may overwrite
+    the fp32 tensor.
 
     The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. With rounding to
     nearest, micro-batches that add less than half the distance between two numbers would be lost. The random bits are a
@@ -157,7 +160,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of a Function, detached, because a queued job would otherwise keep their graph alive."""
+    """Return the saved tensors of an autograd Function. They are detached, because a queued job would otherwise keep
+    their graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
@@ -191,7 +195,7 @@ def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     Indices must be in [0, len(out)). GPUs do not check them: some versions of torch's `index_put_` would read the
     largest and the smallest index on the host.
     """
-    if out.is_cuda:  # sums in sorted order; index_add_ uses atomics, whose order varies
+    if out.is_cuda:  # This sums in sorted order. index_add_ uses atomic operations, whose order varies.
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
         out.index_add_(0, index, rows.to(out.dtype))

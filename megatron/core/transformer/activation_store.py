@@ -1,4 +1,4 @@
-"""Interface of extensions that store activations for the backward pass off the device."""
+"""Interface for extensions that store the activations for the backward pass outside of the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StoredPass(Protocol):
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Return the context for the forward pass of a part: a layer, or layers that are recomputed together.
 
-        With `stored`, the tensors that the part saves are stored off the device, except for its `parameters`.
+        With `stored`, the tensors that the part saves, except for its `parameters`, are stored outside of the device.
         """
 
     def watch(self, output: object) -> None:
@@ -36,7 +36,7 @@ class Pool(Protocol):
     """Number of allocated bytes."""
 
     allocate: Callable[[int], Tensor]
-    """Number of bytes -> a new buffer."""
+    """Function that maps a number of bytes to a new buffer of this size."""
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class ActivationStore(Protocol):
     """Store of one rank's stages, created by an entry of HOST_MEMORY."""
 
     num_layers: int
-    """Number of layers per stage, counted from its first layer, whose activations are stored."""
+    """Number of layers at the start of each stage whose activations are stored."""
 
     sent: int
     """Number of bytes stored so far."""
@@ -54,7 +54,7 @@ class ActivationStore(Protocol):
         """Memory pool for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Replace the pool by an empty one, for plans; `pinned` allows pinned memory."""
+        """Replace the pool with an empty pool, for plans. `pinned` permits pinned memory."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
         """Start a forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, are not
@@ -62,7 +62,7 @@ class ActivationStore(Protocol):
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
-    """Build the store that the configuration selects; None if there is none."""
+    """Build the store that the configuration selects. Return None if it selects none."""
     if (name := config.activation_store) is None:
         return None
     store = HOST_MEMORY[name].activations(config, torch.device(device))
@@ -78,7 +78,7 @@ class Stored(Protocol):
 
 
 class Saver(Protocol):
-    """Receives each tensor that autograd saves."""
+    """Object that receives each tensor that autograd saves."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
         """Return the placeholder of x in the graph, or x itself if it is not stored."""
@@ -95,7 +95,7 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """Let `packed` call `saver` within the block."""
+    """Make `packed` call `saver` within the block."""
     before, _now.saver = _now.saver, saver
     try:
         yield
@@ -109,8 +109,8 @@ def nothing_saved() -> AbstractContextManager[None]:
 
 
 def packed(x: Tensor) -> Tensor | Stored:
-    """Return the placeholder of x. For saved-tensor hooks nested in a saver's, because only the innermost hooks are
-    called."""
+    """Return the placeholder that the current saver creates for x. Saved-tensor hooks that are nested in those of a
+    saver must call this function, because autograd calls only the innermost hooks."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 

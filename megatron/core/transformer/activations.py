@@ -1,7 +1,7 @@
 """Activation functions of MLPs and experts.
 
-A function (name, config, ctx) builds each of them. An activation function with parameters is a module whose parameters
-are named after `name`.
+A function of (name, config, ctx) builds each activation function. An activation function with parameters is a module,
+and `name` is the prefix of its parameter names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups whose bias gradients are summed separately, which gives GPUs parallel work if there are few
+"""Number of row groups whose bias gradients are summed separately. These sums give GPUs parallel work if there are few
 features."""
 
 
@@ -41,10 +41,8 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """An activation function of `functions_of` that saves only its input.
-
-    If compiled, it can add the bias of the preceding linear layer. The kernel that computes its input gradient then
-    also sums the bias gradient.
+    """An activation function of `functions_of` that saves only its input. If compiled, it can also add the bias of the
+    preceding linear layer. The kernel that computes the input gradient then also sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
@@ -57,13 +55,13 @@ class FusedActivation:
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build the model's activation function, whose parameters are named after `name`. Gated functions halve the
-    width."""
+    """Build the activation function of the model. `name` is the prefix of its parameter names. Gated functions halve
+    the width."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
 def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build a function of `FUNCTIONS` that keeps the width."""
+    """Build a function of `FUNCTIONS` whose output is as wide as its input."""
     kind = config.activation
     return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 
@@ -150,11 +148,11 @@ FUNCTIONS: dict[str, Functions] = {
     "geglu_tanh": _gated_by(GELU_TANH),
     "quick_geglu": (_quick_geglu_forward, _quick_geglu_backward),
 }
-"""Maps an activation function to forward(x) and backward(x, gradient of the output)."""
+"""Pairs of forward(x) and backward(x, gradient of the output), keyed by activation function."""
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return forward(x) and backward(x, gradient of the output) of a function whose operands may be bounded."""
+    """Return forward(x) and backward(x, gradient of the output) of a function whose operands may be clamped."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]
@@ -172,7 +170,7 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""Return the functions, cached so that each is compiled once."""
+"""Return the functions. The result is cached, so that each function is compiled only once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
@@ -183,7 +181,7 @@ def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
 
 
 def _within(x: Tensor, clamp: float) -> Tensor:
-    """Return a mask of the elements whose gradient passes the bounds."""
+    """Return a mask of the elements within the bounds, which are those with a gradient."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
 
@@ -193,9 +191,8 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """x [groups of rows, rows, f] -> gradients of x and of the bias.
-
-    With this shape, torch.compile fuses both into one kernel; with x [rows, f] it does not.
+    """Compute the gradients of x and of the bias for x [groups of rows, rows, f]. With this shape, torch.compile fuses
+    both into one kernel. With x [rows, f], it does not.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)
@@ -208,7 +205,7 @@ class _ActivationContext(AutogradContext):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """f(x + bias), saving only its input for the backward pass."""
+    """Computes f(x + bias), and saves only the input for the backward pass."""
 
     @staticmethod
     def forward(ctx: _ActivationContext, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:

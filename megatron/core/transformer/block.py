@@ -21,7 +21,7 @@ from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class Pending(Protocol):
-    """Residual stream whose last addition is left to the module that reads it."""
+    """Residual stream whose last addition is performed by the module that reads the stream."""
 
     def added(self) -> Tensor:
         """The sum [s, b, w]."""
@@ -30,8 +30,8 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Input or output of layers.
 
-A layer whose `takes_pending()` is true may accept and return a stream with a pending addition, and is then called with
-`pending=True`. A norm after the layers may accept such a stream too.
+A layer whose `takes_pending()` is true may accept and return a stream with a pending addition. Such a layer is called
+with `pending=True`. A norm after the layers may also accept such a stream.
 """
 
 
@@ -45,11 +45,11 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """Layers `numbers` of the model, followed by the final norm if it belongs to this stage. A block may have no
-    layers.
+    """Layers of the model with the given `numbers`, followed by the final norm if the stage contains it. A block may
+    have no layers.
 
-    The `first` block converts hidden states to the residual stream, and the block with the norm converts it back.
-    Parameters are named after `layer` with the number filled in, and after `norm`.
+    The `first` block converts hidden states to the residual stream, and the block with the final norm converts the
+    stream back. Parameter names begin with `layer` and the number of the layer, or with `norm`.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        """Rotary tables of the layers, keyed by the rotation from which they were built."""
+        """Rotary tables of the layers, keyed by rotation."""
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """Hooks by layer id, called with the residual stream after the layer in each pass.
-
-        A module hook on the layer would prevent pending additions.
+        """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer. A
+        module hook on the layer would prevent pending additions.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the tables with tables for `config`, whose layers must share rotations in the same way."""
+        """Replace the rotary tables with tables for `config`. The layers must share rotations in the same way under
+        `config`."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:
@@ -113,7 +113,7 @@ class TransformerBlock(nn.Module):
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
-        """Run all layers and offload the activations that segments save."""
+        """Run all layers, and offload the activations that segments save."""
         stream: Stream = x
         through = offload.begin(x, context)
         for segment in self.segments:
@@ -141,7 +141,7 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Add the inputs that layers share: rotary tables and query factors."""
+        """Add the inputs that are common to the layers: rotary tables and query factors."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

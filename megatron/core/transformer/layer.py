@@ -37,28 +37,27 @@ class HiddenDropout(nn.Module):
 
 
 Sublayer = Callable[[Tensor, BatchContext], Tensor]
-"""Hidden states [s, b, h] -> [s, b, h]."""
+"""Function that maps hidden states [s, b, h] to the output of a sublayer [s, b, h]."""
 
 Residual = Callable[[Tensor, Sublayer, BatchContext], Tensor]
-"""Maps a residual stream to the stream with a sublayer's output added
-(`megatron.core.config.layers.ResidualModule`)."""
+"""Function that adds the output of a sublayer to the residual stream (`megatron.core.config.layers.ResidualModule`)."""
 
 
 def add_output(x: Tensor, sublayer: Sublayer, context: BatchContext) -> Tensor:
-    """Add an output to the plain residual stream."""
+    """Add the output of a sublayer to the plain residual stream."""
     return x + sublayer(x, context)
 
 
 def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> Residual:
-    """Build the module that adds the named sublayer's output to the residual stream, according to RESIDUALS."""
+    """Build the module that adds the output of the named sublayer to the residual stream, using RESIDUALS."""
     return add_output if config.residual is None else RESIDUALS.build(config.residual, sublayer, config, ctx)
 
 
 class TransformerLayer(nn.Module):
-    """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single one.
+    """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single sublayer.
 
     Each adds dropout(post(f(pre(x)))) to the residual stream x. pre and post are norms or identities, according to
-    `--norm-placement`. With norms of sums, the layer computes x = post(x + dropout(f(x))).
+    `--norm-placement`. With `--norm-placement sum`, the layer computes x = post(x + dropout(f(x))).
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -90,8 +89,8 @@ class TransformerLayer(nn.Module):
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
         """Build the MLP of a layer without experts.
 
-        The module is called with x [s, b, h] and the context, and returns [s, b, h], or [s/tp, b, h] under sequence
-        parallelism. A custom layer may return another module.
+        The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, both
+        are [s/tp, b, h]. A custom layer may return a different module.
         """
         return MLP(name, config, ctx)
 
@@ -123,7 +122,7 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """Return the sum that attention and MLP add to the residual stream, both reading `normed` [s, b, h]."""
+        """Return the sum of the outputs of attention and MLP, which both read `normed` [s, b, h]."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: column-parallel, activation, row-parallel."""
+"""MLP of a layer: a column-parallel linear layer, an activation function, and a row-parallel linear layer."""
 
 from __future__ import annotations
 

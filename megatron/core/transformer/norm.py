@@ -1,4 +1,4 @@
-"""Normalisation of hidden states and of attention heads."""
+"""Normalization of hidden states and of attention heads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.core.tensor_parallel.linear_spec import sequence_partial
 HEAD_NORM_PARTIAL_OVER = ("tp",)
 """`partial_over` of a weight that all heads share.
 
-A rank has only some of the heads, so its gradient is a partial sum, with or without sequence parallelism.
+A rank holds only some of the heads, so the gradient on the rank is a partial sum, with or without sequence parallelism.
 """
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalised in fp32."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalized in fp32."""
 
     has_bias = True
 
@@ -63,10 +63,8 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the metadata of query or key norm weights that differ between heads.
-
-    They have one dim for a norm over the channels of all heads, or [heads, channels] for one norm per head. Heads are
-    sharded.
+    """Return the metadata of query or key norm weights that differ between heads. The shape has one dim for a norm over
+    the channels of all heads, or is [heads, channels] for one norm per head. Heads are sharded.
     """
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
@@ -74,8 +72,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks; computed in fp32 for
-    16-bit inputs."""
+    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks. It is computed in fp32
+    for 16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -89,7 +87,7 @@ class WideRMSNorm(nn.Module):
         """x [s, b, heads/tp, d]"""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
-        # every rank uses the sum over all ranks, so the gradient of that sum is a sum over ranks too
+        # Every rank uses the sum over all ranks, so the gradient of that sum is also a sum over ranks.
         squares = copy_to(reduce_from(squares, self.tp), self.tp)
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
@@ -97,7 +95,8 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """The model's norm over a head's channels, times a weight of that head; computed in fp32 for 16-bit inputs."""
+    """Norm over the channels of each head, multiplied by a weight for each head. It is computed in fp32 for 16-bit
+    inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
     """Return the norms of queries and keys [s, b, heads/tp, d], or identities.
 
-    They run before the rotary embedding, or after it with --qk-layernorm-after-rotary. With --qk-l2-norm the order
+    They run before the rotary embedding, or after it with --qk-layernorm-after-rotary. With --qk-l2-norm, the order
     makes no difference.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
@@ -163,7 +162,7 @@ def build_norm(
     By default it acts on hidden states between the linear layers (`sequence_partial`).
 
     Args:
-        name: Prefix of its parameters' names.
+        name: Prefix of the parameter names.
         size: Number of channels.
         config: The model.
         ctx: Context of the layer.

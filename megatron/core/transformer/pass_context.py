@@ -12,7 +12,7 @@ from megatron.core.transformer.activation_store import ActivationStore
 
 @dataclass(frozen=True)
 class PassContext:
-    """Objects shared by the passes of all stages of a rank, their gradient buffers and the pipeline."""
+    """Objects that the passes of all stages of a rank share with the gradient buffers and the pipeline."""
 
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     """Queue of weight gradients that a split backward pass computes later."""
@@ -21,7 +21,7 @@ class PassContext:
     """Cached casts of parameters."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Runs two passes in turns."""
+    """Object that runs two passes in turns."""
 
     offload: ActivationStore | None = None
-    """Store for activations until the backward pass; None to keep them on the device."""
+    """Store for activations until the backward pass; None to keep activations on the device."""

@@ -1,6 +1,5 @@
-"""Activation recomputation: activations are computed again in the backward pass instead of being saved.
-
-Random numbers need no special handling: dropout masks are functions of the batch, so recomputation gives the same bits.
+"""Activation recomputation: activations are recomputed in the backward pass instead of being saved. Random numbers need
+no special handling, because dropout masks are functions of the batch. Recomputation therefore gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Call function(*args) and save only the arguments; the whole function runs again when its backward pass starts."""
+    """Call function(*args) and save only the arguments. The whole function runs again when its backward pass starts."""
     contexts = lambda: (nothing_saved(), again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -45,7 +44,7 @@ _running = _Running()
 
 @contextmanager
 def again() -> Iterator[None]:
-    """Mark the code of a block as recomputation for a backward pass."""
+    """Mark the code within the block as recomputation for a backward pass."""
     _running.depth += 1
     try:
         yield
@@ -68,11 +67,11 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """Compute consume(produce(x), *args), saving x where autograd would save produce(x), which is one or more tensors.
+    """Compute consume(produce(x), *args), and save x instead of produce(x), which consists of one or more tensors.
 
-    Suitable for a cheap `produce`, such as a norm or an activation function, whose input is saved anyway. Only
-    `produce` runs again, when the backward pass of `consume` needs a result that is no longer in memory. Each result
-    must have its own memory.
+    This is useful if `produce` is cheap and its input is saved anyway, as for a norm or an activation function. Only
+    `produce` runs again, when the backward pass of `consume` needs a result that is no longer in memory. The results
+    must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -84,17 +83,17 @@ def with_recomputed(
     consume: Callable[..., T],
     *args: object,
 ) -> T:
-    """Compute consume(*results, *args) without saving the results: the backward calls produce(x) again.
+    """Compute consume(*results, *args) without saving the results. The backward pass calls produce(x) again.
 
     Args:
         results: Results of produce(x).
-        produce: Recomputes the results.
+        produce: Function that recomputes the results.
         x: Input of `produce`, which is saved.
         consume: Function of the results.
     """
     inputs = tuple(packed(part) for part in _tuple(x))
     joined = _joiner(x)
-    del x  # its memory may be offloaded
+    del x  # the memory of x may be offloaded
     dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
@@ -120,7 +119,8 @@ def with_recomputed(
 
 
 def _joiner(x: Tensor | tuple[Tensor, ...]) -> Callable[[Sequence[Tensor]], Any]:
-    """Return a function that restores the structure of `x` from its parts: a tensor, a tuple or a NamedTuple."""
+    """Return a function that rebuilds a value with the structure of `x` (a tensor, a tuple or a NamedTuple) from its
+    tensors."""
     if isinstance(x, Tensor):
         return itemgetter(0)
     return getattr(x, "_make", tuple)
@@ -132,12 +132,13 @@ def _tuple(results: Results) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A layer of a stage, by position in the stage, or consecutive layers that the backward recomputes together."""
+    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. Layers are numbered
+    by their position in the stage."""
 
     layers: range
     recompute: bool = False
     offload: bool = False
-    """True if tensors saved for the backward are offloaded to host memory."""
+    """True if the tensors saved for the backward pass are offloaded to host memory."""
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:

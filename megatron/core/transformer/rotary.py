@@ -16,8 +16,8 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return [rotary_dim / 2] fp32: radians per position of channel pairs, including unrotated pairs under --rope-type
-    proportional.
+    """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. Under --rope-type
+    proportional, they include unrotated pairs.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
     """
@@ -36,7 +36,8 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies [channels with positions / 2], computed for the whole head, with 0 for unrotated pairs."""
+    """Return the frequencies [channels with positions / 2], which are computed for the whole head. The frequency of
+    unrotated pairs is 0."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
@@ -80,7 +81,7 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 
 
 class RotaryEmbedding:
-    """Cosines and sines of position * frequency, times YaRN's factor.
+    """Tables of the cosines and sines of position * frequency, multiplied by YaRN's factor.
 
     Angles are always fp32, because published models are trained and run with fp32 angles.
     """
@@ -99,9 +100,8 @@ class RotaryEmbedding:
 
 
 def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
-    """positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32: query factors that depend on positions.
-
-    They keep attention without rotary embedding sharp over long contexts (--attention-temperature-coeff).
+    """Compute query factors from positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32. The factors keep attention without
+    rotary embedding sharp over long contexts (--attention-temperature-coeff).
     """
     positions = positions[None] if positions.ndim == 1 else positions
     first = 0 if config.attention_temperature_everywhere else 1

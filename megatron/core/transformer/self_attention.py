@@ -26,14 +26,15 @@ from megatron.core.transformer.rotary import (
 )
 
 Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Queries [s, b, heads, d], gates of the output [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
+"""Queries [s, b, heads, d], output gates [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
 
 
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core attention, and output projection.
 
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate the gates follow the query heads. If head widths differ, the rows of a group are one dim.
+    --attention-output-gate, the gates follow the query heads. If head widths differ, the rows of a group form a single
+    dim.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -58,8 +59,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = row_parallel(proj, ctx)
 
     def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-        """Return linear_qkv and linear_proj. A class whose heads have different rows overrides this method and
-        `split`."""
+        """Return linear_qkv and linear_proj. Subclasses with other rows per head override this method and `split`."""
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
