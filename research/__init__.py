@@ -1,1 +1,1 @@
-"""Comparisons with other programs and with published tables (README.md)."""
+"""Comparisons with other programs and with published tables; see README.md."""

@@ -7,9 +7,9 @@ parallelism, in fp32. The script writes to the folder: `checkpoint/` (torch_dist
 `loss.txt`, and `wgrads/iter_0000001/mp_rank_XX.pth`, in the format in which Megatron-LM's `save_grads` writes them for
 --save-wgrads-interval.
 
-FAULT is "none" or "norms". With "norms", the gradients of norms, which each rank sums over its part of the sequence,
-are not reduced. This module imports nothing from this program, because its package has the same name as
-megatron-core's.
+FAULT is "none" or "norms". With "norms", the script does not all-reduce the gradients of the norms, which each rank
+sums only over its part of the sequence. This module imports nothing from this program, because both this program's
+package and megatron-core's are named `megatron`.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def replace_private(module: Any, **functions: Any) -> None:
 
 
 def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """Return torch's norm, marked like Transformer Engine's, whose gradient is a sum over the ranks' parts of the
-    sequence."""
+    """Return torch's norm with a marked weight, as Transformer Engine's norms have: its gradient must be summed over
+    the ranks' parts of the sequence."""
     norm: Any = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
     norm.weight.sequence_parallel = config.sequence_parallel
     return norm
 
 
 def build_model() -> tuple[Any, Any]:
-    """Return (configuration, GPTModel), with large weights that are equal in every run."""
+    """Return (configuration, GPTModel). The weights are large and the same in every run."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig

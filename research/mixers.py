@@ -5,9 +5,9 @@ layers, in turns.
     python research/mixers.py --only mamba2 --compile --rounds 7
     python research/mixers.py --only deepseek_v32 --seq-length 8192
 
-The models have a small vocabulary, so that layers take most of the time. Our model is built from the configuration of
-the transformers model. "products" are only the GEMMs of our forward and backward, each with the shapes and strides of
-its operands.
+The models have a small vocabulary so that the layers take most of the time. Our model is built from the configuration
+of the transformers model. The row "products" times only the GEMMs of our forward and backward passes, with the original
+shapes and strides of their operands.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 2, "index_n_heads": 4, "index_head_dim": 64, "index_topk": 512, **LATENTS},
     },
 }
-"""Sizes of each Hugging Face family."""
+"""Model sizes by Hugging Face family."""
 
 
 def step_of(model: Any, loss_of: Any) -> Any:

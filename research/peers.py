@@ -1,4 +1,4 @@
-"""Models of other programs that research/speed.py trains, built as users of those programs build them.
+"""Models of other programs for research/speed.py, built as users of those programs build them.
 
 Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`. Tokens
 and labels are [b, s], and `run` is the model or its compiled form. `pip install -r research/requirements.txt` installs
@@ -97,7 +97,7 @@ def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    # torchtitan's MLP is 8/3 of the hidden size, rounded up to a multiple.
+    # torchtitan's MLP width is 8/3 of the hidden size, rounded up to a multiple.
     assert 8 * style.hidden // 3 <= style.ffn < 2 * (8 * style.hidden // 3)
     model = Transformer(
         TransformerModelArgs(

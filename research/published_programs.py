@@ -1,8 +1,8 @@
-"""Differences between published programs and this one, expressed as another list of the same step's events.
+"""Differences between published programs and this one, expressed as a different list of events for the same step.
 
-A plan records the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
-gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Each difference
-is derived from the code of these programs, and none from their step times.
+A plan contains the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
+gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Every difference
+is derived from the code of these programs; no difference is derived from their step times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Program:
     """Differences between a published program and this one."""
 
     keeps_scores: bool = False
-    """Attention consists of two GEMMs over the whole square in 16 bits, with one kernel for the causal softmax and one
-    for dropout between them."""
+    """Attention consists of two 16-bit GEMMs over the whole score matrix. Between them run a kernel for the causal
+    softmax and a kernel for dropout."""
 
     adds_apart: bool = False
     """A weight gradient is written in 16 bits, and a separate kernel adds it to the fp32 sum."""
@@ -31,7 +31,7 @@ class Program:
     """No tensor-parallel collective overlaps with a GEMM."""
 
     loss_in_passes: bool = False
-    """The loss over a sharded vocabulary makes an fp32 copy of the logits and passes over it several times."""
+    """The loss over a sharded vocabulary makes an fp32 copy of the logits and reads it several times."""
 
     def events(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events of a pass as the published program runs them."""
@@ -52,7 +52,7 @@ class Program:
                 yield event
 
     def passes(self, part: PassEvents, head: bool) -> PassEvents:
-        """Return the events of a stage's part, which may contain the output layer."""
+        """Return the events of a part of a stage. The part may include the output layer."""
         forward, backward = list(self.events(part.forward)), list(self.events(part.backward))
         if head and self.loss_in_passes:
             product = next(event for event in part.forward if isinstance(event, Product))
@@ -76,11 +76,11 @@ program's kernel moves are subtracted."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
-    """Return the events of attention with the same numbers of heads and tokens, computed by GEMMs over the whole
-    square.
+    """Return the events of attention that is computed by GEMMs over the whole score matrix, with the same numbers of
+    heads and tokens.
 
-    The bytes per score are as follows. The softmax reads the half that the mask leaves and writes the square; its
-    backward reads two such halves. Dropout reads and writes the square and its mask.
+    The bytes per score are as follows. The softmax reads the unmasked half of the matrix and writes the whole matrix.
+    Its backward pass reads two such halves. Dropout reads and writes the whole matrix and the dropout mask.
     """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)
@@ -99,12 +99,12 @@ def attention_with_scores(event: Attention) -> list[Event]:
 
 @dataclass
 class ProgramCache(PlannerCache):
-    """Stage parts as a published program computes them."""
+    """Parts of a stage as a published program computes them."""
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Cache of converted events. A key is the id of a part, which stays alive, and whether the part has the output
-    layer."""
+    """Cache of converted events. A key consists of the id of a part, which stays alive, and a flag that is true if the
+    part includes the output layer."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

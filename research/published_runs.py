@@ -5,13 +5,13 @@
     python research/published_runs.py --memory --only zero-bubble --parts
 
 Prints each run's published and predicted step time and the error. Then prints the median and the 90th percentile of the
-errors, separately for runs that constants were fitted to and for runs held out. The runs and their sources are in
+errors, separately for runs that were used to fit constants and for held-out runs. The runs and their sources are in
 research/published_runs.yaml.
 
 With --memory, prints each run's published and planned peak on the rank with the most memory. It also prints the derived
-size of the attention scores, which the published program keeps and this one does not, and the relative error without
-and with the scores. Then it prints the median and the maximum of the errors that count. The plans are those of
-`pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
+size of the attention scores, which only the published program keeps, and the relative error without and with these
+scores. Then it prints the median and the maximum of the errors, without the runs that do not count. The plans are those
+of `pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
 research/published_memory.yaml.
 """
 
@@ -150,7 +150,8 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with the predicted time of its step in seconds, or the planned memory of its fullest rank in GiB."""
+    """A run with its predicted step time in seconds, or with the planned memory in GiB of the rank that needs the
+    most."""
 
     run: PublishedRun
     published: float

@@ -1,10 +1,10 @@
-"""Judge other programs: save one step of each, and check it with `tools/referee.py`.
+"""Judge other programs: save one step of each and check the step with `tools/referee.py`.
 
     python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
     python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches
     python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
-megatron-core's package has the same name as this program's. Install it into its own folder, which only the two
-processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
+megatron-core's package has the same name as this program's. Install megatron-core into a separate folder, which only
+the two processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
 referee's.
 """
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients summed by two ranks of megatron-core."""
+    """Judge the gradients that two megatron-core ranks have summed."""
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
@@ -79,7 +79,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str])
 
 
 def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that Trainer has before its optimizer step."""
+    """Judge the gradients that Trainer holds before its optimizer step."""
     from research.trainer_step import save_step
 
     loss = save_step(folder, of_means=args.fault == "means")

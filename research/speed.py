@@ -7,7 +7,7 @@ Adds the other programs to the cells of tools/bench/speed.py, whose options appl
 package: `pip install -r research/requirements.txt`, in a separate environment.
 
 In one process, the models of the other programs (research/peers.py) train with torch's fused AdamW and gradient
-clipping. In bf16, their parameters are bf16 and are updated in bf16, which is the fastest way to train them. This
+clipping. In bf16 cells, their parameters are bf16 and are updated in bf16, which is the fastest way to train them. This
 program keeps its fp32 main parameters and fp32 gradient sums. TP, PP and DP are compared with
 research/torch_parallel.py.
 """
@@ -43,7 +43,7 @@ TORCHS = {
     "ours ZeRO-2": "torch FSDP2 ZeRO-2",
     "ours ZeRO-3": "torch FSDP2 ZeRO-3",
 }
-"""Row of PyTorch's own parallelism that is compared with each row of this program."""
+"""Row of PyTorch's own parallelism to compare with each row of this program."""
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -70,7 +70,7 @@ def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Rou
 
 
 def torchs(kind: str, tokens: int, steps: int) -> Round:
-    """Train with PyTorch's own parallelism of this kind."""
+    """Train with PyTorch's own parallelism of the given kind."""
     from research.torch_parallel import started
 
     return timed(started(kind, speed.LAYOUT_STYLE, speed.MICRO_BATCHES), steps, tokens)
@@ -94,7 +94,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.C
 
 
 def beside(cell: speed.Cell, members: Sequence[Contestant], others: dict[str, list[str]]) -> speed.Cell:
-    """Return a cell with further contestants."""
+    """Return a copy of a cell with additional contestants."""
     return replace(cell, contestants=[*cell.contestants, *members], others=others)
 
 

@@ -74,7 +74,8 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
     def stage(self, number: int, count: int) -> Llama:
-        """Return one of `count` stages with equal numbers of layers. It shares the parameters of this model."""
+        """Return one of `count` pipeline stages, all of which have the same number of layers. The stage shares the
+        parameters of this model."""
         part = Llama.__new__(Llama)
         nn.Module.__init__(part)
         each = len(self.layers) // count
@@ -91,7 +92,7 @@ Step = Callable[[], None]
 
 
 def started(kind: str, shape: Style, micro_batches: int) -> Step:
-    """Return a training step of this kind over the ranks that the environment names."""
+    """Return a training step of the given kind for the ranks that the environment variables describe."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -106,7 +107,7 @@ def loss_of(micro_batches: int, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def updated(model: nn.Module, backward: Step) -> Step:
-    """Return a training step: all micro-batches, clipping, AdamW."""
+    """Return a training step, which runs all micro-batches, clips the gradients and applies AdamW."""
     kinds: dict[bool, list[Tensor]] = {}  # operations on lists cannot mix tensors and DTensors
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -129,8 +130,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Return the forward and backward passes of every `size`-th sample. Before each micro-batch, `begin` is called with
-    True for the last micro-batch and False otherwise."""
+    """Return the forward and backward passes of every `size`-th sample. Before each micro-batch, calls `begin` with
+    True if it is the last micro-batch, and with False otherwise."""
 
     def backward() -> None:
         batch = next(batches)
@@ -152,9 +153,10 @@ def fully_sharded(keeps_params: bool, reduces_each: bool, model: Llama, batches:
     """Return a training step with FSDP2 on every layer.
 
     Args:
-        keeps_params: keep parameters whole between the micro-batches of a step; otherwise reshard them after each pass
-        (ZeRO-3).
-        reduces_each: reduce gradients in each micro-batch; otherwise keep them whole and reduce them in the last one.
+        keeps_params: keep parameters unsharded between the micro-batches of a step; otherwise reshard them after each
+        pass (ZeRO-3).
+        reduces_each: reduce gradients in each micro-batch; otherwise keep them unsharded and reduce them in the last
+            micro-batch.
         model: the model to shard.
         batches: global batches.
     """

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 MICRO_BATCHES, LENGTH = 4, 17
 TOKENS = 64
 IGNORED = {0: 12, 2: 5}
-"""Number of leading labels to ignore, by sample, so that micro-batches have unequal numbers of labels."""
+"""Number of leading labels to ignore in each sample, so that micro-batches have unequal numbers of labels."""
 
 
 class KeepGradients(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Draw the losses of scripts/draw_layouts.sh: `python scripts/draw_layouts.py FOLDER` writes FOLDER/layouts.png.
+"""Plot the losses of scripts/draw_layouts.sh: `python scripts/draw_layouts.py FOLDER` writes FOLDER/layouts.png.
 
 The upper plot overlays the losses of all runs. The lower plot shows the relative difference of each layout from one
 process.
@@ -18,7 +18,7 @@ ONE = "one process"
 
 
 def losses_of(run: Path) -> list[float]:
-    """Return the loss of each iteration."""
+    """Return the loss of each iteration in a log."""
     return [json.loads(line)["lm_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""mkdocs hook that turns links to files outside docs/ into their paths in the repository."""
+"""mkdocs hook that replaces links to files outside docs/ with the files' repository paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Separate Python processes for tests that cannot run in a fork of this one."""
+"""Separate Python processes for tests that cannot run in a fork of the pytest process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parents[1]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
-"""Variables set by a launcher of this process; processes started here must not inherit them."""
+"""Variables that a launcher may have set for this process and that its child processes must not inherit."""
 
 
 def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
@@ -32,8 +32,8 @@ def run_command(
 
 
 def python_apart(*command: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `python COMMAND...` with the repository's modules and further variables `environ`. Asserts that it exits with
-    `code`, unless that is None."""
+    """Run `python COMMAND...` with the repository on the module path and the additional environment variables
+    `environ`. Asserts that it exits with `code`, unless that is None."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ

@@ -22,24 +22,24 @@ from megatron.training.config import flags
 from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
-# A shell makes background processes ignore this signal, and the programs that tests start would inherit that.
+# A shell makes background processes ignore SIGINT, and programs started by tests would inherit this setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 
 share_gloo_devices()
-load()  # before a test could forget what it registers
+load()  # before a fixture can remove registered extensions
 
 # torch looks up the name of each address that it connects to. A name server that drops requests would delay each
 # connection, and every other one to the same store, by ten seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Tests start many programs; their imports (torch is large) need not be compiled each time.
+# Tests start many programs, so compiled bytecode is kept: their imports, such as torch, are large.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Libraries that torch has compiled for wider vectors do not load if these are switched off.
+# Libraries that torch compiled for wider vectors do not load if wide vector instructions are disabled.
 vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{vectors}")
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{getpass.getuser()}")
@@ -48,8 +48,8 @@ os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{g
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # The duration of an example depends on the machine, not on the code. Each run uses the same examples, so that a
-    # failure follows from a change; --hypothesis-profile default draws others.
+    # The duration of an example depends on the machine, not on the code. Every run uses the same examples, so that only
+    # a code change can cause a failure; --hypothesis-profile default draws other examples.
     slow = [HealthCheck.too_slow]
     settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("repeatable")
@@ -65,12 +65,12 @@ LONGEST = (
     "tests/cli/test_gpu_bench.py",
     "tests/parity/test_context_parallel.py",
 )
-"""Slowest test files. They run first, so that parallel workers end at about the same time."""
+"""Slowest test files. These tests run first so that parallel workers finish at about the same time."""
 
 
 CAMPAIGNS = tuple(Path(__file__).with_name("campaigns.txt").read_text().split())
-"""Prefixes of the names of tests outside the core suite: long runs of code that shorter tests reach too, whole
-programs, several hosts. They run with --all, or if a path names them."""
+"""Prefixes of the names of tests outside the core suite: long runs of code that shorter tests also cover, whole
+programs, and several hosts. These tests run with --all, or if a path on the command line names them."""
 
 
 def _left_out(config: pytest.Config, name: str) -> bool:
@@ -112,8 +112,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_finish() -> None:
-    """Keep everything that is imported by now: neither this process nor its forks collect it again, and forks share it
-    in huge pages."""
+    """Exempt all imported modules from garbage collection in this process and its forks, and keep them in huge pages
+    that forks share."""
     gc.freeze()
     collapse_private_memory()
 
@@ -132,8 +132,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test marked `grid(name, part, whole)` for each value of `part`, or of `whole` with --whole. `whole` may be
-    a function if the list takes long to compute."""
+    """Run a test marked `grid(name, part, whole)` for each value of `part`, or of `whole` with --whole. If the list
+    takes long to compute, `whole` may be a function that returns it."""
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
         if metafunc.config.getoption("--whole"):
@@ -143,7 +143,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Make the runs of tests record their extensions in a temporary folder."""
+    """Make training runs in tests record their extensions in a temporary folder."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
@@ -161,13 +161,14 @@ def same_numbers() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_extensions() -> Iterator[None]:
-    """Remove the extensions that a test file has registered after it: other files compare flags and sections."""
+    """After each test file, remove the extensions that it registered, because other files compare flags and
+    sections."""
     yield from _forgetting()
 
 
 @pytest.fixture
 def forget_extensions_at_once() -> Iterator[None]:
-    """`forget_extensions` after one test."""
+    """Apply `forget_extensions` after a single test."""
     yield from _forgetting()
 
 
@@ -185,7 +186,7 @@ def _forgetting() -> Iterator[None]:
     yield
     library = str(Path(extensions.__file__).parents[1])
     for table in registry_tables():
-        if id(table) not in before:  # a module that was imported since keeps its own entries
+        if id(table) not in before:  # a module that was imported in the meantime keeps its built-in entries
             before[id(table)] = {name: entry for name, entry in table.items() if entry.where.startswith(library)}
             tables.append(table)
     for table in tables:

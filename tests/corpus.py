@@ -25,8 +25,8 @@ def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "
 
 
 def byte_level(texts: Sequence[str] = (), special: Sequence[str] = (), size: int = 0) -> Any:
-    """Return a byte-level BPE of `tokenizers` like GPT-2's, trained on texts; without texts, each byte is a token.
-    Special tokens have the first ids if it is trained, and the last ids otherwise."""
+    """Return a byte-level BPE tokenizer of the `tokenizers` package, like GPT-2's, trained on texts. Without texts,
+    each byte is a token. Special tokens have the first ids if the tokenizer is trained, and the last ids otherwise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,8 +45,8 @@ FOX = "The quick brown fox jumps over the lazy dog.\n    def f(x):\n        retu
 
 
 def hf_folder(folder: Path, files: Mapping[str, Any] | None = None, special: Sequence[str] = (), **changes: Any) -> str:
-    """Create a folder with a byte-level tokenizer.json and further JSON files, and return its path. `changes` replace
-    parts of tokenizer.json, whose first special token is <|endoftext|>."""
+    """Create a folder with a byte-level tokenizer.json and further JSON files, and return its path. `changes` replaces
+    parts of tokenizer.json. The first special token is <|endoftext|>."""
     folder.mkdir(exist_ok=True)
     content = json.loads(byte_level([FOX], ["<|endoftext|>", *special], size=300).to_str())
     model = content["model"] | changes.pop("model", {})
@@ -69,11 +69,12 @@ def ending_texts(folder: Path, before: Sequence[str] = ()) -> str:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `nbytes`: as on a full disk, a write fails in the middle of a file."""
+    """Limit the size of files that this process writes to `nbytes`, so that a write fails in the middle of a file, as
+    on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        with mock.patch.object(sys, "dont_write_bytecode", True):  # modules imported now would be truncated on disk
+        with mock.patch.object(sys, "dont_write_bytecode", True):  # the bytecode of modules imported from now on would be truncated on disk
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""tools/compare_layouts.py: correct layouts agree, and a planted bug is found and its layer named."""
+"""tools/compare_layouts.py: correct layouts agree, and the tool finds a planted bug and names its layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build layer 2 with the bug that the environment variable names, on ranks that share matrices."""
+    """Build layer 2 with the bug that the environment variable names, on ranks that shard matrices."""
     build = TransformerLayer.__init__
 
     def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -118,7 +118,7 @@ def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[st
 
 
 def test_bf16_compares_only_tensors_that_rounding_leaves_comparable(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gradient of a key bias is zero up to rounding, but Adam makes a full step of it."""
+    """The gradient of a key bias is zero up to rounding, but Adam turns it into a full update."""
     assert compare("", "--tp 2 --pp 2 --sequence-parallel", "--bf16", steps=2) == 0
     out = capsys.readouterr().out
     assert "in 16 bits only activation, loss, gradient, grad_norm of the first step are compared" in out

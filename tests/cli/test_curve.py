@@ -1,4 +1,4 @@
-"""tools/bench/curve.py: loss curves compared with those of transformers."""
+"""tools/bench/curve.py: comparison of loss curves with those of transformers."""
 
 from __future__ import annotations
 

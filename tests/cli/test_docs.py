@@ -1,10 +1,10 @@
-"""The commands of README.md and docs run unchanged.
+"""The commands in README.md and docs run unchanged.
 
 One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
 their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
 
-Blocks fenced as python run too. A fragment is preceded by a comment with the program around it: a line `<!-- python`,
-the program with a line BLOCK in place of the fragment, and a line `-->`.
+Blocks fenced as python run too. A comment before a Python fragment contains the program around it: a line `<!--
+python`, the program with a line BLOCK in place of the fragment, and a line `-->`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON_BLOCK = re.compile(
     r"(?:^<!-- python\n((?:(?!-->)[^\n]*\n)*)-->\n\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-"""Match (the Python program around a block, if any; the block)."""
+"""Pattern with two groups: the Python program around a block, if there is one, and the block."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -44,7 +44,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the tree without files that runs leave behind."""
+    """Copy the tree without the output files of earlier runs."""
     folder = tmp_path_factory.mktemp("clone") / "tree"
     left = (".git", ".venv", ".hypothesis", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left))
@@ -68,7 +68,7 @@ CHECKED = ("README.md", "docs/getting_started.md")
 
 
 def test_two_commands_of_the_readme(clone: Path) -> None:
-    # Shorten the quickstart to a few iterations on little text, and its tests to one file.
+    # Shorten the quickstart: a few iterations on little text, and a single test file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -96,7 +96,7 @@ def test_getting_started(clone: Path) -> None:
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG_PAGES = "conversion data evaluation extending mixture_of_experts multi_token_prediction planner"
 LONG = {f"docs/{page}.md" for page in LONG_PAGES.split()}
-"""Pages whose commands run only with --whole, because other tests start the same programs."""
+"""Pages whose commands run only with --whole, because other tests run the same programs."""
 
 
 @pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)
@@ -112,7 +112,7 @@ def text_commands(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if text_commands(page)])
 def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With LAUNCH=echo, scripts print the command line that they would start."""
+    """With LAUNCH=echo, the scripts print the command line that they would otherwise run."""
     monkeypatch.chdir(ROOT)
     for line in text_commands(page):
         start = line if "bash " in line else f"echo {line.removeprefix('python ')}"
@@ -133,8 +133,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_site_is_built_from_every_page(tmp_path: Path) -> None:
-    """With --strict, a broken link or anchor is an error, and so are a page that is missing from the navigation and an
-    unreadable docstring. With -q, mkdocs would not count warnings."""
+    """With --strict, each of these is an error: a broken link or anchor, a page that is missing from the navigation,
+    and an unreadable docstring. With -q, mkdocs would not count warnings."""
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     build = "-m mkdocs build --strict -f scripts/mkdocs.yml -d".split()

@@ -1,4 +1,4 @@
-"""A run with custom parts: trained, stopped by a callback, resumed, and used for generation."""
+"""A run with custom components trains, is stopped by a callback, resumes, and generates text."""
 
 from __future__ import annotations
 

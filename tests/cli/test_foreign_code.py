@@ -1,4 +1,5 @@
-"""Code that files name: no command runs an extension of unknown origin, and the user's own run needs no flag."""
+"""Extensions that files refer to: no command runs an extension of unknown origin, but the user's own runs need no
+flag."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ HARMLESS = ("tools/report.py {run}", "tools/inspect_checkpoint.py {run}")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run with an extension, and its files in the folder `downloaded` as somebody else would get them."""
+    """Return a run with an extension, and a copy of its files in the folder `downloaded`, as another user would receive
+    them."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "own.py").write_text(SOURCE)
     train = [*FLAGS, "--extension", str(folder / "own.py"), "--save", str(folder / "run")]

@@ -60,7 +60,7 @@ def test_the_largest_model_that_fits_is_chosen(precision: str) -> None:
 
 
 def test_every_kernel_of_the_library_has_a_group() -> None:
-    """Only launched kernels count: those that no other kernel calls."""
+    """Only launched kernels count; kernels that another kernel calls do not."""
     kernels, called = set[str](), set[str]()
     for path in (ROOT / "megatron").rglob("*_triton.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -77,7 +77,7 @@ def test_every_kernel_of_the_library_has_a_group() -> None:
 
 
 def test_groups_of_a_trace() -> None:
-    """Two streams overlap for 10 µs, nothing runs for 20 µs, and some events are not kernels."""
+    """The profile has two streams that overlap for 10 µs, an idle gap of 20 µs, and events that are not kernels."""
     events = [
         {"ph": "X", "cat": "kernel", "name": "nvjet_a", "ts": 100, "dur": 50, "pid": 0, "tid": 7},
         {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "ts": 140, "dur": 40, "pid": 0, "tid": 9},
@@ -96,7 +96,7 @@ def test_groups_of_a_trace() -> None:
 
 
 def test_benches_know_the_flags_of_extensions() -> None:
-    """A program loads the extensions before it reads flags. In the tests, they are loaded already."""
+    """A program loads the extensions before it reads flags. In the tests, the extensions are loaded already."""
     program = (
         "from tools.bench.gpu import parser_of_args\n"
         "from megatron.training.config.flags import spelling_table\n"

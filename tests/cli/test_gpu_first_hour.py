@@ -1,5 +1,5 @@
-"""scripts/gpu_first_hour.sh and its page: one part as it runs without a GPU, and the commands of all parts, which a
-stand-in for python records."""
+"""scripts/gpu_first_hour.sh and its page: one part, run without a GPU, and the commands of all parts, recorded by a
+substitute for python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_hour(
 
 
 def stub(folder: Path, body: str) -> str:
-    """Write a program that stands in for python."""
+    """Write a program that replaces python."""
     program = folder / "python"
     program.write_text(f"#!/usr/bin/env bash\n{body}\n")
     program.chmod(0o755)
@@ -81,8 +81,8 @@ def test_a_part_without_a_gpu(tmp_path: Path) -> None:
 
 
 def write_figures_of_a_gpu(folder: Path) -> None:
-    """Write the figures of the tiny model with the values that only a GPU adds, other rows, half a file, and the end of
-    pytest's output."""
+    """Write the figures of the tiny model, the values that only a GPU adds, other rows, a truncated file, and the end
+    of pytest's output."""
     (run,) = json.loads((folder / "tiny.json").read_text())["rows"]
     spread = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
     run |= {"layers": 8, "tokens_per_second": spread, "tflops": 600.0, "mfu": 0.606, "of_products": 0.8}
@@ -104,14 +104,14 @@ def write_figures_of_a_gpu(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All parts, recorded as they would run on a GPU."""
+    """Commands of all parts, recorded as they would run on a GPU."""
 
     out: Path
     words: list[list[str]]
     """Arguments of each python command."""
 
     def limit(self, *parts: str) -> int:
-        """Return the seconds that parts may take, including the page after each of them."""
+        """Return the time limit of these parts in seconds, including the time to write the page after each part."""
         calls = [call for call in read_folder(self.out).calls if call["part"] in parts]
         assert {call["part"] for call in calls} == set(parts)
         page_limit = re.search(r"^    limited (\d+) .* tools/bench/gpu_page.py", SCRIPT.read_text(), re.MULTILINE)
@@ -136,7 +136,7 @@ def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
         args = parser_of_args().parse_args(words)
         assert args.json.name in EXPECTED
         if args.layers is None and args.config == "llama-8b-layers":
-            continue  # it takes as many as fit, see tests/cli/test_gpu_bench.py
+            continue  # it uses as many layers as fit, see tests/cli/test_gpu_bench.py
         room = int(78 * 2**30 * args.memory_share / (1 + len(args.compare)))
         config, flags = chosen_config(args, room)
         of = config.model.num_layers, config.training.micro_batch_size
@@ -147,7 +147,7 @@ def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
 
 
 def test_every_run_is_legal(recorded: Recorded) -> None:
-    """Every run of pretrain_gpt.py that has no measurement is tried once."""
+    """Every pretrain_gpt.py command is valid, and the commands include each kind of run that has no measurement."""
     runs = [words for words in recorded.words if "pretrain_gpt.py" in words]
     tried = set[str]()
     for words in runs:
@@ -210,7 +210,8 @@ def alive(pid: int) -> bool:
 
 
 def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
-    """The script and the documentation promise the minutes of the limits, and a GPU is available for 30 minutes."""
+    """The script and the documentation state the minutes that follow from the time limits, and a GPU is available for
+    30 minutes."""
     documented = (ROOT / "docs/performance.md").read_text()
     first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)
@@ -218,7 +219,7 @@ def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
     assert tuple(dict.fromkeys(order)) == all_parts
     nccl, minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (("nccl",), first, all_parts))
     assert all(recorded.limit(part) <= 590 for part in all_parts)
-    assert minutes <= 28  # the rest is for starting the machine and sending the commands
+    assert minutes <= 28  # the remaining time is for starting the machine and sending the commands
     assert (
         f"`nccl` takes at most {nccl} minutes, the next three parts at most {minutes} minutes, and all parts together "
         f"at most {whole} minutes." in " ".join(documented.split())

@@ -1,4 +1,4 @@
-"""tools/bench/gpu_page.py: the page of a folder of figures, complete or not."""
+"""tools/bench/gpu_page.py: the page for a folder of figures, whether complete or not."""
 
 from __future__ import annotations
 

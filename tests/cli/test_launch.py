@@ -41,7 +41,7 @@ def step_of(job: int) -> int:
 
 
 def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
-    """Rank, world size and rendezvous address come from SLURM's variables alone."""
+    """SLURM's variables alone determine the rank, world size and rendezvous address."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
     job = os.getpid()
     step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_of(job)), "SLURM_STEP_NUM_TASKS": "2"}

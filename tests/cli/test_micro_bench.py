@@ -1,4 +1,5 @@
-"""tools/bench/micro.py without a GPU: behaviour when a part fails, and when its process loses the device."""
+"""tools/bench/micro.py without a GPU: its behaviour when a part fails and when the process of a part loses the
+device."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_a_failed_part_keeps_its_error_and_the_others_continue(
 
 
 class Device:
-    """Clock of a GPU: launching a call takes the host 3 ms, the call itself 1 ms."""
+    """Simulated clock of a GPU: launching a call takes 3 ms on the host, and the call itself takes 1 ms."""
 
     now = 0.0
 

@@ -39,7 +39,7 @@ for entry in distribution("paritrain").entry_points:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create an environment with this tree installed; dependencies come from the environment of the tests."""
+    """Create an environment with this tree installed; the dependencies are those of the test environment."""
     folder = tmp_path_factory.mktemp("package")
     source, home = folder / "source", folder / "environment"
     source.mkdir()  # a copy, because building leaves files behind
@@ -114,7 +114,7 @@ def other_megatron(environment: Path) -> Iterator[Path]:
 
 
 def test_two_distributions_with_a_megatron(environment: Path, other_megatron: Path, tmp_path: Path) -> None:
-    """Each distribution is imported whole, and a process that mixes them gets an error."""
+    """Each distribution is imported as a whole, and a process that mixes distributions gets an error."""
     mixed = run(environment, tmp_path, "python", "-c", BOTH)
     assert mixed.startswith(f"{other_megatron / 'core/__init__.py'}\n")
     assert "import paritrain first, or use the other one in a process of its own" in mixed
@@ -159,7 +159,7 @@ def test_pinned_versions_cover_what_the_package_asks_for() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))
-    # tests/extensions/object_storage/emulators.py tests them by hand, against emulators
+    # tests/extensions/object_storage/emulators.py tests them manually, against emulators
     without_tests = {"adlfs", "gcsfs"}
     assert asked - {"setuptools"} - without_tests <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()

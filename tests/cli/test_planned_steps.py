@@ -12,7 +12,7 @@ from tools.bench import planned_steps
 
 
 def test_steps_without_kernels_are_longer() -> None:
-    """Kernels that are left out are used again afterwards."""
+    """After planning without a kernel, the kernel is used again."""
     before = set(LEFT_OUT)
     whole = planned_steps.planned("sparse", "h200")
     without_kernel = planned_steps.planned("sparse", "h200", left_out=["divergence"])

@@ -1,4 +1,4 @@
-"""Schedule plotter: its text, picture and errors."""
+"""Schedule plotter: its text output, picture and error messages."""
 
 import re
 import struct

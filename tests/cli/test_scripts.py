@@ -62,7 +62,7 @@ REQUIREMENTS, SERVING = ("requirements.txt", "requirements-dev.txt"), ("fastapi"
 
 
 def test_kubernetes_pods_follow_the_schema() -> None:
-    """A JobSet is a custom resource without a schema here; each job in it is a Kubernetes job."""
+    """There is no schema for JobSet, a custom resource; each job in a JobSet is a Kubernetes job."""
     validator = pytest.importorskip("kubernetes_validate")
     jobset, policy = yaml.safe_load_all((ROOT / "scripts/kubernetes_jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]

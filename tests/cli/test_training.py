@@ -35,9 +35,9 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     half = [*model, "--tp", "2", "--save", str(halves), "--load", str(halves)]
     run_forked(2, [*half, "--exit-interval", "6"], screen)
     assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
-    # Another layout continues the same six iterations, with pipeline stages instead of tensor ranks.
+    # Another layout, with pipeline stages instead of tensor-parallel ranks, repeats the last six iterations.
     run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
-    # It also repeats the loss of the evaluation without training.
+    # An evaluation-only run under that layout repeats the evaluation loss.
     said = run_forked(2, [*model, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
     (valid, test) = read_records(alone / "metrics.jsonl")
     (logged,) = (

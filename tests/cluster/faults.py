@@ -1,13 +1,13 @@
-"""Faults between hosts of a box under scripts/train_gpt_elastic.sh: each is named, the run continues, and nothing is
-lost.
+"""Faults between the hosts of a box under scripts/train_gpt_elastic.sh: the hosts name each fault, and the run
+continues without loss.
 
 python -m tests.cluster.faults [NAME ...]             # named faults, each in a separate box
 python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
 python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
 
-Times count from the fault: until each host has named it on its screen, and until the restarted run has logged a step.
-Then the fault is repaired, and all hosts must join the run again. At the end, the losses and gradient norms of all
-iterations must equal those of one undisturbed process. The logs of a failed run are kept.
+Times are measured from the fault: until each host has named it on its screen, and until the restarted run has logged a
+step. Then the fault is repaired, and all hosts must join the run again. At the end, the losses and gradient norms of
+all iterations must equal those of an undisturbed one-process run. The logs of a failed run are kept.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ MODEL = (
 ).split()
 RATE = "1gbit"
 PATIENCE = 240.0
-"""Seconds without output from any host after which a run counts as hanging; many times what a step takes on an idle
-machine."""
+"""Seconds without output from any host after which a run counts as hanging. This is many times the duration of a step
+on an idle machine."""
 
 LONGEST = 1800.0
-"""Seconds after which a run has failed that prints output but does not reach the expected state."""
+"""Seconds after which a run that prints output but does not reach the expected state counts as failed."""
 
 NAMING = re.compile(r"^(?:RUN FAILED: .*|ended because .*|torch\S*Rendezvous\w*Error: .*)", re.MULTILINE)
 STEP = re.compile(r" iteration +(\d+)/")
@@ -51,7 +51,7 @@ WORLD = re.compile(r"layout: (\d+) rank")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one host."""
+    """A fault on one host."""
 
     name: str
     text: str
@@ -113,18 +113,19 @@ class Run:
         return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
 
     def since(self, before: Sequence[int]) -> list[str]:
-        """Return the text that each host has printed since its screen had the given length."""
+        """Return the text that each host printed after its screen had the given length."""
         return [screen[start:] for screen, start in zip(self.screens(), before, strict=True)]
 
     def marks(self) -> list[int]:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Return the number of ranks of the latest start that has logged a step since then, or 0 if there is none."""
+        """Return the number of ranks of the latest start that logged a step since then, or 0 if no start did."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Wait until a condition holds, and return the seconds. Raises TimeoutError if the hosts stop printing."""
+        """Wait until a condition is true, and return the elapsed seconds. Raises TimeoutError if the hosts stop
+        printing."""
         began = heard = time.monotonic()
         said = self.marks()
         while not condition():
@@ -139,12 +140,12 @@ class Run:
 
 
 def crowding() -> float:
-    """Return the recent number of runnable processes per processor of this machine, at least 1."""
+    """Return the recent load average per processor of this machine, or 1 if it is lower."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _worlds_with_steps(text: str) -> list[int]:
-    """Return the world sizes of the starts on a screen that have logged a step."""
+    """Return the world size of each start that logged a step, as read from a host's screen."""
     starts = list(WORLD.finditer(text))
     ends = [start.start() for start in starts[1:]] + [len(text)] * bool(starts)
     return [int(start[1]) for start, end in zip(starts, ends, strict=True) if STEP.search(text, start.end(), end)]
@@ -165,7 +166,7 @@ class Outcome:
 
 
 def strike(run: Run, fault: Fault, host: int) -> Outcome:
-    """Cause a fault, wait until the run has continued, repair the fault, and wait until all hosts are back."""
+    """Cause a fault, wait until the run continues, repair the fault, and wait until all hosts are back."""
     box, before = run.box, run.marks()
     fault.strike(box, host)
     began, outcome = time.monotonic(), Outcome({})
@@ -216,7 +217,7 @@ def told(outcome: Outcome) -> str:
 
 
 def finish(run: Run) -> int:
-    """Ask the run to stop, and return its last iteration."""
+    """Ask the run to stop and return its last iteration."""
     (run.save / "exit").touch()
     for process in run.scripts.values():
         process.wait(PATIENCE)
@@ -239,8 +240,8 @@ def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]
 
 
 def difference(run: Run, last: int) -> float:
-    """Return the largest relative difference of losses and norms from one process's, over all iterations. Raises
-    AssertionError if an iteration is missing."""
+    """Return the largest relative difference between the run's losses and norms and those of one process, over all
+    iterations. Raises AssertionError if an iteration is missing."""
     found, expected = losses(run.save), undisturbed(run.folder, last)
     assert sorted(found) == sorted(expected) == list(range(1, last + 1)), f"iterations are missing: {run.folder}"
     pairs = [(x, y) for number in found for x, y in zip(found[number], expected[number], strict=True)]
@@ -248,7 +249,7 @@ def difference(run: Run, last: int) -> float:
 
 
 def strike_all(faults: Sequence[tuple[Fault, int]], args: argparse.Namespace) -> None:
-    """Strike one run with host faults, one after another, and compare its result with that of one process."""
+    """Cause host faults in one run, one after another, and compare its result with that of one process."""
     folder, moments, (first, _) = Path(tempfile.mkdtemp(prefix="host-faults-")), random.Random(args.seed), faults[0]
     with hosts(args.hosts, RATE) as box:
         environ = {"PACE": args.pace, "HOLD": first.hold, "HELD": str(folder / "held")}

@@ -1,5 +1,5 @@
-"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process. This saves
-the seconds that importing torch takes in each process that torchrun starts."""
+"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process. Forking saves
+the seconds that each process started by torchrun would need to import torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_on_hosts(
     code: int = 0,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> list[str]:
-    """Run `ranks` ranks on each host to their end and return the output of each host. Asserts that each host's agent
-    exits with `code`: 1 if a rank fails."""
+    """Run `ranks` ranks on each host until they exit, and return the output of each host. Asserts that each host's
+    agent exits with `code`: 1 if a rank fails."""
     logs = [folder / f"{name}.log" for name in box.names]
     context = mp.get_context("fork")
     agents: list[Any] = [
@@ -69,7 +69,7 @@ def _agent(box: Box, host: int, ranks: int, argv: list[str], log: Path, main: Ca
     try:
         elastic_launch(config, _rank)(argv, main)
         code = 0
-    except ChildFailedError as error:  # torchrun prints it too
+    except ChildFailedError as error:  # torchrun also prints it
         print(error)
     finally:
         sys.stdout.flush()

@@ -5,10 +5,9 @@
         box.pull_cable(1)
         codes = [process.wait() for process in processes]
 
-Each host has its own network, host name, processes, mounts, /dev/shm and, on request, disk; it shares all other files
-with this machine. Nothing is visible outside the namespaces, so several boxes can run at once, and everything
-disappears with the process that created it, however that process ends. `tc ... tbf` limits the rate of a cable in both
-directions.
+Each host has its own network, host name, processes, mounts, /dev/shm and, on request, disk. All other files are shared
+with this machine. Nothing is visible outside the namespaces, so several boxes can run at once. A box disappears with
+the process that created it, however that process ends. `tc ... tbf` limits the rate of a cable in both directions.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-"""Debian package of each program that a box needs."""
+"""Debian package that provides each program that a box needs."""
 
 SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 ENDED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 LAUNCHERS = ("SLURM_", "SBATCH_", "TORCHEL", "PET_")
-"""Prefixes of variables that a launcher sets for this process; programs in a box must not inherit them."""
+"""Prefixes of variables that a launcher may have set for this process and that programs in a box must not inherit."""
 
 RENDEZVOUS_PORT = 29500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,7 +67,7 @@ def missing() -> str:
 
 
 class Process:
-    """Process on a host, whose output is in the file `log`."""
+    """Process on a host. Its output is written to the file `log`."""
 
     def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
         self.log = log
@@ -99,14 +98,14 @@ class Host:
 
     number: int
     keeper: subprocess.Popen[str]
-    """`unshare`, whose only child is the host's init."""
+    """The `unshare` process, whose only child is the host's init."""
 
     init: int
-    """Process id of the host's init, seen from this machine. All processes of the host end with it."""
+    """Process id of the host's init as seen from this machine. When init ends, all processes of the host end."""
 
     @property
     def port(self) -> str:
-        """Name of the cable's end at the bridge."""
+        """Name of the cable's network interface at the bridge."""
         return f"port{self.number}"
 
 
@@ -122,7 +121,7 @@ class Box:
         """Folder of this box: disks, logs and files of names."""
 
         self.disk = disk
-        """Path of each host's own disk: a folder that is empty at first and that no other host sees."""
+        """Path of each host's own disk: an initially empty folder that no other host sees."""
 
         (self.folder / "owner").write_text(str(os.getpid()))
         self._rates = [rate] * count
@@ -147,7 +146,7 @@ class Box:
     # Power
 
     def boot(self, host: int) -> None:
-        """Start a host, for the first time or after `kill_host`. Its disk keeps its contents."""
+        """Start a host, for the first time or after `kill_host`. The host's disk keeps its contents."""
         assert host not in self._hosts, f"host {host} runs"
         script = f"{NO_IPV6}; hostname {self.names[host]}; ip link set lo up; mount -t tmpfs none /dev/shm; "
         script += "".join(f"mount --bind {self.folder}/{name} /etc/{name}; " for name in ("hosts", "resolv.conf"))
@@ -155,7 +154,7 @@ class Box:
             self.disk.mkdir(parents=True, exist_ok=True)
             self.disk_of(host).mkdir(exist_ok=True)
             script += f"mount --bind '{self.disk_of(host)}' '{self.disk}'; "
-        # As init, it reaps processes whose parents have ended.
+        # As the host's init, this process reaps processes whose parents have ended.
         script += "echo ready; exec >/dev/null; while true; do sleep 1000 & wait; done"
         spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         keeper = subprocess.Popen(
@@ -211,8 +210,8 @@ class Box:
         queue = "noqueue"
         if rate is not None:
             bytes_per_second = bits_per_second(rate) / 8
-            # A burst of a millisecond: short compared with the messages of a step, and enough for one segment at any
-            # rate.
+            # A burst lasts a millisecond: it is short compared with the messages of a step, but large enough for one
+            # segment at any rate.
             burst = int(max(16_384, bytes_per_second / 1000))
             queue = f"tbf rate {rate} burst {burst} limit {int(burst + bytes_per_second / 20)}"
         self._host_command(host, f"tc qdisc replace dev eth0 root {queue}")
@@ -223,7 +222,8 @@ class Box:
     def start(
         self, host: int, command: Sequence[object], log: Path | None = None, cwd: Path = ROOT, **environ: str
     ) -> Process:
-        """Start a command on a host with further variables `environ`. Its output is appended to `log`."""
+        """Start a command on a host with the additional environment variables `environ`. Its output is appended to
+        `log`."""
         inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
         inside += ["env", f"--chdir={cwd}", *(str(word) for word in command)]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
@@ -242,7 +242,7 @@ class Box:
     def enter(self, host: int) -> None:
         """Move a fork of this process to a host, on which it continues.
 
-        The caller becomes a stand-in that waits for the process on the host and exits as it does.
+        The calling process then only waits for the process on the host and exits with its code.
         """
         cwd, init = Path.cwd(), self._hosts[host].init
         spaces = {name: os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")}
@@ -261,12 +261,12 @@ class Box:
         os.environ |= self.environ(host)
 
     def environ(self, host: int) -> dict[str, str]:
-        """Return the variables that programs on a host need to find each other."""
+        """Return the environment variables that programs on a host need to find each other."""
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         return dict.fromkeys(names, "eth0") | {"OMP_NUM_THREADS": "1", "PATH": SEARCHED, "BOX_HOST": str(host)}
 
     def disk_of(self, host: int) -> Path:
-        """Return the path of a host's own disk on this machine."""
+        """Return the path on this machine of a host's own disk."""
         return self.folder / f"disk{host}"
 
     def close(self) -> None:
@@ -289,20 +289,20 @@ class Box:
 
 PR_SET_PDEATHSIG = 1
 NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"
-"""Commands that disable IPv6; otherwise, half of the programs would try addresses that no host has."""
+"""Commands that disable IPv6. Otherwise, half of the programs would try IPv6 addresses, which no host has."""
 
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, disk: Path | None = None) -> Iterator[Box]:
     """Simulate `count` hosts with links of this rate, in tc's notation (None: unlimited). On each host, the folder
-    `disk` is a separate disk. See `missing` for the requirements."""
+    `disk` is mounted as a separate disk. See `missing` for the requirements."""
     sweep()
     with closing(Box(count, rate, disk)) as box:
         yield box
 
 
 def bits_per_second(rate: str) -> float:
-    """Convert tc's `100mbit` to bits per second. Raises ValueError for any other form."""
+    """Convert a rate in tc's notation, such as `100mbit`, to bits per second. Raises ValueError for any other form."""
     match = re.fullmatch(r"([0-9.]+)(k|m|g)?bit", rate)
     if match is None:
         raise ValueError(f"rate {rate} is not of the form 100mbit (kbit, mbit or gbit)")
@@ -310,7 +310,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Delete the folders of boxes whose process was killed. Nothing else of them remains."""
+    """Delete the folders of boxes whose creating process was killed. Such a box leaves nothing else behind."""
     for folder in Path("/tmp").glob("box-*"):
         with suppress(OSError, ValueError):
             if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():

@@ -1,4 +1,5 @@
-"""SLURM on the hosts of a box: the last host is the controller, where jobs are submitted; the others are nodes."""
+"""SLURM on the hosts of a box. The last host is the controller, to which jobs are submitted; the other hosts are
+nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SCRIPT = ROOT / "tests/slurm/start_slurm.sh"
 
 
 class SlurmBox:
-    """SLURM whose nodes are the hosts 0, 1, ... of `box`, except the last."""
+    """SLURM cluster whose nodes are all hosts of `box` except the last."""
 
     def __init__(self, box: Box) -> None:
         self.box, self.nodes, self.controller = box, len(box.names) - 1, len(box.names) - 1
@@ -35,8 +36,8 @@ class SlurmBox:
         return self.box.run(self.controller, *words, **self.environ)
 
     def submit(self, folder: Path, *command: object, nodes: int = 2, gpus: int = 2, **environ: str) -> str:
-        """Submit scripts/train_gpt_slurm.sh with a command and return the job's number. The job's output is in
-        FOLDER/log, that of node 1 in FOLDER/logs/node-1.log."""
+        """Submit scripts/train_gpt_slurm.sh with a command and return the job's id. The job's output is written to
+        FOLDER/log, and the output of node 1 to FOLDER/logs/node-1.log."""
         folder.mkdir()
         words = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--cpus-per-task=2", "--time=20"]
         words += ["--oversubscribe", f"--output={folder}/log", "scripts/train_gpt_slurm.sh", *map(str, command)]
@@ -45,7 +46,7 @@ class SlurmBox:
         return started.split()[-1]
 
     def ended(self, job: str) -> dict[str, str]:
-        """Wait until a job has left the queue, and return SLURM's record of it."""
+        """Wait until a job leaves the queue, and return SLURM's record of the job."""
         wait_for(lambda: self._fields(job)["JobState"] in ENDED)
         return self._fields(job)
 
@@ -56,6 +57,6 @@ class SlurmBox:
 
 @contextmanager
 def slurm_box(nodes: int) -> Iterator[SlurmBox]:
-    """A box of `nodes` nodes and a controller."""
+    """Box with `nodes` nodes and a controller."""
     with hosts(nodes + 1) as box:
         yield SlurmBox(box)

@@ -1,5 +1,5 @@
-"""Training on two hosts equals one process. With hosts that share no disk, index files are built once on each host and
-whole copies of a checkpoint load. Runs that need one folder, or the same data on each host, are refused at start."""
+"""Training on two hosts equals one process. If the hosts share no disk, each host builds index files once, and whole
+copies of a checkpoint load. Runs that need a shared folder, or the same data on each host, are refused at startup."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_other_data(prefix: Path) -> None:
 def test_hosts_without_a_shared_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system here caches directories
+    monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system in a box caches directories
     text = write_data(tmp_path / "alone" / "text")
     run_forked(1, [*FLAGS, "--data-path", str(text), "--save", str(tmp_path / "one")], tmp_path / "screen")
     disk, shared = tmp_path / "disk", tmp_path / "shared"

@@ -18,7 +18,7 @@ from tests.slurm.cluster import MISSING, running_cluster
 
 FLAGS = "--peer-copies 1 --restarts-in-job 2 --spare-ranks 1".split()
 BUSY = "--host-heartbeat-timeout-seconds 20".split()
-"""Flags for a busy machine, on which a process may pause for seconds."""
+"""Flags for a busy machine, where a process may pause for seconds."""
 
 TASK = """
 import os, signal, sys
@@ -52,7 +52,7 @@ def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
         before = run.marks()
         Box.kill_host(box, 1)
         run.wait(lambda: run.last_world(before) == 2, "a step with the spare")
-        (run.save / "exit").touch()  # otherwise the launchers wait five minutes for the lost host's launcher
+        (run.save / "exit").touch()  # otherwise, the other launchers wait five minutes for the launcher of the lost host
         run.wait(lambda: "exiting at iteration" in run.screens()[0], "the end of the ranks")
     last = int((run.save / "latest_checkpointed_iteration.txt").read_text())
     said = "\n".join(run.since(before))

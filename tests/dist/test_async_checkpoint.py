@@ -1,4 +1,5 @@
-"""Background saves: the files that they write, the files that a kill leaves, and the effect of a failure on the run."""
+"""Background saves: the files that they write, the files that remain after a kill, and the effect of a failed save on
+the run."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torc
 
 
 def test_a_save_keeps_the_newer_latest_checkpoint_of_another_run(tmp_path: Path) -> None:
-    """Another run saves to the same folder between two saves of this run."""
+    """A second run saves to the same folder between two saves of the first run."""
     saver, tensors = CheckpointWriter(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
     saver.pause = 0.0
     for iteration, others in ((1, None), (2, "40"), (50, None)):
@@ -89,7 +90,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     for iteration in range(1, 7):
         part.fill_(iteration)
         saver.save(iteration, tensors, {"n": iteration})
-        part.fill_(-1.0)  # as a training step would
+        part.fill_(-1.0)  # as a training step does
     saver.close()
     reports = saver.reports()
     assert all(report.complete and report.error is None for report in reports)
@@ -104,7 +105,7 @@ def test_a_save_has_the_state_of_its_call(tmp_path: Path) -> None:
 
 
 def break_disk(times: int, folder: str = "") -> None:
-    """Make the next `times` writes of this process to paths that contain `folder` fail with a full disk."""
+    """Make the next `times` writes of this process to paths that contain `folder` fail with a disk-full error."""
     left = [times]
     original = storage.DataWriter.write_data
 
@@ -162,7 +163,7 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
     assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
     shown = capfd.readouterr().err
     lines = [line for line in shown.splitlines() if "iteration 4 was not saved" in line]
-    # all ranks fail for the same reason, which is reported once
+    # all ranks fail for the same reason, so it is reported once
     assert len(lines) == 3 and shown.count("No space left") == 1, shown
     assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
 

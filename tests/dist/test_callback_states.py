@@ -1,4 +1,4 @@
-"""Under any layout, evaluation weights and callback states equal those of a one-process run. Callback states are
+"""Evaluation weights and callback states under any layout equal those of a one-process run. Callback states are
 planned, saved and resharded."""
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def averaged(run: TrainingRun) -> dict[tuple[str, int, int], OptimizerPiece]:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Return the validation losses after two steps, of the averaged and of the trained weights. An evaluation leaves
-    the weights of every rank bit for bit as they were."""
+    """Return the validation losses of the averaged and of the trained weights after two steps. An evaluation does not
+    change a single bit of any rank's weights."""
     with local_run(config, rank, world_size) as run:
         callbacks, records = run.callbacks, list[dict[str, float]]()
         log = cast("Log", SimpleNamespace(write=records.append, say=print))
@@ -121,7 +121,7 @@ def not_offered(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def saved(rank: int, world_size: int, config: RunConfig) -> None:
-    """Save the sums of two steps and check that the states take as many bytes as planned."""
+    """Save the sums of two steps, and check that the states have the planned size in bytes."""
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
         for _ in range(2):
@@ -139,7 +139,7 @@ def saved(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
-    """Check that every element of the loaded states equals the checkpoint's."""
+    """Check that every element of the loaded states equals the corresponding element of the checkpoint."""
     checkpoint = Checkpoint(folder)
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
@@ -153,7 +153,7 @@ def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that a run on one process saved to."""
+    """Return the folder to which a one-process run saved."""
     folder = tmp_path_factory.mktemp("one")
     run_world(1, saved, config_of(f"--fp64 --save {folder}", 1))
     return folder

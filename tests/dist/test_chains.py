@@ -1,5 +1,5 @@
-"""Optimizers that chain transforms: under any layout, updates equal the updates of a single process, and planned states
-can be resharded."""
+"""Optimizers that chain transforms: updates under any layout equal those of one process, and states have the planned
+size and can be resharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2), Paralle
 
 
 class OfMatrices(torch.optim.Optimizer):
-    """Optimizer of whole tensors that views matrices as [stack, rows, columns] of the same memory."""
+    """Optimizer of unsharded tensors that gives matrices to another optimizer as views [stack, rows, columns]."""
 
     def __init__(self, groups, metas, make) -> None:
         super().__init__(groups, {})
@@ -63,7 +63,7 @@ def shape_of(param: Tensor, metas: dict[int, ParamMeta]) -> tuple[int, ...]:
 
 
 class WholeShampoo(torch.optim.Optimizer):
-    """Shampoo for tensors [..., rows, columns], with matrix roots computed by SVD."""
+    """Shampoo for unsharded tensors [..., rows, columns], with matrix roots computed by SVD."""
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -83,7 +83,8 @@ def root_of(x: Tensor) -> Tensor:
 
 
 def oracle_of(state, kind: str) -> Oracle:
-    """Return the reference optimizer. torch's Adam updates the parameters that Shampoo does not treat as matrices."""
+    """Return the reference optimizer, in which torch's Adam updates all parameters that Shampoo does not treat as
+    matrices."""
     oracle = Oracle(state, lambda groups: torch.optim.SGD(groups, lr=LR))
     metas = {id(param): oracle.metas[name] for name, param in oracle.params.items()}
     groups = [{"params": group["params"]} for group in oracle.optimizer.param_groups]
@@ -147,7 +148,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
 @pytest.mark.parametrize("kind", EXAMPLES)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, kind, distributed):
-    """Adafactor's updates of matrices equal torch's, and each rank holds as many bytes of states as planned."""
+    """Adafactor's updates of matrices equal torch's, and the states on each rank have the planned size in bytes."""
     run_world(dims.world_size, compare_with_one_process, dims, distributed, kind)
 
 
@@ -176,7 +177,7 @@ def test_a_skipped_step_leaves_all_states(kind):
 
 
 class Count(Transform):
-    """Transform with states of every kind and several dtypes, each of which counts updates."""
+    """Transform with states of every kind and of several dtypes. Each state counts the updates."""
 
     def states(self, meta):
         found = [elements("ones", meta, "bfloat16"), reduced("one", meta, dtype="float32")]

@@ -1,5 +1,5 @@
-"""Files that a save writes under any layout, and files that an interrupted save leaves. tests/parity/test_reshard.py
-tests loading."""
+"""Files that a save writes under any layout, and files that remain after an interrupted save.
+tests/parity/test_reshard.py tests loading."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 
 
 def misfit(rank: int, world_size: int, root: Path) -> str:
-    """Load with one rank that asks for a missing key and another that asks for a wrong shape; every rank reports
-    both."""
+    """One rank requests a missing key and another rank a wrong shape; every rank reports both errors."""
     state = initialize_model_parallel()
     module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:
@@ -85,8 +84,8 @@ def test_missing_extra_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path
 
 
 def save_weights(rank: int, world_size: int, root: Path, iteration: int = 1, dies_in: tuple[str, str] | None = None):
-    """Save the weights. `dies_in` is (function of `os`, suffix): rank 0 is killed when it calls this function for a
-    path with this suffix."""
+    """Save the weights. `dies_in` is a pair (function of `os`, suffix). Rank 0 is killed when it calls this function
+    for a path with this suffix."""
     if dies_in is not None and rank == 0:
         method, suffix = dies_in
         original = getattr(os, method)
@@ -118,5 +117,5 @@ def test_a_killed_save_leaves_the_latest_loadable(tmp_path: Path, dies_in: tuple
     folder = candidates(tmp_path).folders[0]
     assert json.loads((folder / "metadata.json").read_text()) == {}
     assert Checkpoint(folder).read("model.a").shape == (9,)
-    run_world(2, save_weights, tmp_path)  # which also removes what the killed save left
+    run_world(2, save_weights, tmp_path)  # which also removes the files of the killed save
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".tmp", ".old")]

@@ -1,10 +1,11 @@
-"""Number, kind and size of the collectives of a tensor-parallel layer, of the embedding and of the output layer.
+"""Number, kind and size of the collectives in a tensor-parallel layer, the embedding and the output layer.
 
-Per layer, forward and backward together, there are 4 all-reduces of s*b*h elements; with sequence parallelism, 4
-all-gathers and 4 reduce-scatters of the same size, plus the all-gather of each column-parallel layer's input for its
-weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t of its operand. An all-gather and a reduce-scatter
-send (t-1)/t of the whole tensor each, so both variants send the same number of bytes (arXiv 2205.05198, section 4.2.2).
-On CPU, reduce-scatters are all-to-alls, which send the same number of bytes.
+The forward and backward passes of a layer together have 4 all-reduces of s*b*h elements. With sequence parallelism,
+they have 4 all-gathers and 4 reduce-scatters of the same size instead, and one more all-gather for each column-parallel
+layer, whose input is gathered again for its weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times
+its operand. An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the
+same number of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which
+send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ NAMES = {
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 Call = tuple[str, int]
-"""Kind of a collective and bytes of its larger operand, the whole tensor that the ranks share."""
+"""Kind of a collective, and size in bytes of its larger operand, which is the unsharded tensor."""
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the collectives that this process starts through torch.distributed."""
+    """Record the collectives that this process launches through torch.distributed."""
     calls: list[Call] = []
     originals = {name: getattr(dist, name) for name in (*NAMES, *OTHERS)}
 
@@ -66,14 +67,15 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Return the bytes that a rank sends. All collectives use ring algorithms, except all-to-alls, in which a rank does
-    not send its own block."""
+    """Return the bytes that a rank sends. Collectives use ring algorithms. The exception is all-to-all, in which a rank
+    sends every block but its own."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 
 
 def all_reduce(nbytes: int, size: int) -> Call:
-    """Return the call that all-reduces an operand of `nbytes` on CPU. With two ranks, they exchange their operands."""
+    """Return the call that all-reduces an operand of `nbytes` bytes on CPU. Two ranks exchange their operands
+    instead."""
     return ("all_to_all", 2 * nbytes) if size == 2 else ("all_reduce", nbytes)
 
 
@@ -118,7 +120,7 @@ def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize:
 def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
-    regathers = 2  # the inputs of linear_qkv and linear_fc1: only the local shard is saved for the backward pass
+    regathers = 2  # the inputs of linear_qkv and linear_fc1, of which only the local shard is saved for the backward pass
     assert Counter(forward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 2}
     assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("all_to_all", sbh): 2}
     hidden = regathers * Fraction(size - 1, size) * sbh
@@ -127,9 +129,9 @@ def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsiz
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_ends_of_a_model(sp: bool) -> None:
-    """Embedding and output layer have one collective each, in the forward or the backward pass. With sequence
-    parallelism they have one in each pass, and the output layer gathers its input again. The loss gathers three numbers
-    per token. No collective carries the logits."""
+    """The embedding and the output layer each have one collective, either in the forward or in the backward pass. With
+    sequence parallelism, they have one collective in each pass, and the output layer gathers its input again. The loss
+    gathers three numbers per token. No collective carries the logits."""
     size, sbh = 2, S * B * H * 4
     ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")
     loss = ("all_gather", size * 3 * S * B * 4)

@@ -1,4 +1,4 @@
-"""AdamW as a compiled region, run uncompiled here, compared with torch's fused kernel."""
+"""AdamW as a compiled region compared with torch's fused kernel; the tests run the region without compiling it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient buffers: which gradients they hold, the precision of their sums, and misuse that is refused.
+"""Gradient buffers: the gradients that they hold, the precision of their sums, and refused misuse.
 
 tests/parity/test_matrix.py shows that the gradients equal autograd's under every layout.
 """
@@ -24,7 +24,8 @@ ROLES = dict(zip(SHAPES, ("embedding", "hidden", "bias"), strict=True))
 
 
 class Model(nn.Module):
-    """An embedding, a linear layer, and the embedding again as output layer, so that it receives two gradients."""
+    """Model with an embedding, a linear layer, and the embedding again as the output layer, so that the embedding
+    receives two gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Model(nn.Module):
             self.register_parameter(f"p{i}", param)
 
     def forward(self, tokens, mask):
-        """Return the sum of the masked losses."""
+        """Return the sum of the losses that the mask keeps."""
         word, weight, bias = self.parameters()
         logits = torch.tanh(word[tokens] @ weight.t() + bias) @ word.t()
         return (logits.logsumexp(-1) * mask).sum()
@@ -46,7 +47,7 @@ TOKENS, MASK = torch.arange(22).view(2, 11) % 11, torch.ones(2, 11, dtype=torch.
 def test_a_gradient_after_its_reduction_is_an_error():
     model = Model()
     ddp = DistributedDataParallel(DDPConfig(1, overlap_grad_reduce=True), FP64, ParallelState(), [model])
-    for _ in range(2):  # in the second iteration, buckets start early
+    for _ in range(2):  # in the second iteration, buckets start their reductions early
         ddp.begin_step(1)
         model(TOKENS, MASK).backward()
         if started := ddp._started:

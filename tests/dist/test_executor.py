@@ -1,4 +1,4 @@
-"""A pipeline executes its action list as given: it frees outputs and adds weight gradients at the places in the list.
+"""A pipeline executes exactly its action list: it frees outputs and adds weight gradients where the list says so.
 
 tests/parity/test_matrix.py shows that losses and gradients equal those of one process.
 """
@@ -35,7 +35,7 @@ def flags_of(schedule: str, p: int, m: int) -> list[str]:
 
 
 class FreedOnceSent:
-    """Hook for stages before the last: assert that each output is freed once it is sent."""
+    """Hook for all stages but the last: assert that each output is freed after it is sent."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Tensor]] = []
@@ -76,7 +76,7 @@ def test_the_list_of_a_rank_is_what_it_runs(schedule: str, p: int, v: int, m: in
 def test_messages_in_lanes_change_nothing(
     schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under NCCL, four process groups keep independent messages from waiting for each other."""
+    """As with NCCL, messages use four process groups so that independent messages do not wait for each other."""
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 
     def build_with_lanes(*args: Any) -> parallel_state.ParallelState:

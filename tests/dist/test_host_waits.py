@@ -1,7 +1,7 @@
-"""Between two log lines, a training step neither reads a value from the device nor waits for it.
+"""Between two log lines, training steps neither read values from the device nor wait for it.
 
-The CPU makes the same calls, so the test records every operation that reads values, needs values for a shape, or copies
-Python numbers. `tests/gpu/test_host_waits.py` has torch itself report such operations on a GPU.
+A run on CPU makes the same calls, so the test records every operation that reads values, needs values for a shape, or
+copies Python numbers. `tests/gpu/test_host_waits.py` has torch itself report such operations on a GPU.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ HOST_ONLY = (
     "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""Reads of the previous step's outcome. These are four numbers, which are copied to the host at the end of that step
-and read while the gradients of the current step are computed. The host waits only for the event of that copy."""
+"""Reads of the previous step's outcome. The outcome consists of four numbers, which are copied to the host at the end
+of that step and read while the gradients of the current step are computed. The host waits only for the event of that
+copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
-    """Return the waits of the third step."""
+    """Return the number of host waits of the third step, by place."""
     return Counter(watched_step(rank, world_size, flags)[0])
 
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
-    """Return the places where the third step waits, and how often it calls each torch operation."""
+    """Return the places where the third step waits, and the number of calls of each torch operation."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):
@@ -82,7 +83,8 @@ def test_a_dynamic_loss_scale_reads_once() -> None:
 
 @pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
 def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
-    """The number of buckets does not matter: on a GPU, each of these calls is one kernel over all its tensors."""
+    """On a GPU, each of these calls launches one kernel for all its tensors, so the number of buckets does not
+    matter."""
     world_size = 2 if "--dp 2" in flags else 1
     for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
         assert calls["_fused_adamw_"] == 2, "matrices, and biases and norms, which do not decay"
@@ -107,9 +109,9 @@ CAPACITY = "--moe-expert-capacity-factor 1"
 def test_experts_wait_only_for_sizes_of_all_to_all_messages(
     flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, the number of rows per expert stays on the device, and each layer reads sizes `reads` times per
-    micro-batch. Values derived from these sizes are computed on the host and copied from pinned memory (`integers_on`,
-    `copied_to`)."""
+    """As on a GPU, the numbers of rows per expert stay on the device. Each layer reads sizes `reads` times per
+    micro-batch. The host computes values from these sizes, and `integers_on` and `copied_to` copy the values from
+    pinned memory."""
     monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)
     for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})

@@ -1,4 +1,4 @@
-"""On CPU, the allocator reuses freed blocks, unless the environment configures malloc."""
+"""The CPU allocator reuses freed blocks unless the environment configures malloc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, 
     """Allocate and free four blocks of 256 MiB in turn, and return the page faults of the last one."""
     os.environ |= environ
     library = ctypes.CDLL(None)
-    for parameter, default in GLIBC_DEFAULTS.items():  # the process that this one is forked from may have changed them
+    for parameter, default in GLIBC_DEFAULTS.items():  # the parent process may have changed them
         library.mallopt(parameter, default)
     keep_memory(device)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -41,4 +41,4 @@ def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, 
 def test_a_large_block_is_faulted_in_once() -> None:
     assert run_world(1, faults, CPU, {})[0] < PAGES / 100
     for device, environ in ((CPU, {"MALLOC_MMAP_THRESHOLD_": "1048576"}), (torch.device("cuda"), {})):
-        assert run_world(1, faults, device, environ)[0] >= PAGES / 512  # with huge pages or small ones
+        assert run_world(1, faults, device, environ)[0] >= PAGES / 512  # with either huge or small pages

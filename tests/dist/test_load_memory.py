@@ -1,4 +1,4 @@
-"""Memory that loading takes in addition to the loaded tensors: at most DCP's own buffers and one parameter."""
+"""Memory that loading needs besides the loaded tensors: at most DCP's own buffers and one parameter."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def resident(field: str) -> int:
 
 
 def give_back_pages() -> None:
-    """Make the allocator return freed buffers to the kernel, now and immediately from now on. By default, glibc raises
-    its threshold as buffers are freed and keeps later ones on its heap, whose holes then count as resident."""
+    """Make the allocator return all freed buffers to the kernel now, and later ones as soon as they are freed. By
+    default, glibc raises its mmap threshold when a large buffer is freed and then keeps buffers below the threshold on
+    its heap, whose holes count as resident."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     libc.malloc_trim(0)
 
 
 def empty() -> dict[str, torch.Tensor]:
-    """Return tensors whose pages are resident."""
+    """Return tensors whose pages are resident in memory."""
     return {f"model.{number}": torch.zeros(ROWS, COLUMNS) for number in range(TENSORS)}
 
 
 def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBoxes]:
-    """Split each tensor into `cuts` boxes of rows."""
+    """Split each tensor into `cuts` boxes along its rows."""
     step = ROWS // cuts
     return {
         key: ShardedBoxes((ROWS, COLUMNS), [((i * step, 0), part) for i, part in enumerate(data.split(step))])
@@ -51,7 +52,7 @@ def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBo
 
 
 def peaks(rank: int, world_size: int, root: Path) -> dict[str, int]:
-    """Return the peak memory of each way to load, without the target tensors."""
+    """Return the peak memory of each way to load, not counting the target tensors."""
     tensors, found = empty(), {}
 
     def dcp_load() -> None:

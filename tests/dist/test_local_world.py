@@ -1,4 +1,4 @@
-"""Forked worlds: the error names a rank that was killed, though only the other ranks can report anything."""
+"""Forked worlds: the error names a rank that was killed, even though only the other ranks can report an error."""
 
 from __future__ import annotations
 

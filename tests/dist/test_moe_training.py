@@ -1,4 +1,4 @@
-"""Mixture of experts in the training loop: logged values, with multi-token prediction too, and 16-bit training."""
+"""Mixture of experts in the training loop: logged values, also with multi-token prediction, and 16-bit training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
 
 
 def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> None:
-    """This includes the layers of multi-token prediction, with samples of several documents."""
+    """The logged values include the multi-token prediction layers, and samples consist of several documents."""
     flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging "
     flags += "--vocab-size 12 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --tokenizer-type NullTokenizer "
     flags += "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -43,7 +43,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
     assert len(first) == 2 and len({first[0][key] for key in ("lm_loss", "mtp_loss_1", "mtp_loss_2")}) == 3
     for record in first:
         load = record["moe_load_of_layer"]
-        assert list(load) == ["1", "2", "3", "4"]  # two layers of the model, two of multi-token prediction
+        assert list(load) == ["1", "2", "3", "4"]  # two decoder layers and two multi-token prediction layers
         assert all(len(row) == 8 and sum(row) == pytest.approx(8, abs=1e-3) for row in load.values())
         assert record["moe_load_max"] == pytest.approx(max(map(max, load.values())), abs=1e-4)
         assert record["moe_load_min"] == pytest.approx(min(map(min, load.values())), abs=1e-4)
@@ -52,7 +52,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
-    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 for balanced loads, in the first step too
+    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 if loads are balanced, also in the first step
     for (world_size, _), (record, _) in zip(LAYOUTS.values(), (first, *others), strict=True):
         flops_of_token = world_size * record["tflops_per_device"] / record["tokens_per_second"]
         assert flops_of_token == pytest.approx(first[0]["tflops_per_device"] / first[0]["tokens_per_second"])
@@ -77,7 +77,8 @@ def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
 
 
 def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
-    """There are ten words, and each token attends to two, so many router weights are equal up to rounding."""
+    """The vocabulary has ten words and each token attends to two tokens, so many router probabilities are equal up to
+    rounding."""
     model = f"{BASE} --fp64 --vocab-size 10 --num-experts 4 --moe-expert-capacity-factor 0.8 --window-size 2 "
     model += "--position-embedding-type none --attention-dropout 0 --hidden-dropout 0 --global-batch-size 4 --seed 2 "
     model += "--seq-length 32 "

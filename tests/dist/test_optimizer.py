@@ -1,4 +1,4 @@
-"""Under any layout, the optimizer makes the same updates as torch's own in one process."""
+"""The optimizer makes the same updates under any layout as torch's optimizer in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim needs it: import it once here instead of in every forked rank
+import torch._dynamo  # torch.optim needs this module, so import it once here instead of in every forked rank
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
@@ -54,7 +54,7 @@ def compare_with_one_process(rank, world, dims, distributed, kind, clip):
     ("dims", "kind", "clip"), [*((dims, "adam", 0.5) for dims in LAYOUTS), (ParallelDims(dp=3), "sgd", 0.0)], ids=str
 )
 def test_updates_match_one_process(dims, kind, clip, distributed):
-    """The updates equal those of one process, whatever factor (loss scale) seeds the backward passes."""
+    """The updates equal those of one process for any loss scale."""
     norms = run_world(dims.world_size, compare_with_one_process, dims, distributed, kind, clip)
     assert all(other == norms[0] for other in norms), "the norm must be bit-equal on all ranks"
 
@@ -87,7 +87,7 @@ def test_bf16_has_fp32_main_parameters(distributed):
 
 
 def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
-    """Run four steps; the third has an infinite gradient on one rank in fp16, a NaN in fp64."""
+    """Run four steps. In the third, one rank's gradient is infinite in fp16 and NaN in fp64."""
     state = build_parallel_state(ParallelDims(tp=2, dp=2), rank)
     scaler = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 2}
     ddp, optimizer = build(state, distributed, dtype=dtype, optimizer=kind, **scaler)
@@ -115,7 +115,7 @@ def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
 
 IN_A_SHARD = (3, "decoder.layers.0.mlp.linear_fc2.weight")
 THAT_NO_NORM_COUNTS = (1, "decoder.layers.1.mlp.linear_fc2.bias")
-"""Parameter of a replica, which no norm counts."""
+"""Parameter of a replica that is not part of the gradient norm."""
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])

@@ -1,4 +1,5 @@
-"""Ring attention: the messages it sends, and the precision of its partial sums. The parity matrix tests its layouts."""
+"""Ring attention: its messages and the precision of its partial sums. The parity matrix tests layouts with ring
+attention."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def sizes_of_messages(rank: int, size: int) -> list[int]:
 
 
 def test_only_key_groups_are_sent() -> None:
-    """The forward pass sends a rank's keys and values cp - 1 times. The backward pass sends them as often, and their
-    gradients cp times."""
+    """In the forward pass, each rank's keys and values are sent cp - 1 times. In the backward pass, they are sent cp -
+    1 times again, and their gradients cp times."""
     for sent in run_world(4, sizes_of_messages):
         assert sent == [2 * LENGTH // 4 * SAMPLES * GROUPS * DIM] * (3 + 3 + 4)
 

@@ -1,4 +1,4 @@
-"""Work that a run does once at its start: it resolves the configuration and builds the tokenizer."""
+"""A run resolves its configuration and builds its tokenizer only once, at startup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a sharded vocabulary, compared with torch's over the whole one."""
+"""Cross entropy over a sharded vocabulary, compared with torch's cross entropy over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def parallel(rank: int, size: int, dtype: torch.dtype, vocab_size: int, z_loss: 
 
 
 @pytest.mark.parametrize("size", [1, 4])
-# 14: with ranks of 4 columns, some have only padding and some have a few tokens
+# 14: with 4 columns per rank, some ranks have only padding and some have a few tokens
 @pytest.mark.parametrize(("vocab_size", "z_loss"), [(V, 0.0), (27, 0.1), (14, 0.0)])
 def test_losses_and_gradients_match_torch(size: int, vocab_size: int, z_loss: float) -> None:
     loss, grad = oracle(torch.float64, vocab_size, z_loss)

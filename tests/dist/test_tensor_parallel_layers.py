@@ -1,4 +1,5 @@
-"""Weight gradients: the precision of their sums, and the queue that defers them. Also tests a token that no rank owns.
+"""Weight gradients: the precision of their sums, and the queue that defers them. Also tests token ids that no rank
+owns.
 
 tests/parity/test_matrix.py shows that the layers compute the same as one process.
 """
@@ -17,7 +18,8 @@ from tests.harness import run_world, tp_context
 
 
 def test_main_grad_sums_in_its_own_precision() -> None:
-    """The sum is 768 ones, then a quarter in 256 parts. A bf16 sum would stop growing at 256."""
+    """The sum consists of 768 ones, followed by 256 parts that add up to a quarter. A bf16 sum would stop growing at
+    256."""
     out = torch.zeros(1, 1)
     one = torch.ones(256, 1, dtype=torch.bfloat16)
     for _ in range(3):
@@ -38,7 +40,7 @@ def unknown_token(rank: int, size: int) -> str:
 
 
 def test_token_outside_the_vocabulary() -> None:
-    """No rank owns such a token, so its embedding would silently be zero."""
+    """No rank owns a token id outside the vocabulary, so its embedding would silently be zero."""
     for message in run_world(2, unknown_token):
         assert message.startswith("token ids must be in [0, 40)")
         assert message.endswith("found ids from 0 to 40")

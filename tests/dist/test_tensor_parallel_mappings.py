@@ -1,5 +1,5 @@
-"""Collectives as adjoint pairs, <Ax, y> = <x, A'y>, and their fast path for one rank. tests/parity/test_matrix.py
-checks their values."""
+"""Collectives as pairs of adjoint maps, <Ax, y> = <x, A'y>, and their fast path for one rank.
+tests/parity/test_matrix.py checks their values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def operand(rank: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 1))
 
 
-# Each collective is a linear map of all ranks' operands taken together: its adjoint satisfies <A x, y> = <x, A' y>,
-# summed over the ranks. gather_from maps "a shard on each rank" to "the same tensor on every rank"; for the latter,
-# <.,.> counts the shared values once.
+# Each collective is a linear map of the operands of all ranks together. Its adjoint satisfies <A x, y> = <x, A' y>,
+# summed over the ranks. gather_from maps "a shard on each rank" to "the same tensor on every rank". For a replicated
+# tensor, <.,.> counts the shared values once.
 SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
     # name: (map, operand is replicated, result is replicated)
     "copy": (m.copy_to, True, False),

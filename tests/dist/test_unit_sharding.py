@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3: when parameters are whole, what is sent, and which unit is prefetched."""
+"""ZeRO-2 and ZeRO-3: the time during which parameters are unsharded, the bytes sent, and the prefetched unit."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ CALLS: dict[str, tuple[str, Callable[[UnitBucket], bool]]] = {
     "start_grad_sync": ("reduce", lambda bucket: bucket.whole_grads),
     "finish_grad_sync": ("reduced", lambda bucket: bucket._reduced is not None),
 }
-"""Bucket methods: the event that each records, and whether it has work to do."""
+"""Bucket methods, each with the event that `Watch` records and a predicate that is true if the call has work to do."""
 
 
 class Watch:
-    """Record the events of units in order: "gather" and "reduce" when a collective starts, "reduced" when it has been
-    waited for, and "add" when a backward pass has computed a first gradient. Also records the largest number of units
-    that were whole at the same time."""
+    """Record the events of units in order: "gather" and "reduce" when a collective starts, "reduced" when the wait for
+    a reduction ends, and "add" when a backward pass computes the first gradient of a unit. Also records the largest
+    number of units that were unsharded at the same time."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()
@@ -79,7 +79,7 @@ class Watch:
 
 
 def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Return the collectives of the second step, the largest number of whole units, and the memory left after the
+    """Return the collectives of the second step, the largest number of unsharded units, and the memory in use after the
     step."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         train_step(run)
@@ -99,7 +99,7 @@ def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> int:
-    """Return the bytes of those collectives of a kind that carry unit buckets."""
+    """Return the bytes of the collectives of a kind whose operands are unit buckets."""
     sizes = set(found["sizes"].values())
     return sum(nbytes * count for (name, nbytes), count in found["calls"].items() if name == kind and nbytes in sizes)
 
@@ -115,8 +115,8 @@ def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_onc
 
 def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
     """The backward pass gathers all units again except the output layer, which is kept from the forward pass, and the
-    embedding, whose backward reads no parameters. The total is 3 Psi less these two (arXiv 1910.02054, section
-    7.2.2)."""
+    embedding, whose backward pass reads no parameters. The total is 3 Psi minus these two units (arXiv 1910.02054,
+    section 7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
         layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
@@ -141,7 +141,7 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
             for event, kinds in hooks.items():
                 # the embedding's input has no gradient
                 for register in kinds if "embedding" not in name else kinds[:1]:
-                    first = {"prepend": True} if event == "begin" else {}  # before the unit's own hooks start anything
+                    first = {"prepend": True} if event == "begin" else {}  # before the unit's own hooks launch collectives
                     register(lambda *_, event=event, name=name: found.append((event, name)), **first)
         for _ in range(2):
             train_step(run)

@@ -1,4 +1,4 @@
-"""Toy model for tests of gradients and optimizers: tagged parameters with known values, and no layers.
+"""Toy model without layers for tests of gradients and optimizers: tagged parameters with known values.
 
 Every parameter has a global value and, for each step and data-parallel rank, a global gradient; both are functions of
 its name. A rank holds its box of the value and adds its share of the gradient under the layout, so the result of one
@@ -28,7 +28,8 @@ LR, DECAY = 0.01, 0.1
 
 
 def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
-    """Return (tag, stage) of every parameter; a tied parameter is on both of its stages. Sizes are odd on purpose."""
+    """Return (tag, stage) of every parameter. A tied parameter occurs once for each of its two stages. Sizes are odd on
+    purpose."""
     shared = (0, pp - 1) if pp > 1 else ()
     tied = ParamMeta("embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=shared, role="embedding")
     last, cut, qkv = pp - 1, {"ep": 0, "expt_tp": 1}, Fused("qkv", 1, (3, 1, 1))
@@ -69,7 +70,7 @@ def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
 
 
 def noise(shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return standard normal float64 values that depend on the key alone."""
+    """Return float64 values from a standard normal distribution that depend only on the key."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -110,7 +111,7 @@ def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int)
 
 
 class Oracle:
-    """The same training in one process with torch's own optimizer and clipping."""
+    """Equivalent training in one process with torch's own optimizer and clipping."""
 
     def __init__(self, state: ParallelState, make_optimizer, dtype: torch.dtype = torch.float64) -> None:
         self.state = state
@@ -140,13 +141,13 @@ class Oracle:
 
 
 def optimizer_config(**flags) -> OptimizerConfig:
-    """Return an optimizer configuration with these fields, which may be those of extensions."""
+    """Return an optimizer configuration with these fields, which may belong to extensions."""
     return config_of_sections({"optimizer": flags}).optimizer
 
 
 load()
 KINDS = [name for name in ("adam", "sgd", "muon") if name in OPTIMIZERS]
-"""Optimizers to test; includes muon if its extension is installed."""
+"""Optimizers to test, including muon if its extension is installed."""
 
 
 def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False, **flags):
@@ -158,7 +159,8 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
 
 
 def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
-    """Turn the owned part of every `main_grad` into the gradient of the mean loss per valid token."""
+    """Reduce the gradients and scale the owned part of every `main_grad` to the gradient of the mean loss per valid
+    token."""
     ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
 
 

@@ -1,4 +1,4 @@
-"""Tests of the built-in extensions, each in the folder with its name."""
+"""Tests of the built-in extensions. Each folder has the name of the extension that it tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.extensions import BUILT_IN
 
 
 def installed(extension: str | None) -> bool:
-    """Return True if this built-in extension is installed, or if none is named."""
+    """Return True if this built-in extension is installed, or if the name is empty."""
     return extension is None or any(built_in.name == extension for built_in in BUILT_IN)
 
 

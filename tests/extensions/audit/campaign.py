@@ -1,12 +1,12 @@
-"""Audits of many steps: correct steps, in which no audit may raise an alarm, and steps in which a random bit flips on a
-random rank.
+"""Audits of many steps. In correct steps, no audit may raise an alarm; in the others, a random bit flips on a random
+rank.
 
     python -m tests.extensions.audit.campaign --steps 1000              correct steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
     python -m tests.extensions.audit.campaign --cost 10                 CPU time of steps with and without audits
 
-A flip counts as found if the audit of its step names the rank. Flips that change no recorded value, for example of bits
-that a later rounding drops, cannot be found.
+A flip counts as detected if the audit of the same step names the rank. Flips that change no recorded value, for example
+of bits that a later rounding drops, cannot be detected.
 """
 
 from __future__ import annotations

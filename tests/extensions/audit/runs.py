@@ -34,7 +34,7 @@ LONGEST = 7200.0
 
 @dataclass(frozen=True)
 class Flip:
-    """Bit that flips on a rank: of a weight, a gradient bucket, a message, or the output of a GEMM."""
+    """Bit flip on a rank: in a weight, a gradient bucket, a message, or a GEMM output."""
 
     kind: str
     rank: int
@@ -49,13 +49,13 @@ class Audited:
     findings: list[tuple[int, Finding]]
     audits: int
     ended: str
-    """Error that ended the run; empty if none did."""
+    """Error that ended the run; empty if the run ended without an error."""
 
     losses: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
 
     seconds: float
-    """CPU time of the first rank from the second log line to the last."""
+    """CPU seconds of the first rank from the second log line to the last."""
 
 
 def flip(x: Tensor, bit: int, place: int = 0) -> None:

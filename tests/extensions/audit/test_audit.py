@@ -1,4 +1,4 @@
-"""A flipped bit on a rank is found, and the audit names the rank and the tensor; a correct run raises no alarm."""
+"""Audits detect a flipped bit and name the rank and the tensor; a correct run raises no alarm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_sketch_detects_equal_bits_and_measures_the_distance() -> None:
 
 
 def report(rank: int, kind: str = "", **facts: object) -> Report:
-    """Return a report of one of four replicas of one rank, whose parts the next replica recomputes."""
+    """Return the report of one of four one-rank replicas. The next replica recomputes its parts."""
     first = Difference(kind, "tensor", 0.5, **facts) if kind else None  # type: ignore[arg-type]
     return Report(rank, f"host{rank}", (rank + 1) % 4, first)
 
@@ -68,7 +68,7 @@ def test_votes_name_the_rank(case: list[Report], named: tuple[int, ...] | None) 
 
 
 def test_a_rank_with_wrong_inputs_is_not_blamed() -> None:
-    """Rank 1 receives a wrong message; rank 0 receives the result that rank 1 computes from it."""
+    """Rank 1 receives a wrong message, and rank 0 receives the result that rank 1 computes from that message."""
     reports = [
         Report(0, "a", 2, Difference(RECEIVED, "late", 0.1, "sum 2", of_own=False)),
         Report(1, "b", 3, Difference(RECEIVED, "early", 0.1, "sum 1", of_own=False), sent=frozenset({"sum 2"})),

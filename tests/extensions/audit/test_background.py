@@ -1,4 +1,4 @@
-"""A process next to the run finds a flipped bit and names the rank."""
+"""A background process next to the run detects a flipped bit and names the rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TP = "--tensor-model-parallel-size 2"
 def test_a_flipped_bit_is_found_and_the_rank_named(
     flags: str, ranks: int, fault: Flip, told: str, tmp_path: Path
 ) -> None:
-    """Sign bits are flipped, because other flips would make the step non-finite."""
+    """The test flips sign bits, because other flips would make the step non-finite."""
     found = audited(f"{flags} --train-iters 2 --save {tmp_path}", ranks, [fault])
     ((iteration, finding),) = found.findings
     assert (iteration, finding.ranks, finding.kind) == (2, (fault.rank,), GRADIENT)

@@ -1,4 +1,4 @@
-"""Each guarantee of the audits is broken on purpose, and a test must fail."""
+"""Each guarantee of the audits is broken on purpose, and at least one test must fail."""
 
 from __future__ import annotations
 

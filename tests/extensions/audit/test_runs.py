@@ -1,4 +1,4 @@
-"""A rank that has disagreed twice exits as failed, and the ranks are restarted within the job."""
+"""A rank whose results disagree twice exits as failed, and all ranks are restarted within the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.forked import run_forked
 
 
 def faulty(argv: list[str]) -> int:
-    """Run `pretrain_gpt.main`; in its first start, two GEMMs of rank 1 are wrong."""
+    """Run `pretrain_gpt.main`. In the first start, two GEMMs of rank 1 are wrong."""
     whole = training.train
 
     def train(run: TrainingRun) -> ExitCode:

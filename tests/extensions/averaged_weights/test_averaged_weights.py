@@ -1,5 +1,5 @@
-"""Moving averages of the weights: equal to the definition under every layout, exact after a resume, and evaluated on
-request."""
+"""Moving averages of the weights equal their definition under every layout, are exact after a resume, and are evaluated
+on request."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ MORE_LAYOUTS = {
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2-interleaved": (2, "--num-layers 4 --pp 2 --num-layers-per-virtual-pipeline-stage 1"),
 }
-"""Layouts in addition to `LAYOUTS`."""
+"""Layouts that are tested in addition to `LAYOUTS`."""
 
 FP32 = [(layout, "--fp32") for layout in LAYOUTS | MORE_LAYOUTS]
 BF16 = [(layout, "--bf16") for layout in LAYOUTS]
-"""Cases with averages of main parameters, some with optimizer shards (zero1) and weight shards (zero3)."""
+"""Cases with averages of main parameters, some of them with sharded optimizer states (zero1) or sharded weights
+(zero3)."""
 
 
 @pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
@@ -126,8 +127,8 @@ def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
 
 
 def test_small_changes_of_an_average_in_bf16_count() -> None:
-    """With a decay of 0.999, 1,000 updates move an average of 1 by 1 - 1/e of the way to 1.1. Rounding to nearest would
-    leave the average at 1."""
+    """With a decay of 0.999, 1,000 updates move an average of 1 by 1 - 1/e of the way to 1.1. If updates were rounded
+    to nearest, the average would stay at 1."""
     averages, weights = [torch.ones(4096, dtype=torch.bfloat16)], [torch.full((4096,), 1.1) + 1e-3 * torch.randn(4096)]
     for step in range(1000):
         _move_(averages, weights, 1 - 0.999, step)
@@ -141,8 +142,8 @@ def test_training_is_to_the_bit_that_without_averages(tmp_path: Path) -> None:
 
 
 def losses(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Return the validation losses of the averaged and of the trained weights, and check that the states take as many
-    bytes as planned."""
+    """Return the validation losses of the averaged and of the trained weights, and check that the states have the
+    planned size in bytes."""
     with local_run(config, rank, world_size) as run:
         (average,) = [callback for callback in run.callbacks if isinstance(callback, MovingAverages)]
         callbacks, records = run.callbacks, list[dict[str, float]]()
@@ -228,7 +229,7 @@ def test_names_and_rules() -> None:
 
 
 def test_a_plan_names_the_averages_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """One fp32 average on one process takes 4 bytes per trained element."""
+    """One fp32 average in one process takes 4 bytes per trained element."""
     with pytest.raises(SystemExit):
         pretrain_gpt.main(f"{RUN} --bf16 --ema-decay 0.9 --dry-run --world-size 1".split())
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Choice of the checkpoints to delete, first with only integers and then in a folder."""
+"""Choice of the checkpoints to delete, tested first with only integers and then in a folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text file names the best checkpoint instead; a full disk is an error."""
+    """If links are not supported, a text file names the best checkpoint; a full disk is an error."""
 
     def refuse(number: int) -> None:
         def symlink(*args: object, **kwargs: object) -> None:

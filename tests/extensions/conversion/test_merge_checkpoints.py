@@ -1,4 +1,4 @@
-"""tools/merge_checkpoints.py: means of all formats, the records of a merge, and refused merges."""
+"""tools/merge_checkpoints.py: means of checkpoints in every format, the records of a merge, and refused merges."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]) -> None:
-    """Compare with a mean computed in fp64. The tolerance is the error of a sum and of one rounding in fp32."""
+    """Assert that the merged parameters equal a mean computed in fp64. The tolerance allows for the errors of a sum and
+    of one rounding in fp32."""
     assert found.keys() == models[0].keys()
     for name, tensor in found.items():
         terms = torch.stack([weight * model[name].double() for weight, model in zip(weights, models, strict=True)])
@@ -283,7 +284,7 @@ def with_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> 
 def test_another_model_is_refused(
     run: Path, converted: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One model has other shapes; one has equal shapes but computes something else."""
+    """One model has different shapes; another has equal shapes but computes something different."""
     other = [*MODEL, *RUN, "--save", str(tmp_path / "wide"), "--hidden-size", "48", "--train-iters", "4"]
     run_forked(1, other, tmp_path / "screen")
     said = refused(capsys, "--input", at(run, 4), at(tmp_path / "wide", 4), "--output", tmp_path / "out")
@@ -353,7 +354,7 @@ def test_a_record_has_no_credentials() -> None:
 
 
 def test_biases_of_experts_are_merged_too(tmp_path: Path) -> None:
-    """Expert biases are states next to the parameters, here of a run and in Megatron-LM's format."""
+    """Expert biases are states, not parameters; the test merges those of a run and those in Megatron-LM's format."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     flags = [*MODEL, *RUN, *experts.split(), "--train-iters", "3", "--save", str(tmp_path / "run")]
     run_forked(1, flags, tmp_path / "screen")

@@ -1,4 +1,4 @@
-"""Memory of a merge: a few tensors, however many checkpoints are merged and however large the model is."""
+"""A merge needs memory for a few tensors, however many checkpoints are merged and however large the model is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = ("dcp", "hf", "megatron")
 
 
 def save_llama(folder: Path, seed: int) -> None:
-    """Save a Llama as a Hugging Face folder."""
+    """Save a Llama model as a Hugging Face folder."""
     folder.mkdir()
     noise = torch.Generator().manual_seed(seed)
     shapes = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}

@@ -21,10 +21,10 @@ from megatron.extensions.interop.conversion.merge_weights import (
 )
 
 LR, BATCH, BRANCH = 0.25, 8, 5
-"""Constant learning rate, samples per step, and the iteration at which the decay begins."""
+"""The constant learning rate, the samples per step, and the iteration at which the decay begins."""
 
 Gradient = Callable[[int, Tensor], Tensor]
-"""Function from (iteration, weights) to the gradient of this step."""
+"""Function that returns the gradient of a step, given the iteration and the weights."""
 
 
 def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Tensor]:
@@ -65,7 +65,7 @@ DECAYS = [Decay(style, floor) for style in STYLES for floor in (0.0, 0.2)]
 
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 def test_emulation_is_exact_for_a_linear_loss_and_a_checkpoint_each_step(decay: Decay) -> None:
-    """The gradients of a linear loss do not depend on the weights; here they differ in each step."""
+    """The gradients of a linear loss do not depend on the weights. In this test, they differ from step to step."""
     end = BRANCH + 9
 
     def gradient(iteration: int, weights: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_of_second_order(style: str) -> None:
-    """The decayed run computes its gradients at other weights, which the emulation ignores, so in theory the error is
-    quadratic in the learning rate."""
+    """The decayed run computes its gradients at different weights. The emulation ignores this, so in theory its error
+    is quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)
     for scale in (0.02, 0.01):

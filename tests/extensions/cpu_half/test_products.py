@@ -1,5 +1,5 @@
-"""16-bit matrix products in fp32 on CPUs that lack instructions for them: equal results, and the same choice on all
-ranks."""
+"""16-bit matrix products computed in fp32 on CPUs without 16-bit instructions: equal results, and the same choice on
+all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def products(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the results of torch's operators, of their variants, and of their backward passes."""
+    """Return the results and gradients of torch's operators and of their variants."""
     x, y, z = made(dtype, 33, 65).requires_grad_(), made(dtype, 65, 17).requires_grad_(), made(dtype, 33, 17)
     batches, matrices, sums = made(dtype, 3, 33, 65), made(dtype, 3, 65, 17), made(dtype, 3, 33, 17)
     q = made(dtype, 2, 4, 40, 16).requires_grad_()
@@ -66,7 +66,7 @@ def both_ways(rank: int, world_size: int) -> None:
         for dtype, expected in plain.items():
             for name, found in products(dtype).items():
                 assert found.stride() == expected[name].stride(), name
-                # Results are rounded once; attention gradients are sums of numbers that kernels round in between.
+                # Results are rounded once, but attention gradients are sums of numbers that kernels round on the way.
                 bound = {torch.float32: 0.0}.get(dtype, torch.finfo(dtype).eps * (4 if "gradient" in name else 1))
                 largest = float(expected[name].abs().max())
                 torch.testing.assert_close(found, expected[name], rtol=bound, atol=bound * largest)
@@ -85,7 +85,7 @@ MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 
 
 def trained(rank: int, world_size: int, flags: str, without: int | None) -> tuple[str, set[torch.dtype]]:
-    """Return (the output, the dtypes multiplied in fp32) if one rank's CPU lacks the instructions."""
+    """Return (output, dtypes that are multiplied in fp32) of a world in which one rank's CPU lacks the instructions."""
     printed = io.StringIO()
     with (
         mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),

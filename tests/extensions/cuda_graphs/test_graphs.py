@@ -1,5 +1,5 @@
-"""Recorded micro-batches, with a recorder that stands in for CUDA graphs on CPU: each replay runs the recorded
-functions again on the same memory. `tests/gpu/test_training.py` records on a GPU."""
+"""Recorded micro-batches, with a recorder that replaces CUDA graphs on CPU: each replay runs the recorded functions
+again on the same memory. `tests/gpu/test_training.py` records on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class FakeRecorder:
-    """Recorder that computes nothing while it records; each replay writes the recorded outputs."""
+    """Recorder that computes nothing during recording. Each replay writes the recorded outputs."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -55,7 +55,7 @@ class FakeRecorder:
 
 
 def use_graphs(run: TrainingRun, recorder: FakeRecorder) -> None:
-    """Replace the run's pipeline with one that records."""
+    """Replace the run's pipeline with a pipeline that records its micro-batches."""
     before = run.pipeline
     run.pipeline = GraphedPipeline(run.config, run.runtime, before.stages, before.passes, recorder)
     run.pipeline.executor.timed = run.timers

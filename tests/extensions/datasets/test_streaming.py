@@ -1,4 +1,4 @@
-"""Data streams: samples by index, in any order of requests."""
+"""Data streams return samples by index, in whatever order they are requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = SampleFormat(seq_length=3, vocab_size=1000)
 
 
 class Numbers:
-    """Dataset whose sample n is n, n, n, n. It counts how often an iteration has begun."""
+    """Dataset whose sample n consists of four tokens n. The dataset counts the iterations that have begun."""
 
     def __init__(self, end: int = 10**9) -> None:
         self.end, self.begun = end, list[int]()

@@ -1,5 +1,4 @@
-"""Which rank is blamed when ranks wait for one another: each rank of a world reports the last collective that it
-entered."""
+"""Choice of the rank to blame when ranks wait for one another, given the last collective that each rank entered."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ WORLD = (0, 1, 2, 3)
 def standing(
     rank: int, world: int, tp: int, pp: int, waits_in: str = "", what: str = "all_reduce [4]", sender: int | None = None
 ) -> Waiting:
-    """Return the status of a rank that has entered these numbers of collectives of each group and waits in the last one
-    of `waits_in`."""
+    """Return the status of a rank that has entered the given number of collectives in each group and waits in the last
+    collective of the group `waits_in`."""
     counts = {"world": (WORLD, world), "tp": (TP[rank], tp), "pp": (PP[rank], pp)}
     entered = [
         Entered(axis, ranks, number, what if axis == waits_in else "all_reduce [4]", axis == waits_in)
@@ -36,15 +35,15 @@ def standing(
 
 
 def with_rank_2(*where: Any) -> dict[int, Waiting]:
-    """Return the statuses of four ranks: rank 0 waits for its pipeline group, 1 for its tensor-parallel group, 3 for a
-    message from 1."""
+    """Return the statuses of four ranks. Rank 0 waits for its pipeline group, rank 1 for its tensor-parallel group, and
+    rank 3 for a message from rank 1."""
     others = {0: standing(0, 4, 8, 5, "pp"), 1: standing(1, 4, 9, 5, "tp"), 3: standing(3, 4, 6, 5, sender=1)}
     return others | {2: standing(2, *where)}
 
 
 def test_the_rank_that_enters_another_collective_is_named() -> None:
-    """Ranks 0 and 2 wait for each other. Three ranks are at the same pp collective as rank 0; none has entered as many
-    over the world."""
+    """Ranks 0 and 2 wait for each other. Three ranks are at the same pp collective as rank 0, but none has entered as
+    many collectives of the world group."""
     found = blame(with_rank_2(5, 6, 4, "world", "barrier []"))
     assert found is not None and found.ranks == (2,)
     assert "rank 2 entered barrier [] (number 5 over world" in found.why
@@ -52,14 +51,14 @@ def test_the_rank_that_enters_another_collective_is_named() -> None:
 
 @pytest.mark.parametrize("guilty", WORLD)
 def test_the_rank_with_another_tensor_size_is_named(guilty: int) -> None:
-    """Each rank waits in the same collective of its group; one rank's tensor has another size."""
+    """All ranks wait in the same collective of their groups, but one rank's tensor has a different size."""
     sizes = {rank: "all_reduce [7]" if rank == guilty else "all_reduce [4]" for rank in WORLD}
     found = blame({rank: standing(rank, 4, 9, 5, "tp", what) for rank, what in sizes.items()})
     assert found is not None and found.ranks == (guilty,)
 
 
 def test_the_rank_that_skips_a_collective_is_named() -> None:
-    """The waits form a circle: 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0. Rank 2 has skipped a pp collective."""
+    """The waits form a cycle: rank 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0. Rank 2 has skipped a pp collective."""
     found = blame(with_rank_2(4, 7, 4, "tp"))
     assert found is not None and found.ranks == (2,)
     assert "skipped the collective that all others entered over pp" in found.why
@@ -78,7 +77,7 @@ def test_sizes_of_an_all_to_all_may_differ() -> None:
 
 
 def test_the_missing_rank_is_named() -> None:
-    """Rank 2 is in no collective; 1 waits for 0, which waits for 2, and 3 waits for a message from 1."""
+    """Rank 2 is in no collective. Rank 1 waits for 0, rank 0 waits for 2, and rank 3 waits for a message from 1."""
     found = blame(with_rank_2(4, 6, 4))
     assert found is not None and found.ranks == (2,) and found.title.startswith("did not reach the point")
     assert "rank 2 was at line_of_2" in found.why
@@ -96,7 +95,7 @@ def test_the_collective_that_a_rank_waits_for_is_sent_as_json() -> None:
 
 
 def test_a_rendezvous_at_start_up_counts_as_evidence() -> None:
-    """Rank 1 has not reached the second rendezvous, in which rank 0 waits."""
+    """Rank 0 waits in the second rendezvous, which rank 1 has not reached."""
     standings = {}
     for rank, number in enumerate((2, 1)):
         status = RankStatus()

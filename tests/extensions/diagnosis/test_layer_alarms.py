@@ -1,4 +1,4 @@
-"""Rules that name a layer or a tensor-parallel rank by its statistics, on made-up series."""
+"""Rules that name a layer or a tensor-parallel rank from its statistics, tested on synthetic series."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.extensions.observe.diagnosis.layer_stats.alarms import (
 
 
 def series(dice: random.Random, noise: float, trend: float) -> list[dict[int, float]]:
-    """Return 150 records of 8 layers of different sizes, which all grow, with noise between records and between
+    """Return 150 records of 8 layers whose values differ in size and all grow, with noise between records and between
     layers."""
     sizes = [(layer, dice.uniform(0.1, 10)) for layer in range(8)]
     return [{n: size * (1 + trend) ** t * math.exp(dice.gauss(0, noise)) for n, size in sizes} for t in range(150)]

@@ -39,8 +39,8 @@ def statistics_of(run: TrainingRun) -> LayerStatistics:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of layers and parameters by name, without the norms by tensor-parallel rank, which one process
-    does not have."""
+    """Return the statistics of layers and parameters by name, without the norms per tensor-parallel rank, which one
+    process does not have."""
     layers = record["layers"]
     found = {}
     for name, values in layers.items():
@@ -61,7 +61,7 @@ LAYOUTS = {
     EXPERTS: {OF_EXPERTS: 4, "--pp 2 --micro-batch-size 2": 2},
     UNFUSED: {"--tp 2 --cp 2 --cp-comm-type a2a": 4, "--data-parallel-sharding-strategy optim_grads": 2},
 }
-"""Layouts and their ranks for each model."""
+"""Layouts of each model, with their numbers of ranks."""
 
 
 @pytest.mark.parametrize(("flags", "layouts"), LAYOUTS.items(), ids=["dense", "experts", "unfused"])
@@ -88,7 +88,7 @@ def test_the_run_is_that_without_statistics() -> None:
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float], set[str]]:
-    """Return (the record of a step, the same values counted directly, the names of the layer statistics)."""
+    """Return (record of a step, directly computed values, names of the layer statistics)."""
     plain: dict[str, float] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
     choices: dict[int, list[torch.Tensor]] = {}
@@ -128,7 +128,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
 
 
 def test_counted_values() -> None:
-    """In one process, the logged values equal values counted with hooks and from parameters; gradients are taken before
+    """In one process, the logged values equal values computed with hooks and from parameters, with gradients before
     clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}
     common |= {"weight_norm", "grad_norm", "update_norm"}

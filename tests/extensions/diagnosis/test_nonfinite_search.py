@@ -31,7 +31,7 @@ from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, s
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
-    """Return (message of the step that ends the run, whether weights and moments are those from before the step)."""
+    """Return (message of the step that ends the run, True if weights and moments are those before the step)."""
     with local_run(config, rank, world_size) as run:
         plant(kind, run)
         if kind != "weight gradient":
@@ -39,7 +39,7 @@ def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str,
         before = tensors(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
-            train_step(run)  # raises before it uses its own gradients
+            train_step(run)  # raises before it uses the gradients
         return str(error.value), same(before, tensors(run))
 
 
@@ -65,7 +65,7 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
     assert again is not None and again.same_as(found)
     assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
     assert replay(folder) is None, "without what was planted everything is finite"
-    # The folder is also a checkpoint, from right before the step.
+    # The folder is also a checkpoint of the state right before the step.
     on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
     ((_, progress),) = run_world(1, skip, on, None, 2)
     assert progress == (8 * (iteration + 1), 1, 0)

@@ -1,4 +1,4 @@
-"""Drawings of traces, rank maps and memory: their numbers, and SVG that a parser accepts."""
+"""Drawings of traces, rank maps and memory show the right numbers and are valid SVG."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts_of(path: Path) -> list[str]:
-    """Return the texts of an SVG file, which a parser must accept."""
+    """Return the texts in an SVG file; a parser must accept the file."""
     return [text.text or "" for text in ET.parse(path).iter(f"{SVG}text")]
 
 

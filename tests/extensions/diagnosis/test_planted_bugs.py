@@ -1,5 +1,5 @@
-"""Bugs that hardly change the loss, planted in small training runs: --log-layer-stats names them, and raises no alarm
-in runs without bugs."""
+"""Bugs that hardly change the loss, planted in small training runs: --log-layer-stats names them and raises no alarm in
+runs without bugs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ Plant = Callable[[TrainingRun, int], object]
 class Bug:
     ranks: int
     plant: Plant
-    """Function called before the first step with the iteration from which the bug takes effect."""
+    """Function that plants the bug. It is called before the first step with the run and the iteration from which the
+    bug takes effect."""
 
     names: str
     """Text that an alarm must contain."""
 
 
 class EachStep(Callback):
-    """Callback that calls a function after each step, beginning one step before iteration `first`."""
+    """Callback that calls a function after each step from the step before iteration `first` on."""
 
     def __init__(self, run: TrainingRun, first: int, function: Callable[[], object]) -> None:
         super().__init__(run.config)
@@ -74,8 +75,8 @@ def scaled_embeddings(run: TrainingRun, first: int) -> None:
 
 
 def scaled_lookup(run: TrainingRun, first: int) -> None:
-    """Multiply the embeddings that tensor-parallel rank 1 looks up, and their gradients, by `SCALE`, but not the
-    weights."""
+    """Make tensor-parallel rank 1 multiply the embeddings that it looks up, and their gradients, by `SCALE`, without
+    changing the weights."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
     table, tp = embedding.word_embeddings, run.runtime.state.tp
@@ -87,12 +88,12 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # This hook runs before the hook of the statistics, as if the table itself multiplied.
+    # This hook runs before the statistics hook, as if the embedding itself multiplied.
     table.register_forward_hook(scaled, prepend=True)
 
 
 def shared_seed(run: TrainingRun, first: int) -> None:
-    """Give all tensor-parallel ranks the same initial values in their shards, as if drawn from one seed."""
+    """Give the shards of all tensor-parallel ranks the same initial values, as if all ranks used one seed."""
     with torch.no_grad():
         for stage in run.stages.values():
             for parameter, meta in stage.named_metas().values():

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, of the requested steps and ranks."""
+"""torch profiler traces of the requested steps and ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def profiled(rank: int, size: int, flags: str, folder: str) -> None:
 
 
 def events_of(trace: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return (optimizer steps in a trace, its events)."""
+    """Return (number of optimizer steps in a trace, events of the trace)."""
     events = json.loads(trace.read_text())["traceEvents"]
     return sum(event.get("name", "").startswith("Optimizer.step") for event in events), events
 
@@ -39,7 +39,7 @@ def test_steps_and_ranks_of_a_profile(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
-    """The trace includes shapes and stacks, and pipeline actions next to torch's operations."""
+    """The trace includes shapes, stacks, and pipeline actions next to torch operations."""
     more = "--profile-step-end 30 --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
     run_world(1, profiled, RUN + more, str(tmp_path))
     updates, events = events_of(tmp_path / "profile" / "rank-0.json")
@@ -50,7 +50,7 @@ def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
 
 
 def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test records the calls that are made on a GPU."""
+    """The test records the calls that a run makes on a GPU."""
     calls: list[str] = []
 
     class Ranges(AbstractContextManager):

@@ -1,4 +1,4 @@
-"""A diverging run whose last step the tool replays."""
+"""tools/replay_step.py replays the last step of a diverging run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--check-replicas: silent on a healthy run, and precise about differences on a broken one."""
+"""--check-replicas reports nothing in a healthy run and names the exact differences in a broken run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _change_moment(run: TrainingRun, rank: int) -> None:
 
 
 def test_optimizer_state_is_compared_without_sharding() -> None:
-    """Part of the state is in host memory, including the first moment, which is made to differ."""
+    """Part of the state is in host memory, including the first moment in which the test plants a difference."""
     offload = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.3"]
     argv = [*FLAGS.split(), "--no-use-distributed-optimizer", *offload]
     for message in run_world(2, _check, argv, _change_moment):

@@ -1,4 +1,4 @@
-"""Report of a run: its contents for any kind of run, and its display in a browser."""
+"""Run reports: their contents for every kind of run, and their display in a browser."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-
 
 
 def page_of(folder: Path, *flags: str) -> tuple[str, str]:
-    """Return (the text, the source) of a report after checking that it is well-formed, has all sections, and fetches
-    and runs nothing."""
+    """Return (text, source) of a report after checking that the report is well-formed, has all sections, loads no
+    resources and runs no code."""
     assert main([str(folder), "--no-plan", *flags]) == 0
     source = (folder / "report.html").read_text(encoding="utf-8")
     elements = list(ElementTree.fromstring(source).iter())
@@ -67,7 +67,8 @@ def write_metrics(folder: Path, count: int, **more: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Create a run that crashed once, with a trace, a checkpoint, and hostile text wherever text comes from a run."""
+    """Create a run that crashed once. It has a trace, a checkpoint, and hostile text wherever the report shows the
+    run's text."""
     folder = tmp_path / "a <b>run"
     write_metrics(folder, 40, layer_alarms=[ATTACK], audits=3)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -135,7 +136,7 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_time_and_flops_of_a_branch_are_its_own() -> None:
-    """Another run's two log lines come after iteration 100, each after 10 steps of half a second. This also works
+    """Another run has two log lines after iteration 100, each covering 10 steps of half a second. The report also works
     without events."""
     lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
     for events in ([{"event": "start", "iteration": 100}], []):
@@ -144,8 +145,7 @@ def test_time_and_flops_of_a_branch_are_its_own() -> None:
 
 
 def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses are drawn over tokens, time and FLOPs; runs with half the steps have used these amounts at half the
-    iterations."""
+    """Losses are drawn over tokens, time and FLOPs."""
     for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
         write_metrics(tmp_path / name, count, tflops_per_device=0.25)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -217,7 +217,7 @@ def test_phases_are_marked_in_every_chart(run: Path) -> None:
 
 
 def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
-    """A browser shows one of the two pictures; tables do not break short text."""
+    """A browser shows one of the two pictures, and tables do not wrap short text."""
     source = page_of(run)[1]
     widths = {
         look: re.findall(rf'<div class="{look}"><figure><svg[^>]* width="([\d.]+)pt', source)
@@ -230,8 +230,8 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
 
 
 def test_a_run_resumed_under_another_layout(run: Path) -> None:
-    """Statements about ranks concern the last start, and an older trace is marked as such. A start that follows another
-    start indicates a kill."""
+    """Statements about ranks refer to the last start, and an older trace is marked as such. A start that directly
+    follows another start indicates a kill."""
     record_event(run, "start", iteration=30, world_size=8)
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)

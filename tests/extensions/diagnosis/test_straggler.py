@@ -1,4 +1,4 @@
-"""A slow rank is named, although all ranks take the same time because they wait for the slow one."""
+"""A slow rank is named even though all ranks take the same time, because the others wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
 DELAY = 0.5
-"""Delay in seconds per micro-batch: much longer than a busy machine delays a process."""
+"""Delay per micro-batch in seconds, much longer than delays of a process on a busy machine."""
 
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:

@@ -1,4 +1,4 @@
-"""Traces of all ranks: their contents and clock, and unaffected steps outside the trace."""
+"""Traces of all ranks: their contents, their clock, and the steps outside the trace, which are unaffected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 
 
 def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, list[str]]:
-    """Run to the end, and return the run and its output."""
+    """Complete a training run, and return the run and its output."""
     files = f"--metrics-file {folder}/metrics --tensorboard-dir {folder}"
     config = resolve_legal(parse_args(f"{flags} {files}".split()), size)
     said: list[str] = []
@@ -43,7 +43,7 @@ def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, 
 
 
 def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
-    """Return (the last loss, whether torch.distributed and the executor are unchanged)."""
+    """Return (last loss, True if torch.distributed and the executor are unchanged)."""
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     run, _ = run_of(rank, size, flags, folder)
     as_before = not run.pipeline.executor.watchers and not run.timers.watchers
@@ -113,7 +113,7 @@ SHIFT, RATE = 5_000_000_000, 1.001
 
 
 def clocks_apart(rank: int, size: int) -> dict[str, Any]:
-    """Trace two hosts of two ranks; the second host's clock is ahead and runs fast."""
+    """Trace two hosts with two ranks each. The second host's clock is ahead and runs fast."""
 
     def clock() -> int:
         now = time.perf_counter_ns()
@@ -168,7 +168,7 @@ class FakeEvent:
 
 
 def test_spans_of_a_device_are_read_from_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test replaces the GPU's events with events of the host."""
+    """The test replaces GPU events with host events."""
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

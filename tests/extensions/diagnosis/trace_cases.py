@@ -1,4 +1,4 @@
-"""Traces of imaginary runs: the slices of simulated pipelines, as ranks would have recorded them."""
+"""Traces of simulated runs: slices of pipeline actions as ranks would record them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MS = 1_000_000
 def simulated_trace(
     schedule: str = "zb-h1", pp: int = 4, microbatches: int = 8, hosts: Sequence[str] = ("one",), slow: float = 1.0
 ) -> Trace:
-    """Return the trace of a pipeline whose actions take 1 ms, including data and optimizer; the actions of micro-batch
-    2 take `slow`."""
+    """Return the trace of a pipeline, including data loading and optimizer. Each action takes 1 ms, but those of
+    micro-batch 2 take `slow`."""
 
     def lists_of(m: int) -> Lists:
         return pipeline_lists(schedule, pp, m)
@@ -57,8 +57,8 @@ def simulated_trace(
 
 
 def problems(trace: Trace) -> list[str]:
-    """Return violations of the format: wrong fields or numbers, slices of a track that overlap without being nested,
-    ends without a beginning, and arrows that do not connect slices or that point back in time."""
+    """Return violations of the trace format: wrong fields or numbers, slices of a track that overlap without being
+    nested, ends without a beginning, and arrows that connect no slices or point back in time."""
     events: list[Event] = trace["traceEvents"]
     if wrong := [each for number, event in enumerate(events) if (each := malformed(number, event))]:
         return wrong

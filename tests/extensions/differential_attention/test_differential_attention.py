@@ -1,4 +1,4 @@
-"""Differential attention: head widths, and layouts compared with one process. The tests of Hugging Face families
+"""Differential attention: head widths, and comparison of layouts with one process. The tests of Hugging Face families
 compare logits and gradients with those of transformers."""
 
 from __future__ import annotations

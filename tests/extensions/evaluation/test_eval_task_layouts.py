@@ -1,4 +1,5 @@
-"""Tasks evaluated on the training model: layouts give the scores of one process, and training is unaffected."""
+"""Tasks evaluated on the training model: scores under every layout equal those of one process, and training is
+unaffected."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ EXPERTS = LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
 def evaluated(
     rank: int, world_size: int, flags: str, evaluate: bool = True
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[float]]:
-    """Train two steps with the tasks between them, and return (scores, documents, losses of the steps)."""
+    """Train two steps with an evaluation of the tasks between them, and return (scores, documents, losses of the
+    steps)."""
     config = resolve_legal(parse_args(flags.split()), world_size)
     losses = []
     scores, samples = dict[str, float](), list[dict[str, Any]]()

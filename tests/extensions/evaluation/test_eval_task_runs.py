@@ -1,4 +1,4 @@
-"""`--eval-tasks` as a user types it: the six tasks of tests/fixtures during training and on a finished checkpoint."""
+"""`--eval-tasks` on the command line: the six tasks of tests/fixtures during training and on a finished checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.forked import run_forked, run_program
 RUN = f"{LLAMA.replace('--seq-length 64', '--seq-length 256')} --eval-tasks {TASKS} --eval-tasks-limit 2".split()
 
 EVALUATION = " ".join(RUN).replace("--lr 1e-2", "").replace("--mock-data --train-iters 3", "").split()
-"""The flags without those that only training needs."""
+"""Return the flags without those that only training needs."""
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """Return the newest record of tasks, without times."""
+    """Return the newest task record, without times."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if "eval_tasks_seconds" in record]
     return {key: value for key, value in found[-1].items() if key not in ("time", "eval_tasks_seconds")}

@@ -1,4 +1,4 @@
-"""Tasks of the harness: their requests and batches, errors in them, and their scores."""
+"""Harness tasks: their requests, batches and scores, and errors in task files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GOOD: dict[str, Any] = {
 
 
 def written(folder: Path, name: str = "good", **changes: Any) -> Path:
-    """Write a task file of `GOOD` with changes. JSON is valid YAML."""
+    """Write the task file `GOOD` with changes. The file is written as JSON, which is valid YAML."""
     data = folder / "good.jsonl"
     data.write_text("".join(json.dumps({"q": f"question {n}", "a": "yes" if n % 2 else "no"}) + "\n" for n in range(6)))
     path = folder / f"{name}.yaml"
