@@ -74,7 +74,8 @@ def largest_file(nbytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        with mock.patch.object(sys, "dont_write_bytecode", True):  # the bytecode of modules imported from now on would be truncated on disk
+        # The bytecode of modules imported from now on would be truncated on disk.
+        with mock.patch.object(sys, "dont_write_bytecode", True):
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -52,7 +52,8 @@ def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
         before = run.marks()
         Box.kill_host(box, 1)
         run.wait(lambda: run.last_world(before) == 2, "a step with the spare")
-        (run.save / "exit").touch()  # otherwise, the other launchers wait five minutes for the launcher of the lost host
+        # otherwise, the other launchers wait five minutes for the launcher of the lost host.
+        (run.save / "exit").touch()
         run.wait(lambda: "exiting at iteration" in run.screens()[0], "the end of the ranks")
     last = int((run.save / "latest_checkpointed_iteration.txt").read_text())
     said = "\n".join(run.since(before))

@@ -120,7 +120,8 @@ def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize:
 def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
-    regathers = 2  # the inputs of linear_qkv and linear_fc1, of which only the local shard is saved for the backward pass
+    # The inputs of linear_qkv and linear_fc1, of which only the local shard is saved for the backward pass.
+    regathers = 2
     assert Counter(forward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 2}
     assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("all_to_all", sbh): 2}
     hidden = regathers * Fraction(size - 1, size) * sbh

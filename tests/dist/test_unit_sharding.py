@@ -141,7 +141,8 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
             for event, kinds in hooks.items():
                 # the embedding's input has no gradient
                 for register in kinds if "embedding" not in name else kinds[:1]:
-                    first = {"prepend": True} if event == "begin" else {}  # before the unit's own hooks launch collectives
+                    # Before the unit's own hooks launch collectives.
+                    first = {"prepend": True} if event == "begin" else {}
                     register(lambda *_, event=event, name=name: found.append((event, name)), **first)
         for _ in range(2):
             train_step(run)

@@ -1,4 +1,4 @@
-"""Casts to fp8 compared with the exact error bounds of the formats, and every GEMM compared with the GEMM of the
+"""Casts to fp8 are compared with the exact error bounds of the formats, and every fp8 GEMM with a GEMM of the
 dequantized operands."""
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from megatron.training.metrics.summary import peak_tflops
 CPU = torch.device("cpu")
 MANTISSA = {E4M3: 3, E5M2: 2}
 SPACING = {E4M3: 2.0**-9, E5M2: 2.0**-16}
-"""Distance between the smallest numbers of a format."""
+"""Distance between the smallest representable numbers of each fp8 format."""
 FORMATS = [E4M3, E5M2]
 
 
 def spread(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return values of many magnitudes."""
+    """Return random values of many magnitudes."""
     return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
 
 
@@ -55,7 +55,7 @@ def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """Return the cast and the recorded amax."""
+    """Return x cast by rows with this multiplier, and the recorded amax."""
     noted = torch.zeros(())
     pair = cast_transpose_noting_amax(x, CastOrder(multiplier, noted, ROWS, dtype), False)
     assert pair.rows is not None and pair.row_scale is not None
@@ -78,7 +78,7 @@ def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def in_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return the cast of x [n, k] in fp64, by blocks of `rows` x 128, each multiplied by a power of two."""
+    """Return x [n, k] in fp64 after a cast in blocks of `rows` x 128, each scaled by a power of two."""
     found = torch.empty(x.shape, dtype=torch.float64)
     for out_rows, x_rows in zip(found.split(rows), x.float().split(rows), strict=True):
         for out, block in zip(out_rows.split(128, dim=1), x_rows.split(128, dim=1), strict=True):
@@ -94,19 +94,20 @@ def fp64(scaled: Scaled) -> Tensor:
 
 
 class Exact:
-    """Return the product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of its sum in
-    fp32, in any order."""
+    """Exact product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of an fp32 sum in any
+    order."""
 
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
         self.values = a @ b.t() + added
-        # There is one rounding per term, and four more for the scales, their product and the bias. Each error is at
+        # Each term is rounded once, and there are four more roundings for the scales, their product and the bias. Each
+        # error is at
         # most 2^-24 of the sum of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section
         # 3.1).
         self.room = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t() + added.abs())
 
     def is_near(self, found: Tensor) -> bool:
-        """Return True if `found` is the product, summed in fp32 and rounded once to its own dtype."""
+        """Return True if `found` can be the product summed in fp32 and rounded once to the dtype of `found`."""
         rounding = 2.0**-8 * (self.values.abs() + self.room) if found.dtype == torch.bfloat16 else 0.0
         return bool(((found.double() - self.values).abs() <= self.room + rounding).all())
 
@@ -164,7 +165,7 @@ def test_non_finite_values_reach_the_product(bad: float, dtype: torch.dtype) -> 
 def test_a_product_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out: torch.dtype) -> None:
     x, w, bias = spread(48, 64), spread(32, 64), spread(32)
     for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
-        added = bias if out == torch.bfloat16 else None  # CUDA's kernel supports a bias only with 16-bit results
+        added = bias if out == torch.bfloat16 else None  # the CUDA kernel supports a bias only with 16-bit results
         exact = Exact(fp64(a), fp64(b), added)
         for y in (fp8.scaled_mm(a, b, out, added), fp8.dequantized_mm(a, b, out, added)):
             assert y.dtype == out
@@ -172,8 +173,8 @@ def test_a_product_equals_that_of_the_dequantized_operands(dtype: torch.dtype, o
 
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own kernel, which not every CPU supports, is never called, although the call used on GPUs gives the same
-    result."""
+    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The call that GPUs use gives
+    the same result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 
@@ -194,7 +195,7 @@ def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass
 class Layer:
-    """Linear layer with a gradient buffer, and its operands."""
+    """Linear layer with a gradient buffer and with operands for one step."""
 
     recipe: str
     hybrid: bool = True
@@ -210,7 +211,7 @@ class Layer:
         self.x, self.dy = spread(s, 2, features).requires_grad_(), spread(s, 2, 4 * out)
 
     def backward(self) -> tuple[Tensor, Tensor]:
-        """Return (y, dX); dW is added to main_grad."""
+        """Return (y, dX) of a forward and a backward pass, which adds dW to main_grad."""
         self.x.grad = None
         y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), WeightGradQueue(), self.gemms)
         y.backward(self.dy)

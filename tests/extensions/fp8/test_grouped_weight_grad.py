@@ -1,4 +1,4 @@
-"""Weight gradients of experts in fp8, compared with one GEMM of rounded operands per expert."""
+"""Expert weight gradients in fp8, compared with one GEMM of rounded operands per expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.extensions.fp8.test_gemms import in_blocks, spread
 CPU = torch.device("cpu")
 OUT, IN = 24, 40
 COUNTS = ([3, 0, 300, 128], [0, 0, 0, 0], [129, 1], [256])
-"""Rows of each expert: some in several tiles, some in whole tiles, and some experts without rows."""
+"""Numbers of rows of the experts in each case: several tiles, whole tiles, and experts without rows."""
 
 
 def gemms() -> Fp8GroupedGemms:
@@ -28,7 +28,7 @@ def gemms() -> Fp8GroupedGemms:
 
 
 def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a sum and rows whose spare ones are the largest."""
+    """Return a gradient sum, and operands dY and X whose spare rows have the largest values."""
     torch.manual_seed(sum(counts))
     rows = sum(counts) + spare
     dy, x = spread(rows, OUT), spread(rows, IN)
@@ -37,7 +37,7 @@ def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return rows of one expert in fp64, rounded by tiles of 128 rows."""
+    """Return the rows of one expert in fp64, rounded to fp8 in tiles of 128 rows."""
     return in_blocks(x.t(), 1, E4M3).t() if len(x) else x.double()
 
 
@@ -57,8 +57,8 @@ def test_products_match_rows_rounded_by_tiles_of_an_expert(counts: list[int], on
 
 
 def distance_of_divisions() -> float:
-    """Return the distance between the sums over the rows of two ranks at once, as with expert parallelism, and over
-    each rank's rows, as in one process."""
+    """Return the distance between two weight gradient sums: over the rows of two ranks at once, and over the rows of
+    each rank in turn."""
     torch.manual_seed(0)
     dy, x = torch.randn(200, OUT).bfloat16(), torch.randn(200, IN).bfloat16()
     at_once, by_rank = torch.zeros(1, OUT, IN), torch.zeros(1, OUT, IN)
@@ -69,7 +69,7 @@ def distance_of_divisions() -> float:
 
 
 def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The multipliers are powers of two; other multipliers would change every value."""
+    """The multipliers are powers of two, because other multipliers would change every value."""
     assert distance_of_divisions() <= 1e-5
     monkeypatch.setattr(grouped, "power_of_two", lambda multiplier: multiplier)
     assert distance_of_divisions() >= 1e-2
@@ -77,7 +77,7 @@ def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_casts_hide_no_nonfinite_values(bad: float) -> None:
-    """A non-finite value reaches the column of a weight gradient, only for the expert that owns its row."""
+    """A non-finite value reaches the weight gradient only of the expert that owns its row."""
     out, dy, x = operands([130, 7], 0)
     x[129, 3] = bad
     gemms().add_weight_grad_(out, dy, x, Segments.of_sizes([130, 7], CPU))

@@ -1,7 +1,7 @@
-"""Linear layers in fp8 over tensor-parallel ranks are compared with one process, with fp32 instead of bf16 around the
-casts. Expert GEMMs are compared with one GEMM of dequantized operands per expert.
+"""Linear layers in fp8 over tensor-parallel ranks are compared with one process. Values around the casts are fp32
+instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per expert.
 
-Every rank casts its part of a tensor as one process casts the whole, so only the order of sums differs.
+Every rank casts its part of a tensor as one process casts the whole tensor, so only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.harness import run_world, tp_context
 
 B, H = 2, 16
 SIZES = {"blockwise": (128, 256)}
-"""Sequence length and inner features for recipes that need more than the minimum: no tile may span two ranks."""
+"""Sequence length and inner features for recipes that need more than the default, so that no tile spans two ranks."""
 NORMAL = Init("normal", 0.3)
 
 
@@ -59,7 +59,7 @@ def whole(x: Tensor, sp: bool, state: ParallelState) -> Tensor:
 
 
 def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
-    """Return the results of two steps of two micro-batches, gathered: output, gradients of input and weights, and
+    """Return the gathered results of two steps of two micro-batches: output, gradients of input and weights, and amax
     histories."""
     state = initialize_model_parallel(size)
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe)
@@ -118,7 +118,7 @@ def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
 
 
 def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
-    """Return the gathered results of experts whose width is sharded over the ranks: a gated layer and the next one."""
+    """Return the gathered results of two expert layers, one of them gated, whose width is sharded over the ranks."""
     expt_tp = initialize_model_parallel(size).tp
     fp8 = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     generator, inner = torch.Generator().manual_seed(3), 256
@@ -160,7 +160,7 @@ IN, OUT = 144, 160
 
 
 def in_fp8(x: Tensor, blockwise: bool, rows: int = 1) -> Tensor:
-    """Return x [n, k] in fp64, cast by rows, or by blocks of `rows` x 128 with multipliers that are powers of two."""
+    """Return x [n, k] in fp64 after a cast by rows, or by blocks of `rows` x 128 with powers of two as multipliers."""
     return in_blocks(x, rows, E4M3) if blockwise and len(x) else fp64(by_rows(x, E4M3))
 
 
@@ -195,7 +195,7 @@ def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
 
 
 def test_gpus_with_a_kernel_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is torch's, which supports some GPUs and recipes, or a replacement."""
+    """The kernel is torch's, which supports only some GPUs and recipes, or a replacement."""
     gpu = torch.device("cuda", 0)
     for capability, found in (((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

@@ -1,8 +1,9 @@
-"""Training in fp8: layouts compared with one process, schedules with each other, and an interrupted run.
+"""Training in fp8: layouts are compared with one process, schedules with each other, and an interrupted run with an
+uninterrupted one.
 
-Every layout casts the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Where
-tensor parallelism adds up rounded partial sums, one value in a few hundred is then rounded to the other neighbour in
-fp8, 2^-4 away. The bounds therefore allow for rounding to fp8, and are tight if no sum is split.
+All layouts cast the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Tensor
+parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8 number, 2^-4
+away. The bounds therefore allow for fp8 rounding; they are tight for layouts that split no sum.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BASE = (
 )
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 WHOLE_TILES = "--kv-channels 128 --ffn-hidden-size 256"
-"""Features of blockwise runs: no tile may span two ranks."""
+"""Widths for blockwise runs, so that no tile spans two ranks."""
 
 
 def flags_of(recipe: str, more: str = "") -> list[str]:
@@ -50,7 +51,7 @@ def train(recipe: str, world_size: int, layout: str) -> Snapshot:
 
 
 def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
-    """Return the relative distance between all tensors of a kind in the first step, taken together."""
+    """Return the relative distance between all first-step tensors of a kind in two snapshots."""
     keys = [key for key in a.tensors if key.startswith(f"step 1 {kind}")]
     assert keys and a.tensors.keys() == b.tensors.keys()
     pairs = [(a[key].double().flatten(), b[key].double().flatten()) for key in keys]
@@ -72,7 +73,7 @@ EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 32 --moe-
 BIASED_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --quick-geglu --glu-linear-offset 1"
 WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 --swiglu"
 IN_TURNS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-# Without tensor parallelism, only the experts' own rounding to bf16 differs, in the sum over a token's experts.
+# Without tensor parallelism, only the bf16 rounding of the sum over a token's experts differs.
 PART = [
     *((recipe, 2, "", layout, 1e-6) for recipe in RECIPES for layout in ("--pp 2 --pipeline-schedule zb-h1", "--dp 2")),
     *((recipe, 2, "", SP, 0.05) for recipe in RECIPES),
@@ -95,7 +96,7 @@ WHOLE = [
     needs("overlap", "delayed", 4, EXPERTS, f"--pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
     ("blockwise", 4, WIDE_EXPERTS, f"{SP} --etp 2 --ep 2", 0.05),
 ]
-"""Recipe, ranks, flags shared with one process, flags of the layout, and the bound for gradients."""
+"""Each case: recipe, number of ranks, flags of both runs, flags of the layout, and error bound for gradients."""
 
 
 @pytest.mark.grid(("recipe", "ranks", "model", "layout", "bound"), PART, WHOLE)
@@ -120,7 +121,7 @@ def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
 
 
 def states(run: TrainingRun) -> dict[str, Tensor]:
-    """Return the weights and histories of this rank's stages."""
+    """Return the weights and amax histories of this rank's stages."""
     run.optimizer.finish_param_sync()
     found = {}
     for model in run.stages.values():
@@ -129,7 +130,7 @@ def states(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
-    """Train four steps with a checkpoint after two, then repeat the last two from there."""
+    """Train four steps with a checkpoint after the second, then repeat the last two steps from the checkpoint."""
     flags = flags_of("delayed", f"{layout} --save {folder} --load {folder} --no-async-save")
     with ExitStack() as resources:
         run = resources.enter_context(running(flags, rank, world_size))
@@ -167,7 +168,8 @@ def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> Non
     for found in stages:
         for name, history in found.items():
             assert torch.equal(history, whole[name]) and (history > 0).all()
-    # Histories that only the checkpoint or only the run has are ignored; with another length, they start again.
+    # Amax histories that only the checkpoint or only the run has are ignored. Histories of a different length start
+    # again.
     longer = run_world(1, loaded_histories, flags_of("delayed", f"{load} --fp8-amax-history-len 3"))[0]
     assert all((history[:, 0] > 0).all() and not history[:, 1:].any() for history in longer.values())
     assert run_world(1, loaded_histories, flags_of("rowwise", load)) == [{}]
@@ -204,8 +206,8 @@ GATHER = "--fp8-param-gather"
 
 
 def third_step(recipe: str, world_size: int, layout: str) -> Snapshot:
-    """Return the third step, after two whose weights nobody read: reading them gathers them in bf16. The norm, which is
-    summed in another order, is left out; nothing is clipped by it."""
+    """Return a snapshot of the third step. The weights of the first two steps are not read, because reading gathers
+    them in bf16. The snapshot excludes the gradient norm, which is summed in a different order and clips nothing."""
     found = train_in_world(world_size, flags_of(recipe, f"{layout} --clip-grad 0"), 1, unseen=2)
     assert not found.replica_errors
     kept = {key: value for key, value in found.tensors.items() if not key.endswith("grad_norm")}
@@ -235,13 +237,13 @@ PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
 
 @pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
 def test_parts_that_overlap_with_collectives_are_cast_as_the_whole(recipe: str) -> None:
-    """With two ranks, there is only one order of summation."""
+    """Two ranks have only one order of summation."""
     plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
     assert first_difference(found, plain, 0.0) is None
 
 
 def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
-    """Return the bytes that this rank's parameter gathers produce in one step."""
+    """Return the output bytes of this rank's parameter gathers in one step."""
     found, start = [], param_and_grad_buffer.start_all_gather
 
     def counted(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3 with fp8 layers, low-precision states and fused residual streams: the same bits as ZeRO-1.
+"""ZeRO-2 and ZeRO-3 with fp8 layers, low-precision states and fused residual streams give the same bits as ZeRO-1.
 
 With one micro-batch per rank, all strategies add the same gradients in the same order, so rounding cannot differ.
 """
@@ -30,8 +30,8 @@ OF_FP8 = [
 
 @pytest.mark.grid("case", [("delayed", 2, "--micro-batch-size 4")], OF_FP8)
 def test_fp8_layers_compute_the_same_bits(case: tuple[str, int, str]) -> None:
-    """The comparison covers the third step, after two steps whose weights were not read: amax histories, casts that are
-    freed with the weights, and all states."""
+    """The comparison covers amax histories, casts that are freed with the weights, and all states of the third step,
+    after two steps whose weights were not read."""
     recipe, ranks, layout = case
     plain = third_step(recipe, ranks, layout)
     histories = [key for key in plain.tensors if key.endswith("amax_history")]

@@ -1,5 +1,5 @@
-"""FlashAttention-3 and cuDNN, replaced by their definitions on CPU: their calls and their backward passes. The tests
-also cover kernels that need equal widths of keys and values, for values of another width."""
+"""Calls and backward passes of FlashAttention-3 and cuDNN attention, which are replaced with their definitions on CPU.
+Also covers kernels that require equal widths of keys and values, called with values of a different width."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPERANDS = ("q", "k", "v", *LENGTHS, "softmax_scale"), ("dout", "q", "k", "v", "out", "softmax_lse", *LENGTHS)
 BACKWARD = ("dq", "dk", "dv", "softmax_scale", "deterministic")
 WINDOWS = {"of today": ("window_size_left", "window_size_right"), "of 2024": ("window_size",)}
-"""Window parameters of the package's functions, by version."""
+"""Window parameters of the functions of flash_attn_interface, by package version."""
 
 
 def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function with parameters of these names."""
+    """Return a function that passes its arguments to `run` and whose parameters have the given names."""
     signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names])
 
     def function(*args: Any, **more: Any) -> Any:
@@ -61,14 +61,14 @@ def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[...
 
 
 def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    """Return the lengths and the window."""
+    """Return the sequence lengths and the window of a call."""
     window = given.get("window_size") or (given["window_size_left"], given["window_size_right"])
     assert given.get("causal", given.get("is_causal")) == (window == (-1, 0))
     return tuple(given.get(name) for name in LENGTHS), window
 
 
 class Package:
-    """Stand-in for `flash_attn_interface` with its packed and dense functions, which compute the tests' definitions.
+    """Replacement for `flash_attn_interface`, whose packed and dense functions compute the definitions of these tests.
     Records the calls."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Package:
             into.copy_(value.view(into.shape))
 
     def module(self, version: str) -> ModuleType:
-        """Return the package of a version."""
+        """Return a replacement for the package in the given version."""
 
         def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **given: Any) -> tuple[Tensor, ...]:
             return *self.forward(q, k, v, *mask_of(given), softmax_scale), torch.empty(0)
@@ -109,7 +109,7 @@ class Package:
             ("_flash_attn_backward", backward, (*OPERANDS[1], *BACKWARD, "is_causal" if today else "causal")),
         ):
             function: Any = function_of(run, (*names, *WINDOWS[version]))
-            if today:  # a custom operation of torch: an object that holds its function
+            if today:  # a torch custom operation is an object that holds its function
                 methods = {"_init_fn": staticmethod(function), "__call__": staticmethod(function)}
                 function = type("Operation", (), methods)()
             setattr(module, name, function)
@@ -127,7 +127,8 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_tiles_by_flash3(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
-    """The cases include documents, windows and the parts of context-parallel ranks, whose log-sum-exps are merged."""
+    """The cases include documents, windows, and parts of context-parallel ranks, which are merged by their
+    log-sum-exps."""
     compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
     assert set(package.calls) == {"packed"}
 
@@ -181,7 +182,7 @@ def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_signature_of_cudnn() -> None:
-    """This version of torch accepts the arguments that are passed."""
+    """The installed torch accepts the arguments that the cuDNN backend passes."""
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     assert [argument.name for argument in forward.arguments] == [
         *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"),
@@ -225,7 +226,7 @@ def gradients(out: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("widths", [(10, 6), (6, 10)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> None:
-    """A kernel that needs equal widths gives the output and the gradients of a kernel that does not."""
+    """A kernel that requires equal widths gives the same output and gradients as a kernel that does not."""
     qkv, documents = operands_of(*widths), ((0, 5), (0, 7, 9))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
     assert expected.shape == (12, 2, 4, widths[1])
@@ -241,5 +242,5 @@ def test_packed_kernels_of_one_width() -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))
     alike = (x[:, :1] for x in operands_of(10, 10))
-    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()  # operands that share memory
+    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()  # views that share memory
     assert twin.contiguous

@@ -1,4 +1,4 @@
-"""The fastest attention kernel is used, the same one on all ranks. The clocks are made up."""
+"""A run uses the fastest attention kernel, which is the same on all ranks. The tests use simulated clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
 
 
 class Operands:
-    """Objects that a run keeps in memory."""
+    """Placeholder for tensors that a measurement keeps in memory."""
 
 
 def missing() -> None:
@@ -44,7 +44,7 @@ def missing() -> None:
 
 
 def clock_of(seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
-    """Return a clock that looks up the time of a run by its result, a name."""
+    """Return a clock that returns the seconds given for the name that a timed function returns."""
     return lambda run: seconds[str(run())]
 
 
@@ -123,7 +123,7 @@ TIMED = [
 
 @pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
 def test_timed_kernels_run(shape: AttentionShape, rows: int) -> None:
-    """CPU kernels stand in for those of GPUs."""
+    """CPU kernels replace the GPU kernels."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
     varlen = shape.window is not None
@@ -170,7 +170,7 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     f"{NONE} --attn-logit-softcapping 50": None,
     f"{NONE} --deterministic-mode": None,
 }
-"""Differences from `OF_BASE` by flags; None if torch's attention is not used, or if nothing may depend on
+"""Differences from `OF_BASE` for each set of flags; None if the run does not use torch's attention or may not depend on
 measurements."""
 
 

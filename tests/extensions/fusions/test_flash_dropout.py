@@ -1,5 +1,5 @@
-"""Attention with dropout in one kernel: bands compared with tiles, and Triton's kernels, interpreted, compared with
-plain torch."""
+"""Attention with dropout in one kernel: bands are compared with tiles, and interpreted Triton kernels with plain
+torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PACKED = ((0, 1, 9, 20), (0, 17))
 
 
 def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[Any, Any]:
-    """Return [samples, n, m]: whether a query attends to a key."""
+    """Return a mask [samples, n, m] that is True where a query attends to a key."""
     seen = np.zeros((samples, n, m), bool)
     for tile in tiles:
         hidden = hidden_pairs(tile, torch.device("cpu"))
@@ -54,7 +54,7 @@ def seen_by(tiles: Sequence[Tile], samples: int, n: int, m: int) -> np.ndarray[A
 @pytest.mark.parametrize("documents", [None, PACKED, ((0, 5), (0, 5))], ids=["one", "packed", "alike"])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_bands_cover_the_pairs_of_their_tiles(documents: Documents | None, window: int | None) -> None:
-    """The bands are those of one rank and of every step of a ring."""
+    """The tests cover the bands of a single rank and of every ring step."""
     length = 24
     ranks = [(size, *pair) for size in (1, 3) for pair in product(range(size), repeat=2)]
     for queries, keys in ((rank_spans(length, a, size), rank_spans(length, b, size)) for size, a, b in ranks):
@@ -78,8 +78,8 @@ def test_bands_cover_the_pairs_of_their_tiles(documents: Documents | None, windo
 
 
 def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output for two samples; these are views of one projection if all widths
-    are equal."""
+    """Return q, k, v and the output gradient for two samples. If all widths are equal, q, k and v are views of one
+    projection."""
     generator = torch.Generator().manual_seed(n)
     per = heads[0] // heads[1]
     whole = torch.randn(n, 2, heads[1], (per + 1) * widths[0] + widths[1], generator=generator).to(dtype)
@@ -89,7 +89,7 @@ def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 
 
 class Case(NamedTuple):
-    """Attention problem; with several `ranks`, the problem of one rank of a ring, step by step."""
+    """Attention problem. With several `ranks`, it is computed step by step as on one rank of a ring."""
 
     length: int = 40
     heads: int = 2
@@ -99,7 +99,7 @@ class Case(NamedTuple):
     window: int | None = None
     ranks: int = 1
     gathered: bool = False
-    """True if the rank has the keys of all ranks."""
+    """True if the rank has gathered the keys of all ranks."""
     sinks: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -118,7 +118,7 @@ MANY = [
 
 
 def run(kernel: Kernel, case: Case) -> list[Tensor]:
-    """Return the output, then all gradients."""
+    """Return a list of the output and all gradients."""
     q, k, v, grad = operands(case.length, (case.heads, case.groups), case.widths, case.dtype)
     sinks = torch.linspace(-1, 1, case.heads, requires_grad=True) if case.sinks else None
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
@@ -129,7 +129,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
         queries = spans[-1] if case.gathered else None
         out = local_attention(q[rows[-1]], k, v, causal, queries, sinks)
         return [out, *torch.autograd.grad(out, leaves, grad[rows[-1]])]
-    # The second to last rank of a ring: other ranks have keys for all of its queries, or for half of them.
+    # The second to last rank of a ring, whose queries attend wholly or half to the keys of each other rank.
     rank = max(0, case.ranks - 2)
     sources = [(rank - step) % case.ranks for step in range(case.ranks)]
     tiles = {source: Ring(Axis(), spans[rank], (spans[source],), causal).tiles(0) for source in sources}
@@ -152,7 +152,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
 
 
 def interpreted() -> None:
-    """Replace the operators' kernels with interpreted ones that use small blocks."""
+    """Replace the operators' kernels with interpreted kernels that use small blocks."""
     from megatron.extensions.speed.fusions.attention import flash_dropout_triton as kernels
 
     for name in ("_forward", "_backward"):
@@ -175,15 +175,16 @@ def compare(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_their_twin(cases: str) -> None:
-    """The cases cover the forward pass and all gradients for odd lengths, groups, widths, windows, documents, sinks and
-    ranks of a ring, and the bits of the masks."""
+    """The cases compare outputs, all gradients and dropout masks for odd lengths, groups, widths, windows, documents,
+    sinks and ring ranks."""
     interpreted()
     compare(FEW if cases == "few" else MANY)
     compare_masks()
 
 
 def compare_masks() -> None:
-    """Check which weights are dropped: without scores, and with values that mark keys, the outputs show it."""
+    """Check which weights are dropped. All scores are equal and each value marks its key, so the outputs show the
+    dropped weights."""
     n, samples, heads = 16, 2, 2
     q, k = torch.zeros(n, samples, heads, 16), torch.zeros(n, samples, heads, 16)
     masks = Dropout(0.4, 2**62 + 999, 7, torch.tensor([2**33, 5]))
@@ -254,7 +255,7 @@ TYPES: dict[str, Any] = {
 def test_kernels_compile_to_tensor_core_instructions(
     kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
 ) -> None:
-    """The kernels also fit into shared memory."""
+    """The compiled kernels also fit into shared memory."""
     from megatron.extensions.speed.fusions.attention import flash_dropout_triton as triton
 
     found = {
@@ -271,7 +272,7 @@ def test_kernels_compile_to_tensor_core_instructions(
         constants = {"WIDTHS": (width,) * 4, "BLOCKS": (block_n, block_m)}
         built = compiled(kernel, types, constants, capability, num_warps=warps, num_stages=stages)
         ptx = built.asm["ptx"]
-        # With and without a mask.
+        # Compile the kernel with and without a mask.
         assert ptx.count("wgmma.mma_async.sync") + ptx.count("mma.sync") >= 2 * products, (name, width, capability)
         assert "cp.async" in ptx or stages == 1, (name, width, capability)
         assert built.metadata.shared <= {80: 163, 90: 227}[capability] * 1024

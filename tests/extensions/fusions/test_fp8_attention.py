@@ -1,5 +1,5 @@
-"""Attention with an fp8 forward pass: its error, the Triton kernel interpreted and compiled, calls of FlashAttention-3,
-the choice of a kernel, and the plan."""
+"""Attention with an fp8 forward pass: its error, the interpreted and the compiled Triton kernel, calls of
+FlashAttention-3, the choice of a kernel, and the plan."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def test_errors_match_the_docstring() -> None:
-    """The errors are relative to fp64 attention of the operands, and of the rounded operands, which leaves the rounding
-    of the weights."""
+    """Errors are measured against fp64 attention of the original operands and of the rounded operands. The latter error
+    comes only from rounding the attention weights."""
     qkv = heads_of(384, 2, 4, 2, 64)
     scale, grad = 64**-0.5, torch.randn(384, 2, 4, 64, dtype=torch.bfloat16)
     found = with_gradients(Fp8Attention("", Twin(scale), False), qkv, grad)
@@ -70,8 +70,8 @@ def test_errors_match_the_docstring() -> None:
 
 
 def test_each_sample_and_group_is_cast_separately() -> None:
-    """The casts do not depend on the layout or on other samples, and 16 bits represent the values that they stand
-    for."""
+    """The fp8 casts do not depend on the layout or on other samples, and 16-bit numbers represent the dequantized
+    values exactly."""
     qkv = heads_of(32, 3, 4, 2, 16)
     qkv[0][:, 1] *= 1000
     whole = Twin(0.25).forward(cast := cast_heads(*qkv), torch.float32)
@@ -97,7 +97,8 @@ def test_casts_are_saved_and_not_operands() -> None:
 
 
 def check_kernel(device: str = "cpu") -> None:
-    """Compare outputs and log-sum-exps with the definition, for full and partial blocks, groups and widths."""
+    """Compare outputs and log-sum-exps with the definition, for full and partial blocks and several groups and
+    widths."""
     from megatron.extensions.speed.fusions.attention import fp8_attention_triton as kernels
 
     for n, b, heads, groups, d in ((160, 2, 4, 2, 16), (128, 1, 2, 2, 64), (300, 1, 1, 1, 128)):
@@ -105,7 +106,7 @@ def check_kernel(device: str = "cpu") -> None:
         out, lse = kernels.fp8_attention_forward(*cast, d**-0.5, torch.float32)
         expected, expected_lse = Twin(d**-0.5).forward(cast, torch.float32)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-        # Within one block of keys, both round the weights relative to the same maximum.
+        # Within one block of keys, the kernel and the definition round the weights relative to the same maximum.
         error = ((out - expected).norm() / expected.norm()).item()
         assert error < (1e-3 if n <= 128 else KERNEL_ERROR / 2), (n, error)
 
@@ -118,8 +119,8 @@ def test_the_interpreted_kernel_matches_the_definition() -> None:
 
 @apart(interpret=False)
 def test_the_kernel_compiles_without_spills() -> None:
-    """The kernel compiles for Ada, Hopper and Blackwell, whose tensor cores support fp8, and loads the next blocks
-    ahead."""
+    """The kernel compiles for Ada, Hopper and Blackwell, whose tensor cores support fp8, and prefetches the next
+    blocks."""
     from megatron.extensions.speed.fusions.attention import fp8_attention_triton as kernels
     from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
@@ -141,7 +142,7 @@ SCALES = "q_descale", "k_descale", "v_descale"
 
 
 def package(takes_scales: bool = True) -> ModuleType:
-    """Return a stand-in for FlashAttention-3 that computes attention of dequantized operands."""
+    """Return a replacement for FlashAttention-3 that computes attention of the dequantized operands."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **given: Any) -> tuple[Tensor, ...]:
         assert given["causal"] and v.stride(1) == 1 and all(x.dtype == torch.float8_e4m3fn for x in (q, k, v))
@@ -189,7 +190,7 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.bfloat16)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Make the kernels take the given seconds; kernels that are not given raise an error."""
+    """Make each kernel take the given number of seconds. Kernels without a given time raise an error."""
 
     def lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
         return lambda: seconds[name]

@@ -1,5 +1,5 @@
-"""Casts and sums that are fused into the neighbours of linear layers. The model equals the one without them; if the
-order of rounding is the same, it is bit-identical."""
+"""Casts and sums that are fused into the neighbours of linear layers. The fused model equals the model without these
+fusions. It is bit-identical if the order of rounding is the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ MODELS = {
     "dropout": with_dropout(GPT, attention=0.0),
 }
 GIVEN = {
-    # Counts of two layers. Forward: inputs of fc1 and qkv. Backward: casts of proj, fc2 and qkv, and sums of biases.
+    # The counts are those of two layers. Forward: the inputs of fc1 and qkv are cast. Backward: the gradients of proj,
+    # fc2 and qkv are cast, and the gradients of biases are summed.
     ("gpt", True): {"inputs": 4, "casts": 4, "sums": 4},
     ("gpt", False): {"sums": 4},
     ("llama", True): {"inputs": 4, "casts": 6},
@@ -52,12 +53,12 @@ GIVEN = {
     ("dropout", True): {"inputs": 1},
     ("dropout", False): {},
 }
-"""Numbers of fused inputs, casts and sums per micro-batch, by (model, fp8), without those of SwiGLU for the layers of
-its MLP."""
+"""Numbers of fused inputs, casts and sums per micro-batch, keyed by (model, fp8). Casts by SwiGLU for the MLP's own
+layers do not count."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:
-    """Return the losses and gradients of two steps, and the histories."""
+    """Return the losses and gradients of two steps, and the amax histories."""
     take, order = OutputGradient.take, DelayedGemms.given_input
 
     def counted_take(self: OutputGradient, grad: Tensor) -> Any:
@@ -106,7 +107,8 @@ def test_casts_of_neighbours_equal_those_of_the_layer(name: str, fp8: bool, monk
 
 
 def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a module has a hook, its neighbours leave the casts to the module."""
+    """If a module has a hook, the neighbouring modules leave the casts of its input and output gradient to the
+    module."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     parallel = ModelParallelConfig(bf16=True, compile=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))
     model, seen = GPTModel(LLAMA, parallel), []
@@ -146,10 +148,10 @@ LAYOUTS = [
 
 @pytest.mark.grid(("world_size", "layout"), LAYOUTS[:1], LAYOUTS)
 def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions run uncompiled but round as compiled code does: once, at their end."""
+    """Regions run uncompiled, but like compiled code they round only once, at their end."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
-    # the original caches the functions from before
+    # the original function caches the unpatched functions
     monkeypatch.setattr(activations, "_regions_of", activations.functions_of)
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)

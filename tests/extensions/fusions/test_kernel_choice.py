@@ -1,4 +1,5 @@
-"""Kernels compared with torch at the start of a run: a wrong, failing or slow kernel is left out, with one line."""
+"""At the start of a run, kernels are compared with torch. A wrong, failing or slow kernel is not used, which one line
+reports."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MODEL = f"{TINY} --hidden-size 32 --seq-length 16 --vocab-size 64 --micro-batch-
 
 @operation
 def doubled_(x: Tensor, total: Tensor) -> Tensor:
-    """Return 2 x, and add its sum to the total."""
+    """Return 2 x, and add the sum of 2 x to the total."""
     y = 2 * x
     total.add_(y.sum())
     return y
@@ -72,7 +73,7 @@ def kernel(run: Callable[..., Tensor]) -> FusedKernel:
 
 
 def clock_of(slow: float) -> Callable[[Callable[[], object]], float]:
-    """Return a clock by which the kernel, timed first, takes `slow` times as long as torch."""
+    """Return a clock for which the kernel, which is timed first, takes `slow` times as long as torch."""
     seconds = iter([slow, 1.0] * 9)
 
     def clock(run: Callable[[], object]) -> float:
@@ -124,7 +125,7 @@ def test_a_wrong_or_slow_kernel_is_left_out_with_one_line(
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (1.06, False)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_of_values_in_16_bits_may_be_casts_of_those_in_32(dtype: torch.dtype, factor: float, kept: bool) -> None:
-    """torch's compiler casts the fp32 values before they are rounded to 16 bits."""
+    """torch's compiler casts the fp32 values without first rounding them to 16 bits."""
     x, said = torch.randn(4000, generator=torch.Generator().manual_seed(1)), list[str]()
     own, compiled = (lambda x: (factor * x.bfloat16()).to(dtype)), (lambda x: x.to(dtype))
     cast = FusedKernel(own, compiled, lambda x: True, lambda shapes: [(x,)], TOLERANCE)
@@ -161,7 +162,7 @@ def test_all_ranks_leave_out_a_kernel_that_fails_on_one() -> None:
 
 
 def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
-    """On a CPU, each kernel computes the same as on a GPU, in its plain form."""
+    """On a CPU, each kernel runs in its plain torch form, which computes the same as on a GPU."""
     flags = "--num-experts 4 --moe-ffn-hidden-size 32 --swiglu --disable-bias-linear"
     fp8 = f"{flags} --bf16 --fp8-format hybrid --fp8-recipe delayed"
     found = RunShapes.of(resolve(parse_args(f"{MODEL} {fp8}".split()), 1), CPU)
@@ -177,7 +178,7 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out() -> None:
-    """The kernels themselves run on these operands in Triton's interpreter, which does not multiply bf16."""
+    """The Triton kernels run on these operands in Triton's interpreter, which cannot multiply bf16."""
     from megatron.extensions.speed.fusions.kernels import casts, norms
 
     round_to_fp8_as_torch()

@@ -1,4 +1,4 @@
-"""Triton's casts to fp8, including those of SwiGLU and its gradient, compared bit for bit with their twins in torch,
+"""Triton kernels that cast to fp8, including SwiGLU and its gradient: bit-for-bit comparison with their twins in torch,
 and their compiled GPU code."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ WANTED = ((True, True), (True, False), (False, True))
 
 
 def matrices() -> Iterator[Tensor]:
-    """Yield matrices whose sizes are no multiples of a tile, strided and empty ones, with every kind of number."""
+    """Yield matrices with every kind of number: strided matrices, empty ones, and ones whose sizes are not multiples of
+    a tile."""
     generator = torch.Generator().manual_seed(3)
 
     def spread(*shape: int) -> Tensor:
@@ -48,8 +49,8 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_match_their_twins(stride: int) -> None:
-    """The operators run on CPU tensors in this test only. Every fifth case covers each matrix, and each format in each
-    orientation."""
+    """Only this test runs the operators on CPU tensors. A stride of five cases still covers each matrix, and each
+    format in each orientation."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -62,7 +63,7 @@ def test_interpreted_casts_match_their_twins(stride: int) -> None:
 
 
 def check_operators(x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
-    """Compare the operators with the twins on the device of x. The twins run on CPU."""
+    """Compare the operators with their twins on the device of x. The twins run on CPU."""
     case, own = (tuple(x.shape), x.dtype, dtype, wanted), x.cpu()
     by = twins.amax_of_rows_and_columns_twin(own, wanted)
     assert_same(twins.amax_of_rows_and_columns(x, wanted, True), by, case)
@@ -91,8 +92,8 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
-    """Assert that the casts equal those of the kernel's rounded values, except for a `share` of the numbers, which are
-    next to a tie. Also assert that the recorded amax, initially 0.25, is that of the values."""
+    """Assert that the casts equal those of the kernel's rounded values. A `share` of the numbers, next to a tie, may
+    differ. Also assert that the recorded amax is the largest of the values and 0.25, the initial amax."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
         largest = torch.maximum(torch.tensor(0.25), amax)
@@ -110,7 +111,7 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
 
 
 def casts_of(fp8: str) -> Any:
-    """Return the types of the requested and recorded `Casts`."""
+    """Return Triton's pointer types of the fields of `Casts`."""
     from megatron.extensions.speed.fusions.kernels.casts_triton import Casts
 
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]
@@ -125,14 +126,14 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
     tile = {"TILE": kernels.TILE}
     for capability, name in product((80, 90), ("fp8e4nv", "fp8e5")):
         if capability == 80 and name == "fp8e4nv":
-            continue  # Triton supports this format from Ada on, as torch supports its GEMMs
+            continue  # Triton supports this format, and torch its GEMMs, on Ada and later
         outputs = {"rows": f"*{name}", "columns": f"*{name}", "casts": casts_of(name)}
         for by_amax, by_vector in ((False, False), (True, False), (True, True)):
             kernel = kernels.cast_tiles if by_amax else kernels.noting_tiles
             constants = tile | ({"BY_VECTOR": by_vector, "SMALLEST": 1e-30} if by_amax else {})
             ptx = compiled(kernel, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-            # A thread has 64 elements: eight loads of 16 bytes, and four stores per orientation. Versions of Triton
-            # differ in how they load vectors.
+            # A thread processes 64 elements with eight loads of 16 bytes, and with four stores per orientation.
+            # Versions of Triton vectorize loads differently.
             loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
             assert loads in ((8, 12) if by_vector else (8,)) and stores == 8
             assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx
@@ -147,7 +148,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
 
 
 def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield operands whose sizes are no multiples of a tile, empty ones, and ones with non-finite values."""
+    """Yield operands whose sizes are not multiples of a tile, empty operands, and operands with non-finite values."""
     generator = torch.Generator().manual_seed(5)
     for n, f, dtype in ((150, 70, torch.bfloat16), (33, 17, torch.float32), (0, 24, torch.bfloat16)):
         x, grad = (torch.randn(n, width, generator=generator) for width in (2 * f, f))
@@ -173,8 +174,8 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """Compare the twin with the cast of autograd's result, and the kernel with the twin. They may differ where
-    exponentials differ in the last bit: some numbers are then rounded to the next 16-bit number, and few of those to
+    """Compare the twin with the cast of autograd's result, and the kernel with the twin. Results may differ where
+    exponentials differ in the last bit: some values are then rounded to the next 16-bit number, and a few of these to
     the next 8-bit number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
@@ -205,7 +206,8 @@ def test_casts_of_swiglu_compile_to_wide_loads_and_stores() -> None:
     for backward, name in product((False, True), ("fp8e4nv", "fp8e5")):
         types = {"x": "*bf16", "grad": "*bf16" if backward else None, "casts": casts_of(name), "n": "i32", "f": "i32"}
         ptx = compiled(kernels.swiglu_tiles, types, tile, 90, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread has 32 elements of each operand: four loads of 16 bytes, and two stores per orientation.
+        # A thread processes 32 elements of each operand with four loads of 16 bytes, and with two stores per
+        # orientation.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == (12 if backward else 8)
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == (8 if backward else 4)
         assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx

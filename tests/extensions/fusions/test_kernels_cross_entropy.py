@@ -1,4 +1,4 @@
-"""Losses whose gradients replace the logits: the definition compared with torch, and Triton's kernels with the
+"""Losses whose gradients replace the logits: the definition is compared with torch, and the Triton kernels with the
 definition."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def example(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return logits [7, width], the largest far above the others, and labels, including the last word."""
+    """Return logits [7, width] with one far larger than the others, and labels that include the last token of the
+    vocabulary."""
     torch.manual_seed(width)
     logits, labels = 4 * torch.randn(7, width), torch.randint(0, vocab_size, (7,))
     labels[0] = vocab_size - 1
@@ -31,7 +32,7 @@ def example(dtype: torch.dtype, width: int, vocab_size: int) -> tuple[Tensor, Te
 
 
 def losses_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Compute losses and gradient by autograd in fp64."""
+    """Return the losses and the logit gradient, computed by autograd in fp64."""
     leaf = logits.double().requires_grad_()
     real = leaf[:, :vocab_size]
     losses = F.cross_entropy(real, labels, reduction="none") + z_loss * real.logsumexp(-1).square()
@@ -54,7 +55,7 @@ def test_the_definition_matches_autograd(dtype: torch.dtype, width: int, vocab_s
 
 @apart(interpret=True)
 def test_interpreted_losses_and_gradients_match_the_definition() -> None:
-    """The rows are shorter than a block, or span several with an end within one, and there are more rows than
+    """Some rows are shorter than a block; others span several blocks and end within a block. There are more rows than
     programs."""
     from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
@@ -70,7 +71,7 @@ def test_interpreted_losses_and_gradients_match_the_definition() -> None:
         factors = torch.tensor([1.0, 0.0, 0.5, 1.0, -2.0, 0.0, 1.0])
         scaled, left = expected.clone(), expected.clone()
         cross_entropy.scale_rows_.__wrapped__(scaled, factors)
-        left[1] = torch.nan  # the kernel must not read it
+        left[1] = torch.nan  # the kernel must not read this value
         kernels.scale_rows_(left, factors)
         torch.testing.assert_close(left.float(), scaled.float(), rtol=eps, atol=0)
         assert torch.equal(left[0], expected[0]) and not left[1].any()
@@ -89,7 +90,7 @@ def test_losses_compile_to_wide_loads_and_stores() -> None:
     for capability, z_loss in product((80, 90), (None, "fp32")):
         given = types | {"z_loss": z_loss}
         built = compiled(kernels.loss_and_gradient, given, constants, capability, num_warps=kernels.WARPS)
-        # A thread has 32 bytes of a block in each of the two passes.
+        # A thread reads 32 bytes of a block in each of the two passes.
         ptx = built.asm["ptx"]
         assert ptx.count("v4.b32") >= 6 and "ld.global.b16" in ptx and "ld.local" not in ptx
         block = {"BLOCK": kernels.THREADS * kernels.EACH}
@@ -99,7 +100,7 @@ def test_losses_compile_to_wide_loads_and_stores() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Record the logits whose gradient the forward pass computes, on the CPU as on a GPU."""
+    """Compute gradients in the forward pass on the CPU, as on a GPU, and record the logits of each call."""
     found: list[Tensor] = []
 
     def noted(logits: Tensor, *args: object) -> Tensor:
@@ -125,7 +126,7 @@ def gradient_of(logits: Tensor, labels: Tensor, weights: Tensor, compiled: bool)
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.dtype, made: list[Tensor]) -> None:
-    """Token weights are 1, 0 and others."""
+    """The token weights include 0, 1 and other values."""
     logits, labels = example(dtype, 64, 50)
     for weights in (torch.ones(7, 1), torch.tensor([[1.0, 0.0, 0.5, 1.0, 2.0, 0.0, 1.0]]).t()):
         plain = gradient_of(logits[:, None], labels[:, None], weights, False)
@@ -139,7 +140,8 @@ def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.
 
 def test_logits_that_others_need_or_ranks_share_are_left_alone(made: list[Tensor]) -> None:
     logits, labels = example(FP32, 64, 64)
-    for dtype in (torch.float16, torch.float64):  # no kernel: gradients of the losses are a loss scale
+    # Does not launch a kernel, because the gradient of each loss is the loss scale.
+    for dtype in (torch.float16, torch.float64):
         leaf = logits.to(dtype)[:, None].requires_grad_()
         vocab_parallel_cross_entropy(leaf * 1, labels[:, None], Axis(), 64, True).sum().backward()
     leaf = logits[:, None].requires_grad_()

@@ -1,5 +1,4 @@
-"""Weight gradients of experts: kernels compared with the sum of one GEMM per expert, interpreted, and the choice
-between them."""
+"""Expert weight gradients: interpreted kernels compared with one GEMM per expert, and the choice of a kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def check_grouped(device: str = "cpu") -> None:
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
-    if device != "cpu":  # fp32 GEMMs use TF32 there
+    if device != "cpu":  # fp32 GEMMs use TF32 on GPUs
         dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
         torch.manual_seed(0)
@@ -82,20 +81,20 @@ def test_interpreted_grouped_sums_match_the_definition() -> None:
 CASES = (
     ([3, 0, 70, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 0, 600, 0], 16, 24),  # a tile split into four parts
-    ([290, 2, 0, 0], 20, 64),  # two tiles split into two parts each
+    ([0, 0, 600, 0], 16, 24),  # one tile, split into four parts
+    ([290, 2, 0, 0], 20, 64),  # two tiles, each split into two parts
     ([40, 33, 32, 48, 17], 40, 40),
-    ([9], 136, 64),  # more rows of tiles than a group that shares operands has
+    ([9], 136, 64),  # more rows of tiles than fit into a group that shares operands
 )
-"""Rows of each expert, outputs and inputs; some are no multiples of a tile."""
+"""Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
 
 
 ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
-"""Cases for GPUs, including partial tiles of the size used there."""
+"""Cases for GPUs, including partial tiles of the tile size that GPUs use."""
 
 
 def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -> None:
-    """Compare with the definition in fp64. The interpreter, which has four programs, uses small tiles."""
+    """Compare the kernels with the definition in fp64. The interpreter runs four programs and uses small tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 16, warps=4, stages=2)
     dtype, off = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 1e-5)
     for counts, outputs, inputs in CASES if device == "cpu" else ON_GPUS:
@@ -119,8 +118,7 @@ def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -
 
 @apart(interpret=True)
 def test_an_interpreted_list_of_tiles_adds_each_product() -> None:
-    """The cases include experts without rows, one with almost all rows, partial tiles, sizes that are no multiples of a
-    tile, and spare rows."""
+    """The cases include experts without rows, an expert with almost all rows, partial tiles, and spare rows."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton
 
     check_list(grouped_triton)
@@ -166,7 +164,8 @@ MUTANTS = (
 
 
 def mutated(module: ModuleType, old: str, new: str, folder: str) -> ModuleType:
-    """Return the module with its first `old` replaced, loaded from its own file, because Triton reads sources."""
+    """Return a copy of the module in which the first `old` is replaced by `new`. The copy is loaded from a separate
+    file, because Triton reads source files."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert old in source, old
@@ -194,8 +193,8 @@ def test_every_mutant_of_the_list_is_found() -> None:
 
 @apart(interpret=False)
 def test_the_list_compiles_without_spills_and_loads_ahead() -> None:
-    """The kernel compiles for A100, H100 and B200. On Hopper, it prefetches steps of the loop and adds tiles without
-    waiting."""
+    """The kernel compiles for A100, H100 and B200. On Hopper, the kernel prefetches steps of the loop and adds tiles
+    without waiting."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton as kernels
 
     numbers = ("outputs", "inputs", "experts", "tiles", "programs", "slots")
@@ -232,7 +231,7 @@ SHAPES = RunShapes.of(
 
 
 def test_kernels_are_timed_on_the_rows_and_matrices_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest correct kernel is used for each shape; none is used if torch is faster."""
+    """Each shape uses the fastest correct kernel, or torch if torch is faster."""
     assert (SHAPES.expert_rows, SHAPES.expert_matrices) == (256, ((48, 32), (32, 24)))
 
     def add(kernel: str, out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, segments: Segments) -> None:

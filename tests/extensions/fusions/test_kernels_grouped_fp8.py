@@ -1,4 +1,4 @@
-"""fp8 kernels of experts. Interpreted casts along tokens equal their twin bit for bit, and interpreted GEMMs are
+"""fp8 kernels for experts. Interpreted casts along tokens equal their twin bit for bit, and interpreted GEMMs are
 compared with fp64 GEMMs of the same values. Also tests the compiled GPU code and the choice between kernels."""
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits
 SHAPES = (
     ([3, 0, 300, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 17 * TILE], 16, 24),  # a tile whose sum is split into parts
+    ([0, 17 * TILE], 16, 24),  # one tile, whose sum is split into parts
     ([129, 128], 40, 24),
 )
-"""Rows of each expert, outputs and inputs; some are no multiples of a tile."""
+"""Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
 
 ON_GPUS = (*SHAPES, ([0, 5000, 3, 9000], 304, 528), ([900] * 40, 272, 272))
 
 
 def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yield the shapes above and a random one."""
+    """Yield the cases of `SHAPES` and a random case."""
     yield from SHAPES
     draw = random.Random(seed)
     counts = [draw.choice((0, 1, 100, 128, 200)) for _ in range(draw.randint(1, 5))]
@@ -44,20 +44,20 @@ def drawn(seed: int) -> Iterator[tuple[list[int], int, int]]:
 
 
 def segments_of(counts: list[int]) -> tuple[Segments, Tensor]:
-    """Return the segments and the ends of their tiles."""
+    """Return the row segments of the experts, and the tile number at which each segment ends."""
     segments = Segments.of_counts(torch.tensor(counts), True)
     return segments, segments.padded(TILE).ends // TILE
 
 
 def rows_of(counts: list[int], width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return values of many magnitudes; spare rows are the largest."""
+    """Return rows with values of many magnitudes, followed by spare rows with the largest values."""
     x = torch.randn(sum(counts) + 5, width) * torch.exp(3 * torch.randn(sum(counts) + 5, width))
     x[sum(counts) :] = 1e30
     return x.to(dtype)
 
 
 def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None:
-    """Assert that casts equal torch's bit for bit, including non-finite values."""
+    """Assert that casts, including those of non-finite values, equal torch's bit for bit."""
     for number, (counts, _, width) in enumerate(drawn(seed)):
         torch.manual_seed(number)
         (segments, tile_ends), x = segments_of(counts), rows_of(counts, width)
@@ -69,7 +69,7 @@ def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None
 
 
 def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
-    """Compare with the definition in fp64. The interpreter, which has four programs, uses small tiles."""
+    """Compare the kernels with the definition in fp64. The interpreter runs four programs and uses small tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 1, warps=4, stages=2)
     for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
         torch.manual_seed(number)
@@ -88,7 +88,7 @@ def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", s
 
 
 def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tuple[Scaled, Scaled]:
-    """Return rows and matrices, cast by rows or by blocks."""
+    """Return rows and expert matrices, cast to fp8 by rows or by blocks."""
     x, w = rows_of(counts, inputs), torch.randn(len(counts), outputs, inputs).bfloat16()
     if blocks:
         return cast_by_blocks(x, 1, E4M3), grouped.blocks_of(w)
@@ -96,7 +96,7 @@ def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tupl
 
 
 def check_rows(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
-    """Compare with the GEMMs of dequantized operands in fp64."""
+    """Compare the kernels with fp64 GEMMs of the dequantized operands."""
     kernels.ROW_TILINGS["tiny"] = kernels.RowTiling(16, 32, TILE, 4, 2)
     for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
         torch.manual_seed(number)
@@ -202,7 +202,7 @@ def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_fastest_right_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong kernel, or one that does not fit, is not chosen; none is chosen if torch is the fastest."""
+    """A kernel that is wrong or does not fit is not chosen. No kernel is chosen if torch is the fastest."""
 
     def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:
         one, two = (ExpertTiles(*each, 0) for each in ((dy, dy_scale), (x, x_scale)))

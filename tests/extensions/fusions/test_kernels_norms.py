@@ -1,5 +1,5 @@
-"""Triton's norms with casts and sums, and its cast of the gradient of attention's projection, compared with their twins
-in torch, and their compiled code."""
+"""Triton kernels of norms with casts and sums, and of the attention projection's gradient cast: comparison with their
+twins in torch, and their compiled code."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases whose rows and columns fill no tile, rows that no program holds, more rows than programs take at a
-    time, and non-finite values."""
+    """Yield cases whose rows and columns do not fill a tile, with rows too wide for one program, more rows than
+    programs process at a time, and non-finite values."""
     generator = torch.Generator().manual_seed(5)
     sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32), (6, 8200, torch.bfloat16)
     for (n, h, dtype), centered in product(sizes, (False, True)):
@@ -51,7 +51,7 @@ def cases() -> Iterator[Case]:
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return (total, its norm, gradients of the total and of the parameters), computed by autograd in fp32 and
+    """Return (total, norm of the total, gradients of the total and of the parameters), computed by autograd in fp32 and
     rounded."""
     dtype = case.x.dtype
     total = case.x if case.update is None else case.x + case.update
@@ -68,7 +68,8 @@ def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
-    """Assert equality within one rounding of `found`'s format, or a few for sums."""
+    """Assert that tensors are equal within one rounding step of the dtype of `found`, or within `steps` rounding steps
+    for sums."""
     eps = torch.finfo(found.dtype).eps if found.dtype != torch.float32 else 1e-5
     scale = expected.float().nan_to_num().abs().max().item() if steps > 1 else 0.1
     expected = expected.float()
@@ -168,10 +169,10 @@ class Backward(NamedTuple):
 
 
 FEW = 16
-"""Tolerated spilled bytes per thread: a load or two of a kernel."""
+"""Tolerated spilled bytes per thread, equivalent to one or two loads."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
-"""Norms of Llama 8B and 70B, and of GPT-3 with biases."""
+"""Sizes of the norms of Llama 8B and 70B, and of GPT-3, which has biases."""
 
 CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
 
@@ -212,7 +213,7 @@ def test_norms_compile_to_wide_loads_and_stores() -> None:
         forward = compiled_forward(4096, capability == 80, capability, fp8)
         backward = compiled_backward(NAMED[0], capability, fp8)
         assert compiled_backward(NAMED[0], capability, fp8, columns=False).asm["cubin"]
-        # A thread has 64 elements of each operand, and 16 in a backward pass: loads of 8 elements. A chunked kernel
+        # A thread loads 64 elements of each operand, or 16 in a backward pass, 8 elements at a time. A chunked kernel
         # reads gamma for each row, and reads everything except the gradient of the sum twice.
         for built, expected in ((forward, 16), (backward, 14)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
@@ -232,7 +233,7 @@ def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
     for capability, name in ((80, "fp8e5"), (90, "fp8e5"), (90, "fp8e4nv")):
         given = types | {"casts": casts_of(name)}
         ptx = compiled(kernels.head_tiles, given, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes each.
+        # A thread loads 32 elements of each half, of the cosines and of the sines, with four loads of 16 bytes each.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
 

@@ -1,5 +1,5 @@
-"""fp8 GEMMs that add to their output: Triton's kernel compared with its definition, cuBLASLt's calls, and the choice
-between the two."""
+"""fp8 GEMMs that add to their output: comparison of the Triton kernel with its definition, the calls of cuBLASLt, and
+the choice between the two."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
 
 @apart(interpret=True)
 def test_interpreted_sums_match_the_definition() -> None:
-    """The sizes are no multiples of a tile, there are more tiles than in a group, and there may be nothing to sum."""
+    """The sizes are not multiples of a tile, there are more tiles than in a group, and in one case there is nothing to
+    sum."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
-    # The interpreter multiplies only fp16 and fp32.
+    # Triton's interpreter multiplies only fp16 and fp32.
     formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
 
     def dot(builder: object, a: object, b: object, total: object, precision: object, inexact: object) -> object:
@@ -95,7 +96,8 @@ def test_sums_compile_for_hopper() -> None:
 
 
 class CublasLt:
-    """cuBLASLt's interface on CPU memory: D = alpha scale_A scale_B op(A) op(B) + beta C of column-major matrices."""
+    """Replacement for cuBLASLt's interface on CPU memory: D = alpha scale_A scale_B op(A) op(B) + beta C of
+    column-major matrices."""
 
     def __init__(self) -> None:
         self.objects: list[dict[Any, Any]] = [{}]
@@ -135,7 +137,7 @@ class CublasLt:
         return 0
 
     def matrix(self, layout: Any, address: Any) -> Tensor:
-        """Return the column-major matrix at an address, as a view."""
+        """Return a view of the column-major matrix at an address."""
         found = self.objects[layout.value]
         dtype = {0: torch.float32, 14: torch.bfloat16, 28: E4M3, 29: E5M2}[found["kind"]]
         (rows, columns), leading = found["size"], found["leading"]
@@ -162,7 +164,7 @@ class CublasLt:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace cuBLASLt, which needs a GPU, with a stand-in that follows its documentation."""
+    """Replace cuBLASLt, which needs a GPU, with an implementation of its documentation."""
     monkeypatch.setattr(cublaslt, "_library", _one(CublasLt()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     torch.manual_seed(4)
@@ -210,7 +212,7 @@ def _one(library: CublasLt) -> Callable[[], CublasLt]:
 
 
 def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer of a shape uses the same choice. Triton's kernel is never a candidate here, because it has no CPU
+    """All layers of one shape use the same kernel. The Triton kernel is not a candidate on a CPU, because it has no CPU
     version."""
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
     ctx = tp_context(ParallelState(), False, torch.bfloat16, format=Fp8Format(config, range(1), WeightCasts()))

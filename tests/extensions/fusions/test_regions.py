@@ -1,4 +1,4 @@
-"""Compiled regions: the fused norm is a sum and torch's norm, and heads that are split in one kernel equal those of
+"""Compiled regions: the fused norm equals a sum followed by torch's norm, and heads split in one kernel equal those of
 plain torch."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SAMPLES = torch.tensor([3, 8])
 
 
 def of_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """Return x plus dropout of one half of it, and the norm of the sum."""
+    """Split x into two halves, and return the first half plus dropout of the second, together with the norm of this
+    sum."""
     x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:
@@ -36,7 +37,7 @@ def of_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 
 def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """Return x plus dropout of one half of it."""
+    """Split x into two halves, and return the first half plus dropout of the second."""
     x, update = x.chunk(2, -1)
     arguments = 0.3, 1234567, SAMPLES, 7
     if not compiled:
@@ -45,8 +46,8 @@ def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
-    """Return the sum of the two halves of x and its norm, each multiplied so that their gradients differ. With
-    `compiled`, a norm of 1 + weight must also equal that of a weight lower by 1."""
+    """Return the sum of the two halves of x and the norm of this sum, each multiplied so that their gradients differ.
+    With `compiled`, also check that a norm with 1 + weight equals the norm whose weight is lower by 1."""
     x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
     if compiled:
         (total, normed), (_, same) = (
@@ -71,8 +72,8 @@ NORMS = {
 
 
 def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, biased: bool = False) -> Tensor:
-    """Split into heads of 4 channels, 2 of them rotary: a group has three query heads, as many gates, a key and a
-    value. The first token's values are the bias."""
+    """Split x into heads of 4 channels, of which 2 are rotary. A group has three query heads, three gates, a key and a
+    value. The bias is twice the values of the first token."""
     x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
     bias = x[0, 0] * 2 if biased else None
     tables = (ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)) if rotates else ()

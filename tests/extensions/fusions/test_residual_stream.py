@@ -1,5 +1,5 @@
-"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. Here, regions
-run uncompiled and are compared with a model that uses plain additions."""
+"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. The tests run
+regions uncompiled and compare them with a model that uses plain additions."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ STREAMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "activation recomputed": ("llama", selective("mlp_act"), 0, 6),
     "norms recomputed": ("llama", selective("layernorm"), 0, 0),
 }
-"""Style, settings, the number of additions in 3 layers left to separate kernels, and the number of their GEMMs that add
-to the residual stream directly."""
+"""Each case: style, settings, number of additions in separate kernels, and number of GEMMs that add to the residual
+stream directly, both for 3 layers."""
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_additions_that_a_layer_defers_are_made(
 
 
 def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], addends: list[Tensor]) -> None:
-    """A partial sum is reduced first, and a hook sees the output that a module adds."""
+    """A partial sum must be reduced before it is added, and a hook must see a module's output before the addition."""
     model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
     blocks = list(model.decoder.layers)
     assert all(takes_addend(block.mlp) and takes_addend(block.self_attention) for block in blocks)
@@ -136,7 +136,7 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
 def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
-    """The recipes have one scale per operand. The last bit of a sum decides between two fp8 numbers that are 6 %
+    """Each recipe has one scale per operand. The last bit of a sum decides between two fp8 numbers that are 6 %
     apart."""
     config = replace(STYLES["llama"], num_layers=2)
     options = (Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe),)
@@ -218,8 +218,8 @@ def test_fused_layers_are_built_where_regions_are_compiled() -> None:
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
     """Run a training step.
 
-    Returns whether each layer leaves its last addition to the next norm, and the largest number of units whose
-    parameters, and whose gradients, are whole at the same time.
+    Returns a list that tells for each layer whether it leaves its last addition to the next norm, and the largest
+    numbers of units whose parameters and whose gradients are unsharded at the same time.
     """
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)
@@ -232,7 +232,8 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """The backward pass of a layer with two inputs and outputs begins and ends where it does for a single tensor."""
+    """For hooks, the backward pass of a layer with two inputs and outputs begins and ends where it does with a single
+    tensor."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

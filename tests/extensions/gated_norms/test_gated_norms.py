@@ -1,5 +1,5 @@
-"""Gated norms and gated latent attention: layouts compared with one process. The tests of
-Hugging Face families compare logits and gradients with those of transformers."""
+"""Gated norms and gated latent attention: comparison of layouts with one process. The tests of Hugging Face families
+compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

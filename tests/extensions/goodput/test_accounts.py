@@ -1,4 +1,4 @@
-"""Parts of the wall time that a start takes over from earlier starts."""
+"""Wall-time accounts that a start of a run takes over from the run's earlier starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_steps_after_the_checkpoint_are_repeated() -> None:
         "startup": 10,
         "idle": 100 - 86,
     }
-    assert sum(earlier.seconds.values()) == 100  # nothing is counted twice or left out
+    assert sum(earlier.seconds.values()) == 100  # every second is counted exactly once
 
 
 def test_repeated_steps_stay_repeated_over_several_failures() -> None:

@@ -1,4 +1,4 @@
-"""Goodput of real runs: evaluated, killed, resumed, on one and two ranks."""
+"""Goodput of real runs that evaluate, are killed and resume, on one and two ranks."""
 
 from __future__ import annotations
 

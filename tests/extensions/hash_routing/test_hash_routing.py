@@ -1,5 +1,5 @@
-"""Hash routing: tables, and saved values. The tests of Hugging Face families compare choices and weights with those of
-DeepSeek-V4."""
+"""Hash routing: its tables and the values saved for the backward pass. The tests of Hugging Face families compare
+selected experts and their weights with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.extensions.hugging_face.class_defaults
 
-A config.json may lack any key; the class's value then applies. The table has the defaults of every built-in family, and
-the other names of keys that its class accepts.
+A config.json may lack any key; the class's value then applies. The table contains the defaults of every built-in
+family, and the alternative key names that the family's class accepts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megatron.extensions.interop.hugging_face.family_files import HERE
 
 TABLE = HERE.joinpath("class_defaults.json")
 COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}
-"""Keys of every class, none of which describes a model's layers."""
+"""Keys that every class has; none of them describes a model's layers."""
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:
-    """Return the values of keys that a config.json lacks, before the class derives others from them."""
+    """Return the values that a class assumes for keys missing from a config.json, before it derives other values from
+    them."""
     found = {}
     for each in dataclasses.fields(cls):
         if each.name not in COMMON:
@@ -36,7 +37,7 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def installed() -> dict[str, Any]:
-    """Return the table of the installed transformers."""
+    """Return the table for the installed version of transformers."""
     classes = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     families = {
         name: {"defaults": defaults_of(classes[name]), "names": dict(classes[name].attribute_map)}

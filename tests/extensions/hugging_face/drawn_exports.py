@@ -3,8 +3,8 @@
     python -m tests.extensions.hugging_face.drawn_exports --draws 200 --seed 3
 
 A draw takes a tiny model of this program or of a Hugging Face family and gives legal values to up to three flags. Every
-family that can express its settings writes it. Weights and settings must be unchanged when the export is read, and the
-resulting model must compute the same logits bit for bit.
+family that can express the model's settings exports it. Weights and settings must be unchanged when the export is read,
+and the resulting model must compute the same logits bit for bit.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def starts() -> dict[str, TransformerConfig]:
             try:
                 found[f"family {family}"] = replace(config_from_hf(stated), seq_length=24)
             except ValueError:
-                continue  # an extension with its layers is not installed
+                continue  # the extension that implements its layers is not installed
     return found
 
 
 def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
-    """Yield valid models, each with a text that says how it was drawn."""
+    """Yield valid models, each with a text that describes how the model was drawn."""
     chance = random.Random(seed)
     while count:
         name = chance.choice(list(starts()))
@@ -70,7 +70,7 @@ def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
 
 
 def _values(flag: Flag, now: object) -> Iterator[object]:
-    """Yield values that a flag may have, other than its present one."""
+    """Yield possible values of a flag other than its current value."""
     if flag.takes_several:
         return
     elif flag.kind is bool:
@@ -87,7 +87,7 @@ def is_legal(config: TransformerConfig) -> bool:
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
     except ArithmeticError:
-        return False  # sizes that do not fit, which other rules refuse for a whole run
+        return False  # sizes that do not divide, which other rules refuse for a whole run
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
 
 
 def difference(config: TransformerConfig, family: str, written: dict[str, Any], parameters: dict[str, Tensor]) -> str:
-    """Return how the model read from an export differs, or `EXPORTED` if it does not."""
+    """Return how the model that is read from an export differs from `config`, or `EXPORTED` if it does not."""
     try:
         tensors = to_hf(parameters, config, family)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Random models of `transformers` that compute in fp64 throughout, for comparison with this program's."""
+"""Random models of `transformers` that compute everything in fp64, for comparison with this program's models."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ OPTIONS = dict.fromkeys(
 
 
 class Fp64(TorchFunctionMode):
-    """Torch function mode that computes in fp64 wherever a program asks for fp32: norms, softmaxes, routers,
-    positions."""
+    """Torch function mode that computes in fp64 wherever code requests fp32: norms, softmaxes, routers, positions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
@@ -47,7 +46,7 @@ class Fp64(TorchFunctionMode):
 
 @contextmanager
 def fp64() -> Iterator[None]:
-    """Use fp64 instead of fp32, also as the default."""
+    """Use fp64 instead of fp32, including as the default dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         with Fp64():
@@ -61,7 +60,7 @@ def random_model(case: str) -> Any:
 
 
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the random model of a case as a Hugging Face folder."""
+    """Save the random model of a case as a Hugging Face folder."""
     random_model(case).to(dtype).save_pretrained(folder)
     return folder
 
@@ -73,22 +72,22 @@ def model_with(model_type: str, settings: Mapping[str, Any]) -> Any:
     build = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float64)
     try:
         model = build(**OPTIONS.get(model_type, EXACT))
-    except ValueError:  # supports only eager attention
+    except ValueError:  # the model supports only eager attention
         model = build(**EAGER)
     return exact(model.eval())
 
 
 @torch.no_grad()
 def exact(model: Any) -> Any:
-    """Give a model such weights. BLOOM's GeLU, whose constants have eight digits, is replaced by torch's, and the
-    padding token gets a gradient like other tokens."""
+    """Fill a model with random weights, none of which keeps a special value such as 0 or 1. Replace BLOOM's GeLU, whose
+    constants have only eight digits, with torch's. Give the padding token a gradient like other tokens."""
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).topk(buffer.shape[1]).indices)
         elif name.endswith("layer_scalar"):
-            # a bf16 value, as published, which fp32 represents
+            # a bf16 value, as in published files, which fp32 represents exactly
             buffer.copy_((torch.rand_like(buffer) + 0.5).bfloat16())
         elif is_state(name):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
@@ -106,9 +105,9 @@ def is_state(name: str) -> bool:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """Return the weights as a file of the model holds them, under published names: without a tied output layer, and
-    expert by expert. LongCat-Flash's class has weights for zero-computation experts that it does not use; they are left
-    out, because published files have none."""
+    """Return the weights as the model's files contain them: under published names, without a tied output layer, and
+    expert by expert. Leave out the unused weights of zero-computation experts in LongCat-Flash's class, because
+    published files do not have them."""
     family = family_of({"model_type": model.config.model_type})
     ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:
@@ -127,7 +126,8 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the convolutions of queries, keys and values (Olmo Hybrid), which are saved as thirds of their channels."""
+    """Yield the convolutions of queries, keys and values of Olmo Hybrid, which are saved as equal thirds of the
+    channels."""
     keys, values = (
         getattr(config, f"linear_num_{kind}_heads") * getattr(config, f"linear_{kind}_head_dim")
         for kind in ("key", "value")
@@ -141,8 +141,8 @@ def by_width(found: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Te
 def wrong_gradients(
     theirs: Any, mine: GPTModel, tokens: Tensor, model_type: str, weights: Callable[[Any], dict[str, Tensor]] = weights
 ) -> list[str]:
-    """Return the names of their weights for which the gradient of the loss differs here. Replaces their weights with
-    gradients."""
+    """Return the names of the transformers model's weights whose loss gradients differ from this program's. Replaces
+    the transformers model's weights with their gradients."""
     logits = theirs(tokens, use_cache=False).logits[:, :-1]
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     batch = Batch.of_tokens(tokens)

@@ -21,17 +21,17 @@ NEEDS = (
     *(("gemma4", "normed_values"), ("gemma4", "per_layer_embeddings"), ("gemma4", "scaled_layer")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
-"""Prefixes of case names, and the extensions that their models need."""
+"""Maps prefixes of case names to the extensions that the models need."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()
     if all(installed(extension) for start, extension in NEEDS if name.startswith(start))
 }
-"""model_type and settings of each case: those of a base with changes."""
+"""model_type and settings of each case, which are those of a base case with changes."""
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder's safetensors files."""
+    """Return all tensors in the safetensors files of a folder."""
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 

@@ -3,9 +3,9 @@
     python -m tests.extensions.hugging_face.missing_keys                   # each key of every family in turn
     python -m tests.extensions.hugging_face.missing_keys qwen2 --draws 50  # and sets of keys, of drawn configurations
 
-The fields of our model are compared with those of the complete config.json that transformers makes from the remaining
-keys. If these keys describe another model than before, and a small one, logits and gradients are compared too, as in
-`sweep`.
+The fields of our model for the incomplete config.json are compared with those for the complete config.json that
+transformers makes from the remaining keys. If the remaining keys describe a different and small model, logits and
+gradients are compared too, as in `sweep`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.extensions.hugging_face.hf_exact import fp64, transformers
 
 OF_NO_MODEL = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 TRAINED_WITH = ("attention_dropout", "hidden_dropout", "init_method_std")
-"""Fields without effect on outputs that a config.json nevertheless states."""
+"""Fields that a config.json states although they have no effect on the model's outputs."""
 
 SMALL = 200_000
 """Largest number of parameters of a model whose logits are compared."""
@@ -47,14 +47,14 @@ def tiny(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def derived(model_type: str) -> set[str]:
-    """Return the keys that the family's class derives from others."""
+    """Return the keys that the family's class derives from other keys."""
     fields = dataclasses.fields(transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type])
     return {each.name for each in fields if each.default is None}
 
 
 def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each deleted key and the remaining keys. Each key is deleted in turn, from the file as it is and from one
-    without derived keys; this includes keys of nested objects."""
+    """Yield each deleted key and the remaining keys. Each key, including keys of nested objects, is deleted in turn,
+    from the complete file and from one without derived keys."""
     for key, inner in _objects(stated):
         yield f"{key}.{inner}", _without_inner(stated, key, inner)
     for others in (set[str](), derived(model_type) & stated.keys()):
@@ -63,7 +63,7 @@ def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _objects(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that have objects, with the keys of these objects."""
+    """Yield (key, inner key) for each key of each nested object."""
     return ((key, inner) for key, value in sorted(stated.items()) if isinstance(value, dict) for inner in value)
 
 
@@ -72,13 +72,13 @@ def _without_inner(stated: Mapping[str, Any], key: str, inner: str) -> dict[str,
 
 
 def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield configurations with unusual values, each without a random set of keys, and the remaining keys."""
+    """Draw configurations with unusual values, delete random keys, and yield the deleted and the remaining keys."""
     chance = random.Random(f"{seed} {model_type}")
     for changes in sweep.draws(model_type, count, seed):
         try:
             stated = tiny(model_type, changes)
         except Exception:
-            continue  # transformers refuses these values
+            continue  # transformers rejects these values
         share, open_keys = chance.choice((0.1, 0.3, 0.6)), derived(model_type)
         removable = [key for key in stated if key not in OF_NO_MODEL and key not in changes]
         chosen = [key for key in removable if chance.random() < (max(share, 0.5) if key in open_keys else share)]
@@ -116,7 +116,7 @@ def difference(
 
 
 def _read(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | str:
-    """Return the fields of our model and the model, or the text of a refusal."""
+    """Return our model for a config.json and its fields, or the error message if the config.json is refused."""
     try:
         config = config_from_hf(hf_config)
         return settings_of(config) | {name: getattr(config, name) for name in TRAINED_WITH}, config

@@ -5,7 +5,7 @@
 
 The verdicts are: "both ways" (logits and gradients in fp64 equal to 1e-9, and weights and settings unchanged by a round
 trip, byte by byte), "in only" (no export), "refused", with the missing part, and "no target" of pretraining, with the
-reason. Further configurations of each family are drawn with valid but unusual values: each is imported exactly or
+reason. More configurations of each family are drawn with valid but unusual values. Each must be imported exactly or
 refused. Anything else is WRONG, and the exit code is 1.
 """
 
@@ -42,8 +42,8 @@ BOTH, IN_ONLY, REFUSED, NO_TARGET, WRONG, ILLEGAL = (
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    """Return the settings of a small model: the table's sizes for keys that its configuration has, and its own
-    settings."""
+    """Return the settings of a family's tiny model: the common sizes for keys that its configuration has, and the
+    family's special settings."""
     usual = transformers.AutoConfig.for_model(model_type)
     known = usual.to_dict().keys() | type(usual).attribute_map.keys()
     sizes = {key: value for key, value in TABLES["sizes"].items() if key in known}
@@ -51,8 +51,8 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """Return how a model of transformers compares with ours, and the details. `written` is the config.json that is read
-    here; the default is the one that transformers writes."""
+    """Return the verdict of comparing a transformers model with ours, and its details. `written` is the config.json
+    that is read here; the default is the one that transformers writes."""
     try:
         stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:
@@ -107,7 +107,8 @@ def _line(error: Exception) -> str:
 
 
 def draws(model_type: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield settings that differ from the tiny model's in a few keys: numbers and switches that a key may have."""
+    """Yield settings that differ from the tiny model's in a few keys, which get other valid numbers or switch
+    values."""
     chance = random.Random(f"{seed} {model_type}")
     usual = transformers.AutoConfig.for_model(model_type, **tiny(model_type)).to_dict()
     keys = [key for key in usual if key not in TABLES["idle"] and _values(key, usual[key])]

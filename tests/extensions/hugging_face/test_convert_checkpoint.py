@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: both directions, its options, and wrong or hostile inputs."""
+"""tools/convert_checkpoint.py: conversion in both directions, options, and wrong or hostile inputs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
         ({TOKENIZER: {"pad_token": {"content": "<pad>"}}, GENERATION: {"pad_token_id": 2}}, 3),
         ({GENERATION: {"pad_token_id": 2}}, 2),
         ({GENERATION: {"pad_token_id": 2}, TOKENIZER: {"pad_token": "<pad>"}}, 3),
-        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # a token that transformers appends to the others
+        ({TOKENIZER: {"pad_token": "<new>"}}, 4),  # transformers appends this token to the vocabulary
         ({}, None),
     ],
     ids=["text", "object", "generation", "both", "added", "none"],
@@ -152,7 +152,7 @@ def content(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def overlapping(data: bytes) -> bytes:
-    """Return a file with two tensors at the same place."""
+    """Return a safetensors file in which two tensors have the same offsets."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     first, second = (header[f"model.layers.{layer}.input_layernorm.weight"] for layer in range(2))
@@ -162,8 +162,8 @@ def overlapping(data: bytes) -> bytes:
 
 
 def index(place: str, *more: str) -> Damage:
-    """Return damage that writes an index according to which all weights, and `more`, are in one file. The weights are
-    in shard.safetensors."""
+    """Return damage that writes an index file. The index says that all weights, and `more`, are in the file `place`.
+    The weights are actually in shard.safetensors."""
 
     def damage(folder: Path) -> None:
         shutil.copy(folder / SAFE, folder.parent / "outside.safetensors")
@@ -185,7 +185,8 @@ class Attack:
 
 
 def pickled(save: Callable[[Path, Path], object]) -> Damage:
-    """Return damage that replaces the weights with a .bin file that `save` writes, given the folder and its path."""
+    """Return damage that replaces the weights with a .bin file. `save` writes the file, given the folder and the file's
+    path."""
 
     def damage(folder: Path) -> None:
         (folder / SAFE).unlink()
@@ -253,7 +254,7 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
 
 
 def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path: Path) -> None:
-    """As in transformers, config.json may name a file in the folder or below it, or an index whose files are in the
+    """As in transformers, config.json may name a weight file in the folder or a subfolder, or an index of files in the
     folder."""
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "below").mkdir()
@@ -283,7 +284,7 @@ def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path
 
 
 def test_a_single_file_takes_precedence_over_an_index(llama: Path, tmp_path: Path) -> None:
-    """As in transformers, an index that an earlier model left is ignored, whatever it names."""
+    """As in transformers, the leftover index of an earlier model is ignored, whatever files it names."""
     folder = shutil.copytree(llama, tmp_path / "model")
     stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(stale))

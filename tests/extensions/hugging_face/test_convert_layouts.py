@@ -38,7 +38,7 @@ pytest.importorskip("transformers")
 
 
 def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new: Path) -> tuple[Progress, int]:
-    """Start a run from other weights with TP 2, PP 2 and, with experts, EP 2, and save it."""
+    """Start a run from given weights with TP 2, PP 2 and, for models with experts, EP 2, and save a checkpoint."""
     count = saved.model.num_experts
     experts = 2 if count and count % 2 == 0 else 1
     parallel = ModelParallelConfig(
@@ -72,7 +72,7 @@ PART = (
     *("gpt2", "bloom", "llama3", "mixtral-window", "gemma3", "gpt-neox", "deepseek-v2", "llama4", "mimo-v2-flash"),
     *("qwen3-moe", "qwen3-next", "axk2", "gemma4"),
 )
-"""One family for each way to store projections, experts and norms."""
+"""Families that together use every way to store projections, experts and norms."""
 
 
 @pytest.mark.grid("case", PART, list(CASES))
@@ -92,7 +92,7 @@ def test_a_round_trip_through_a_layout(case: str, tmp_path: Path) -> None:
 
 
 def bytes_read(rank: int, world_size: int, folder: Path) -> int:
-    """Return the bytes that a rank reads from a Hugging Face folder with TP 2 and PP 2."""
+    """Return the number of bytes that a rank under TP 2 and PP 2 reads from a Hugging Face folder."""
     total, read = 0, FileTensor._read
 
     def counted(self: FileTensor, file: BinaryIO, row: int, into: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def bytes_read(rank: int, world_size: int, folder: Path) -> int:
 
 
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
-    """Both TP ranks read only those weights that TP shards along the input, because their rows are read whole."""
+    """The only weights that both TP ranks read are those sharded along the input, because rows are read whole."""
     folder = save_model("llama2", tmp_path / "hf")
     whole = weights_in(folder)
     twice = sum(value.nbytes for name, value in whole.items() if value.ndim == 1 or "o_proj" in name or "down" in name)

@@ -12,7 +12,8 @@ from tests.gpt_cases import LLAMA
 from tests.moe_cases import DEEPSEEK
 
 BIASED_EXPERTS = replace(DEEPSEEK, moe_shared_expert_intermediate_size=None)
-"""Sigmoid scores and an expert bias; the first families that support them have heads of two widths."""
+"""The model has sigmoid scores and an expert bias. The first families that support both have two different head
+widths."""
 
 
 @pytest.mark.parametrize(

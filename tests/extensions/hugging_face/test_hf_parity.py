@@ -29,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("fp64")
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_weights_and_settings(case: str) -> None:
-    """Logits and gradients of all weights are equal, and a round trip leaves weights, byte by byte, and settings
-    unchanged."""
+    """Logits and the gradients of all weights are equal. A round trip changes no byte of the weights and no setting."""
     model_type, settings = CASES[case]
     assert sweep.verdict(model_type, settings) == (sweep.BOTH, "")
     stated = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
@@ -49,15 +48,15 @@ INSTALLED = [
     for each in sorted(sweep.KNOWN.keys() & {*family_files.built_in_names()})
     if {*FAMILIES[each].keys.values(), *FAMILIES[each].fixed} <= FIELDS
 ]
-"""Families whose layers are installed."""
+"""Families whose layers are provided by installed extensions."""
 
 ALONE = sorted({*INSTALLED} - {model_type for model_type, *_ in TABLES["cases"].values()})
-"""Families that have no entry in the table of cases and whose layers are installed."""
+"""Families without a case in the table whose layers are provided by installed extensions."""
 
 
 @pytest.mark.parametrize("family", ALONE)
 def test_families_of_one_case(family: str) -> None:
-    """Each family is tested on one tiny model of the sweep, including gradients."""
+    """Each family's tiny model of the sweep is compared, including its gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
 
@@ -85,12 +84,12 @@ CACHED = (
 
 
 WITHOUT_CACHE = ("qwen3_5_text", "qwen3_next", "nemotron_h")
-"""Families that, in transformers, fail with a cache or generate another text with it."""
+"""Families for which transformers fails with a cache or generates a different text with it."""
 
 
 @pytest.mark.parametrize("family", [each for each in CACHED if each in INSTALLED])
 def test_greedy_text_behind_a_cache(family: str) -> None:
-    """Token by token with a cache, the text equals that of transformers."""
+    """The text generated token by token with a cache equals that of transformers."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )
@@ -111,7 +110,7 @@ def test_greedy_text_behind_a_cache(family: str) -> None:
 
 
 def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Convert a GLM model to a Ling 2.0 model, which has the same layers under different names. transformers has no
+    """Convert a GLM model to a Ling 2.0 model, whose layers are the same but have different names. transformers has no
     class for Ling 2.0."""
     keys = {
         "n_routed_experts": "num_experts",
@@ -168,7 +167,7 @@ STEP = {
 
 
 class StepForCausalLM(torch.nn.Module):
-    """Text model of Step-3.5-Flash with an output layer: transformers has only a model of text and images."""
+    """Text model of Step-3.5-Flash with an output layer, because transformers has only a text-and-image model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class StepForCausalLM(torch.nn.Module):
         return self.lm_head(self.model(tokens, use_cache=False).last_hidden_state)
 
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `tensors`, named after parameters and buffers, under the names of published files."""
+        """Rename `tensors` from parameter and buffer names to the names in published files."""
         names = {".mlp.experts.": ".moe.", ".mlp.shared_experts.": ".share_expert.", ".mlp.gate.w": ".moe.gate.w"}
         found = {}
         for name, value in tensors.items():
@@ -201,7 +200,7 @@ class StepForCausalLM(torch.nn.Module):
 
 
 def test_step_has_the_text_layers_of_its_class() -> None:
-    """The test compares logits, gradients of all weights, and weights and settings after a round trip."""
+    """The test compares logits, the gradients of all weights, and the weights and settings after a round trip."""
     theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
     stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()
     config = config_from_hf(settings)

@@ -1,4 +1,5 @@
-"""Weights and settings of Hugging Face families convert in both directions, and inexpressible settings are named."""
+"""Weights and settings of Hugging Face families convert in both directions; error messages name settings that a family
+cannot express."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_published_files_that_leave_keys_out() -> None:
 
 
 def test_published_files_of_exaone4_without_windows() -> None:
-    """Without windows, all layers have a rotary embedding."""
+    """If EXAONE 4 has no attention windows, all layers have a rotary embedding."""
     full = {**SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
     config = config_from_hf({"model_type": "exaone4", **full, "sliding_window_pattern": "LLLG"})
     assert config.rope_pattern == (True, True, True) and config.window_size is None
@@ -52,7 +53,7 @@ def test_published_files_of_exaone4_without_windows() -> None:
 
 
 def test_published_files_of_bloom() -> None:
-    """BLOOM spells sizes differently, and its training settings are ignored."""
+    """BLOOM uses different key names for sizes, and its training settings are ignored."""
     bloom = config_from_hf(TABLES["published"]["bloom"])
     assert (bloom.head_dim, bloom.ffn_size, bloom.seq_length) == (128, 57344, 2048)
     assert count_parameters(bloom).total == 176_247_271_424
@@ -77,7 +78,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     ],
 )
 def test_a_part_of_a_parameter(family: str, name: str, box: tuple[slice, ...]) -> None:
-    """The parameters consist of several pieces in one of their tensors, or of blocks of heads."""
+    """Each parameter is made of several pieces of one Hugging Face tensor, or of blocks of heads."""
     if not {*FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
         pytest.skip("the extension with its layers is not installed")
     theirs, name = model_with(family, sweep.tiny(family)), f"decoder.layers.0.self_attention.{name}.weight"
@@ -139,8 +140,7 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
 
 
 def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
-    """The names in the folder begin with another prefix, and the text model has a norm and layers under unprefixed
-    names."""
+    """The tensor names in the folder have another prefix, and the text model has a norm and layers without a prefix."""
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
     transformers.Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -149,13 +149,14 @@ def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
     read = from_hf(folder.tensors, model, "gemma4_text")
     stored = folder.tensors["layers.1.self_attn.k_proj.weight"][:, :]
     assert torch.equal(read["decoder.layers.1.self_attention.linear_qk.weight"][0, -1], stored)
-    unread = {"layers.4.self_attn.k_proj.weight": stored}  # published files have keys of layers that use earlier ones
+    # Published files contain unused key projections of layers that share the keys of earlier layers.
+    unread = {"layers.4.self_attn.k_proj.weight": stored}
     assert from_hf({**folder.tensors, **unread}, model, "gemma4_text").keys() == read.keys()
 
 
 def test_weights_in_mxfp4() -> None:
-    """MXFP4 weights are read as transformers reads them, whole and in parts, and refused if the two parts do not
-    match."""
+    """MXFP4 weights are read as transformers reads them, whole and in parts. Blocks and scales that do not match are
+    refused."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     settings = {**CASES["gpt-oss"][1], "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -193,14 +194,15 @@ def test_tied_head_that_differs_is_refused() -> None:
 
 
 def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
-    """Sinkhorn routing uses a softmax over all experts, and Mixtral a softmax over the selected experts."""
+    """Sinkhorn routing applies the softmax to all experts, but Mixtral applies it to the selected experts."""
     sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",))
     with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
         config_to_hf(sinkhorn, "mixtral")
 
 
 def test_factor_of_yarn_that_is_written_out() -> None:
-    """As in gpt-oss and Qwen, the factor must follow from the other settings; otherwise it is an error."""
+    """As in gpt-oss and Qwen, the attention factor must equal the value that the other settings imply; otherwise, it is
+    an error."""
     hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
     assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)
 
@@ -209,7 +211,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pebble.json"
 
 
 def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
-    """The documentation's example family converts a folder to a checkpoint and back to the same folder."""
+    """The example family in the documentation converts a folder to a checkpoint and back to the same folder."""
     add_families([str(EXAMPLE)])
     model = replace(LLAMA, kv_channels=24, rotary_base=100.0, swiglu=False, activation_func="geglu")
     parameters = {p.meta.name: p.detach().float() for p in GPTModel(model, FP64).parameters()}

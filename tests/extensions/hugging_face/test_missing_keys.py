@@ -19,7 +19,7 @@ FAMILIES = [
     for name in FAMILIES
     if name in sweep.KNOWN and {*FAMILIES[name].keys.values(), *FAMILIES[name].fixed} <= FIELDS
 ]
-"""Families with a class in transformers whose layers are installed."""
+"""Families that have a class in transformers and whose layers are provided by installed extensions."""
 
 
 def test_table_of_defaults_matches_the_installed_transformers() -> None:
@@ -30,7 +30,7 @@ def test_table_of_defaults_matches_the_installed_transformers() -> None:
 
 
 def test_files_with_sizes_alone() -> None:
-    """The file has each family's sizes of a tiny model, and no key that transformers can do without."""
+    """Each config.json states only the sizes of the family's tiny model and lacks all other keys."""
     found = {}
     for name in FAMILIES:
         left = {"model_type": name, **sweep.tiny(name)}
@@ -53,7 +53,7 @@ def test_files_with_sizes_alone() -> None:
     ],
 )
 def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, Any], deleted: list[str]) -> None:
-    """A config.json without these values describes the same model; for one family, logits and gradients are compared
+    """A config.json without these keys describes the same model. For one family, logits and gradients are compared
     too."""
     if model_type not in FAMILIES:
         pytest.skip("the extension with its layers is not installed")
@@ -62,7 +62,7 @@ def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, 
 
 
 SOME = ("llama", "qwen2", "kimi_linear", "mpt", "gpt2", "deepseek_v3", "falcon_h1", "cohere2", "gemma3_text", "mixtral")
-"""Families with different readers; --whole tests all."""
+"""Families with different readers of config.json; --whole tests all families."""
 
 
 @pytest.mark.usefixtures("fp64")
@@ -78,7 +78,7 @@ def test_each_key_of_a_family(family: str) -> None:
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "ministral3"])
 def test_scaling_without_the_original_length(model_type: str, kind: str) -> None:
-    """The original length is then the class's own, or the longest context."""
+    """A missing original length defaults to the class's default, or to the longest context."""
     numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama_4_scaling_beta": 0.1}
     left = {"model_type": model_type, **SIZES, "rope_scaling": {"rope_type": kind, **numbers}}
     assert missing_keys.difference(model_type, left, logits=False) == ""
@@ -118,12 +118,12 @@ OLDER: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [{"full_attention_interval": 3}],
     "qwen3_next": [{"full_attention_interval": 2}],
 }
-"""Keys of older files, and other names of keys, that the classes still read."""
+"""Keys of older files, and alternative key names, that the transformers classes still read."""
 
 
 @pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])
 def test_older_keys_and_other_names(model_type: str) -> None:
-    """The keys that newer files use instead are removed."""
+    """The test removes the keys that newer files use instead."""
     for changes in OLDER[model_type]:
         newer = {"layer_types", "mlp_layer_types", "rope_parameters", "indexer_types", "layers_block_type"}
         newer |= {"compress_rates"} if "compress_rate_hca" in changes else set()
@@ -136,8 +136,8 @@ def test_older_keys_and_other_names(model_type: str) -> None:
 
 
 def test_every_key_that_classes_write_is_known() -> None:
-    """The test covers each family's config.json with defaults and of a tiny model. A key that a class only writes is
-    listed if its value differs."""
+    """The test covers each family's default config.json and that of the tiny model. A key that a class writes but does
+    not read must be listed if its value differs."""
     found = {}
     for name in FAMILIES:
         for settings in ({}, sweep.tiny(name)):

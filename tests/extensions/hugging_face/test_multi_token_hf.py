@@ -1,4 +1,5 @@
-"""Multi-token prediction modules in Hugging Face folders: losses, gradients and bytes of transformers' modules."""
+"""Multi-token prediction modules in Hugging Face folders: losses and gradients equal those of transformers, and files
+are byte-identical."""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ FACTOR = 0.3
 
 
 def modules_of(theirs: Any, depths: int) -> Any:
-    """Return the transformers class that drafts tokens with such modules, with the embedding and output layer of
-    `theirs`."""
+    """Return transformers' model that drafts tokens with multi-token prediction modules and shares the embedding and
+    output layer of `theirs`."""
     from transformers.modeling_layers import MtpModel
 
     return exact(MtpModel(theirs, depths).double().eval())
 
 
 def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[str, Tensor]:
-    """Return the tensors of a module, or their gradients, under the names that transformers looks for in files."""
+    """Return the tensors of a module, or their gradients, under the names that transformers expects in files."""
     found = {}
     tensors = {name: p if of == "value" else p.grad for name, p in module.named_parameters()}
     tensors |= dict(module.named_buffers()) if of == "value" else {}
@@ -55,7 +56,8 @@ def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[s
 
 
 def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str, Tensor]:
-    """Return the tensors with the copies of embedding and output layer that DeepSeek stores in each module."""
+    """Return the tensors together with the copies of the embedding and output layer that DeepSeek stores in each
+    module."""
     pairs = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     added = {f"model.layers.{layers + d}.{x}": stored[y] for d in range(depths) for x, y in pairs.items()}
     return stored | added
@@ -103,8 +105,8 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
 
 
 def test_names_of_qwen3_next() -> None:
-    """A round trip of one module is byte-identical. Its parts outside the layer have separate names, as in
-    transformers' list of renamed weights for other files of this layout."""
+    """A round trip of one module is byte-identical. Weights of the module outside its layer have their own names, as in
+    transformers' list of renamed weights for files of the same structure."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
     mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}

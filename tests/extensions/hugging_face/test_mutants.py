@@ -1,4 +1,4 @@
-"""Layers of published models are broken on purpose, and the comparison with transformers must fail.
+"""Each test breaks a layer of a published model on purpose, and the comparison with transformers must fail.
 
 The comparison of layouts cannot detect these errors, because one process makes the same errors.
 """
@@ -55,8 +55,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         *("== 2 * config.ffn_sizes[0]", "== config.ffn_sizes[0]"),
     ),
 }
-"""The case of `CASES` that notices each mutant, a function of the extensions, text that occurs once in its source, and
-the text in its place."""
+"""Each mutant: the case in `CASES` that detects it, the mutated function, text that occurs once in the function's
+source, and the replacement text."""
 
 
 @pytest.mark.parametrize("name", [name for name, (case, *_) in MUTANTS.items() if case in CASES])

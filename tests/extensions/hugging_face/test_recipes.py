@@ -1,5 +1,5 @@
-"""Recipes of published models: each is valid, and its model equals that of the published class, parameter by
-parameter."""
+"""Recipes of published models: each recipe is valid, and its parameters match those of the published model class one by
+one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PUBLISHED = {
     for recipe, sizes in yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text()).items()
     for size, of_size in sizes.items()
 }
-"""Ranks, family and number of parameters of the published model, by recipe and size."""
+"""Number of ranks, family and number of parameters of each published model, keyed by recipe and size."""
 
 
 def test_every_recipe_is_listed() -> None:
@@ -34,12 +34,13 @@ def test_every_recipe_is_listed() -> None:
 
 
 def published_model(settings: Any) -> torch.nn.Module:
-    """Return the model of a transformers configuration. For Step-3.5, this is the text model without output layer."""
+    """Return the transformers model for a configuration. For Step-3.5, return the text model, which has no output
+    layer."""
     if settings.model_type == "nemotron_h":
-        settings.time_step_min = settings.time_step_max  # initial step sizes require a minimum above 0
+        settings.time_step_min = settings.time_step_max  # drawing initial step sizes requires a minimum above 0
     if settings.model_type != "step3p5":
         model = transformers.AutoModelForCausalLM.from_config(settings)
-        if settings.model_type == "longcat_flash":  # has unused gates of zero-computation experts too
+        if settings.model_type == "longcat_flash":  # the class also has unused weights of zero-computation experts
             for experts in (layer.mlp.experts for layer in model.model.layers):
                 experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[: settings.n_routed_experts])
         return model
@@ -57,7 +58,8 @@ def test_each_recipe_builds_the_published_model(recipe: str, size: str) -> None:
     launched, *flags = shlex.split(done.stdout.splitlines()[-1])
     config = resolve(parse_args(flags), ranks)
     assert launched == "pretrain_gpt.py" and validate(config, ranks) == []
-    model = replace(config.model, mtp_num_layers=None)  # their classes do not have these modules
+    # transformers' classes do not have multi-token prediction modules.
+    model = replace(config.model, mtp_num_layers=None)
     padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size * (1 if model.tied_embeddings else 2)
     assert count_parameters(model).total - padding == parameters
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A folder that becomes a checkpoint and a folder again keeps its family, token ids and number formats."""
+"""A folder that is converted to a checkpoint and back keeps its family, token ids and number formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def convert(source: Path, target: Path, *more: str) -> int:
 def test_a_folder_comes_back_as_its_own_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder has the token ids of its config.json even without a tokenizer; --check fails if logits differ."""
+    """The exported folder keeps the token ids of config.json even without a tokenizer, and --check fails if logits
+    differ."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
     model_with(family, sweep.tiny(family) | ids).float().save_pretrained(tmp_path / "first")
     checked = ["--check", "some text"] if family == "opt" else []
@@ -50,8 +51,8 @@ RENAMED = ("longcat_flash", "olmo_hybrid", "deepseek_v4", "kimi_linear")
 
 @pytest.mark.parametrize("family", [family for family in RENAMED if family in FAMILIES])
 def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
-    """The class saves other names or parts than published files have, and exports follow the latter: the class loads
-    all of both."""
+    """The transformers class saves names or parts that differ from published files. Exports follow the published files;
+    the class loads both completely."""
     settings = sweep.tiny(family)
     if family == "olmo_hybrid":
         settings |= {"linear_value_head_dim": 7}
@@ -70,7 +71,8 @@ def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path
 
 
 def test_buffers_of_minimax_are_restored(tmp_path: Path) -> None:
-    """The buffers are the decays of MiniMax's lightning attention, which its files store in addition to the weights."""
+    """The buffers are the decays of MiniMax's lightning attention, which MiniMax's files store in addition to the
+    weights."""
     config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "first")
     assert convert(tmp_path / "first", tmp_path / "ours") == 0
@@ -119,7 +121,7 @@ def test_a_family_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def whole_numbers(model_type: str) -> dict[str, Any]:
-    """Return a config.json of a tiny model whose factors are whole numbers."""
+    """Return a tiny model's config.json in which every factor is a whole number."""
     stated = missing_keys.tiny(model_type)
     factors = {
         key: 1.0
@@ -137,7 +139,7 @@ def test_a_written_config_is_accepted_by_the_strict_classes(families: list[str])
             try:
                 written = config_to_hf(config_from_hf(stated), family)
             except ValueError:
-                continue  # a value that has no place here
+                continue  # this program cannot express the value
             try:
                 transformers.AutoConfig.for_model(**json.loads(json.dumps(written)))
             except Exception as error:

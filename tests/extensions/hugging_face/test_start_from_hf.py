@@ -46,7 +46,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
-    """With a learning rate too small to change any weight, the exported weights equal the loaded ones."""
+    """The learning rate is too small to change any weight, so the exported weights equal the loaded ones."""
     run = tmp_path / "run"
     files = ["--load", str(mixtral), "--save", str(run), "--save-interval", "1", "--keep-last", "1"]
     flags = [*files, "--export-hf-interval", "2", *TRAINING.split()]
@@ -65,7 +65,7 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
 
 
 def test_tools_take_the_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text equals that of the converted model, whose tensors are equal; layouts agree on it."""
+    """The generated text is the same for the folder and its converted checkpoint, and under every layout."""
     ours = tmp_path / "ours"
     convert_checkpoint.main(["--input", str(mixtral), "--output", str(ours)])
     capsys.readouterr()
@@ -90,7 +90,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 
 def test_a_folder_that_the_run_saves_to_still_names_the_model(mixtral: Path, tmp_path: Path) -> None:
-    """The same command resumes a run that saves to the folder that it loads from."""
+    """Repeating the command resumes a run that saves to the folder from which it loads."""
     (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     check_kind(tmp_path, f"{LATEST} iter_0000001/metadata.json", "", "checkpoints")
     flags = ["--lr", "1", "--mock-data", "--train-iters", "2", "--seq-length", "16", "--load", str(tmp_path)]
@@ -118,7 +118,7 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
 
 
 def test_no_notice_mentions_a_flag_that_was_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config.json of Falcon-H1 gives the place of a norm that the model may not have."""
+    """The config.json of Falcon-H1 states the position of a norm even if the model does not have this norm."""
     config = json.loads(FALCON_H1) | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 16 --cpu --load {tmp_path}".split()
@@ -136,7 +136,7 @@ FALCON_H1 = """{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads"
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a Llama for 32 positions."""
+    """Save a Llama model with 32 positions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("models") / "llama"
@@ -147,7 +147,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_continued_training_at_a_longer_context_exports_its_positions(llama: Path, tmp_path: Path) -> None:
-    """transformers loads the export, and the same command resumes the run."""
+    """transformers loads the exported folder, and repeating the command resumes the run."""
     from transformers import AutoModelForCausalLM
 
     run, iters = tmp_path / "run", TRAINING.replace("--seq-length 16", "--attention-dropout 0 --hidden-dropout 0")
@@ -263,7 +263,7 @@ def test_a_smaller_vocabulary_is_refused(mixtral: Path, tmp_path: Path, capsys: 
 
 
 def means_of_columns(rows: torch.Tensor) -> torch.Tensor:
-    """Return the exact sums of the columns of [n, ...], divided by n and rounded to fp32."""
+    """Return the mean over the first dim of rows [n, ...], computed exactly and rounded to fp32."""
     columns = rows.double().flatten(1).T if rows.ndim > 1 else rows.double()[None]
     means = [math.fsum(column.tolist()) / len(rows) for column in columns]
     return torch.tensor(means, dtype=torch.float64).float().reshape(rows.shape[1:])
@@ -276,7 +276,7 @@ ADDED = {
     "qwen2": "",
     "phi": "--tp 2",
 }
-"""Layout of each family: with and without tied embeddings, and with an output bias."""
+"""Layout for each family. The families have tied or untied embeddings, and one has an output bias."""
 
 
 @pytest.mark.parametrize("family", ADDED)
@@ -301,7 +301,8 @@ def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
 
 
 def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path) -> None:
-    """The rows of new tokens are the same under each layout, also in the optimizer's main parameters."""
+    """The embedding rows of new tokens are the same under each layout, in the weights and in the optimizer's main
+    parameters."""
     runs = [tmp_path / "one", tmp_path / "two"]
     for ranks, run in enumerate(runs, 1):
         flags = f"--load {llama} --save {run} --save-interval 1 --vocab-size 300 --new-token-init normal --bf16 --tp"
@@ -315,7 +316,7 @@ def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path)
 
 
 def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, tmp_path: Path) -> None:
-    """The mean excludes rows that belong to no token of the folder's tokenizer."""
+    """The initial value of new rows is the mean over the folder's tokens and excludes rows without a token."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -361,7 +362,8 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
 
 
 def test_a_run_exports_as_the_family_that_it_started_from(tmp_path: Path) -> None:
-    """The export has the token ids of its config.json, also after a resume and if another run loads the weights."""
+    """The export keeps the token ids of the original config.json, even after a resume or if another run loads the
+    weights."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
     model_with("opt", sweep.tiny("opt") | ids).float().save_pretrained(tmp_path / "opt")
     run, other = tmp_path / "run", tmp_path / "other"
@@ -399,7 +401,8 @@ def test_a_failed_or_terminated_export_is_reported(tmp_path: Path) -> None:
 def test_the_end_of_a_run_shows_how_far_its_export_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The export process writes half of its bytes and then takes longer than the time between two lines."""
+    """The export process writes half of its bytes and then pauses for longer than the interval between two progress
+    lines."""
     program = f"import os, sys, time; os.pwrite({{}}, {COUNTS.pack(50, 100)!r}, 0); time.sleep(1.5); print('done')"
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -419,7 +422,7 @@ def test_a_converted_run_in_bf16_exports_what_it_trains(mixtral: Path, tmp_path:
     flags = ["--load", str(mixtral), "--save", str(tmp_path / "run"), "--bf16", *TRAINING.split(), "1"]
     run_forked(2, flags, tmp_path / "screen")
     convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", "float32"])
-    assert_same_weights(mixtral, tmp_path / "hf")  # the optimizer's main weights were read in fp32
+    assert_same_weights(mixtral, tmp_path / "hf")  # the optimizer's main parameters were read in fp32
     convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "bf16")])
     narrow = weights_in(tmp_path / "bf16")
     assert all(torch.equal(value.bfloat16(), narrow[name]) for name, value in weights_in(mixtral).items())

@@ -61,8 +61,8 @@ def train_both(rank: int, world_size: int, theirs: Any, config: RunConfig) -> li
 
 @pytest.mark.parametrize("case", [case for case in ("llama3", "granite4-dense", "mixtral") if case in CASES])
 def test_training_matches_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases are a dense model, a hybrid with Mamba-2, and experts, which train without a balancing loss. Both
-    programs use fp64 where they would otherwise use fp32, such as for the angles of positions."""
+    """The cases are a dense model, a hybrid model with Mamba-2, and a mixture of experts without a balancing loss. Both
+    programs use fp64 where they normally use fp32, such as for rotary angles."""
     monkeypatch.setattr(setup, "build_stages", fp64()(setup.build_stages))
     monkeypatch.setattr(train_step.TrainStep, "gradients", fp64()(train_step.TrainStep.gradients))
     with fp64():

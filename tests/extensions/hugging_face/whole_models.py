@@ -1,4 +1,4 @@
-"""Whole models converted between Hugging Face's tensors and ours, in memory."""
+"""In-memory conversion of whole models between Hugging Face tensors and our parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tests.gpt_cases import FP64
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert their tensors to our whole parameters by name. Raises ValueError listing all mismatches."""
+    """Convert Hugging Face tensors to our unsharded parameters by name. Raises ValueError listing all mismatches."""
     weights = HFWeights(state_dict, config, model_type)
     weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}
 
 
 def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert our whole parameters, by name, to their tensors. Leaves out a tied output layer, as their files do."""
+    """Convert our unsharded parameters by name to Hugging Face tensors. Leaves out a tied output layer, as Hugging Face
+    files do."""
     found = [*placements(config, model_type), *copies(config, model_type)]
     missing = [each.meta.name for each in found if each.meta.name not in parameters]
     if missing:
@@ -41,7 +42,8 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
 def copy_shards_(
     parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Copy into each parameter its shard of the whole parameter of the same name. Frozen parameters may be missing."""
+    """Copy the matching shard of the unsharded parameter with the same name into each parameter. Frozen parameters may
+    be missing."""
     for parameter in parameters:
         meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
         if meta.name not in whole and not parameter.requires_grad:
@@ -50,13 +52,13 @@ def copy_shards_(
 
 
 def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
-    """Return the box of a parameter that a rank holds."""
+    """Return the box that a rank's shard of a parameter occupies."""
     offset, shape = meta.box(coords)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert their tensors to our parameters, and assert that converting back gives the same bits."""
+    """Convert Hugging Face tensors to our parameters, and assert that converting back gives the same bits."""
     read = from_hf(stored, config, model_type)
     back = to_hf(read, config, model_type)
     assert back.keys() == stored.keys()
@@ -66,13 +68,13 @@ def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, mode
 
 
 def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
-    """Return the model of whole parameters in fp64."""
+    """Return a one-process fp64 model with these parameters."""
     model = GPTModel(config, FP64, weights=WeightSetup(initialize=False)).eval()
     copy_shards_(model.parameters(), read, ParallelState().coords)
     return model
 
 
 def gradients_of(model: GPTModel, batch: Batch, divisor: Tensor | float = 1.0) -> dict[str, Tensor]:
-    """Return the gradients of the loss by name; zeros where there are none."""
+    """Return the loss gradients by parameter name, with zeros for parameters without a gradient."""
     (model(None, batch) / divisor).backward()
     return {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()}  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Flags whose value is a layer pattern: the kind of each layer. A model of layers with one sublayer each equals that of
-layers with two, and patterns give stages and modules."""
+"""Flags that determine the kind of each layer by a pattern. A model whose layers have one sublayer each equals the
+model whose layers have two. Patterns also determine pipeline stages and multi-token prediction modules."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def config_of(flags: str, ranks: int = 1) -> RunConfig:
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "sandwich", "mixtral"])
 def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
-    """Loss and every gradient are bit-identical."""
+    """The loss and every gradient are bit-identical."""
     config = model_of(style)
     letters = "*E" if config.num_experts else "*-"
     hybrid = with_fields(config, {"num_layers": 4, "hybrid_layer_pattern": letters * 2})
     ours, theirs = GPTModel(config, FP64), GPTModel(hybrid, FP64)
 
     def name_of(name: str) -> str:
-        """Return a parameter's name in the model whose layers have two sublayers."""
+        """Return the name that a parameter has in the model whose layers have two sublayers."""
         if not name.startswith("decoder.layers."):
             return name
         number, rest = name.removeprefix("decoder.layers.").split(".", 1)
@@ -73,7 +73,8 @@ def test_more_stages_than_ranks_are_interleaved() -> None:
 
 
 def test_the_cost_of_a_stage_is_that_of_its_layers() -> None:
-    """Costs are in units of the mean layer. An MLP has twice the matrices of attention here, and no scores."""
+    """Layer costs are in units of the mean cost of a layer. In this model, an MLP has twice as many matrix elements as
+    attention, and no scores."""
     config = config_of("--hybrid-layer-pattern ***|--- --pp 2", 2)
     first, last = stage_costs(config.model, config.parallel)
     h, s = config.model.hidden_size, config.model.seq_length
@@ -97,7 +98,7 @@ ROPE = "--num-layers 4 --position-embedding-type rope "
 
 
 def test_periods_match_megatron() -> None:
-    """The last of every N layers has full attention, or no rotary embedding."""
+    """Depending on the flag, the last of every N layers has full attention or no rotary embedding."""
     model = config_of(f"{ROPE} --window-size 5 --window-attn-skip-freq 4 --no-rope-freq 2").model
     assert [kind.span for kind in model.layers] == [Span(5)] * 3 + [Span()]
     assert [kind.rotation is not None for kind in model.layers] == [True, False, True, False]

@@ -1,5 +1,4 @@
-"""Hyper-connections: equality of one stream with the plain layer, precision, and plans. The tests of Hugging Face
-families compare
+"""Hyper-connections: one stream equals the plain layer; precision; plans. The tests of Hugging Face families compare
 logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ N, H = 3, STREAMS.hidden_size
 
 
 def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
-    """Forward and backward are bit-identical: the weights of a sublayer's input, the matrix, and the factor of its
-    output are 1."""
+    """Forward and backward passes are bit-identical, because the input weights, the matrix and the output factor of
+    each sublayer are 1."""
     plain = GPTModel(GPT, FP64).train()
     options = {"enable_mhc_connections": True, "mhc_num_residual_streams": 1, "mhc_init_gating_factor": 0.0}
     config = with_fields(GPT, options | {"mhc_epsilon": 0.0})
@@ -48,7 +47,8 @@ def test_one_stream_with_open_gates_is_the_plain_layer() -> None:
 
 
 def test_initial_factors_match_megatron() -> None:
-    """The factor of the sum after the last layer is 1; only the factors of sublayers are --mhc-init-gating-factor."""
+    """The initial factor of the sum after the last layer is 1. --mhc-init-gating-factor sets only the factors of
+    sublayers."""
     found = {name: p for name, (p, _) in GPTModel(STREAMS, FP64).named_metas().items()}
     sums = [p for name, p in found.items() if name.endswith("hc_head_scale")]
     gates = [p for name, p in found.items() if ".alpha_" in name]
@@ -72,8 +72,8 @@ def test_weights_of_sixteen_bits_are_computed_in_fp32() -> None:
 
 
 def test_streams_are_saved_once_per_layer() -> None:
-    """--recompute-modules mhc drops the streams between the two sublayers of a layer: with two layers, two of four sets
-    of streams in bf16."""
+    """--recompute-modules mhc does not save the streams between the two sublayers of a layer. With two layers, it drops
+    two of four sets of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
     selective, both = {"recompute_granularity": "selective"}, (("mlp_act",), ("mlp_act", "mhc"))
     kept, again = (kept_in_bf16(STREAMS, **selective, recompute_modules=modules) for modules in both)
@@ -91,7 +91,7 @@ def test_streams_outputs_and_weights_are_all_that_is_saved() -> None:
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])
 def test_counts(config: TransformerConfig) -> None:
-    """The counts are the parameters and the FLOPs of the projections: 6 per weight and token."""
+    """The test counts the parameters and FLOPs of the projections, with 6 FLOPs per weight and token."""
     plain = with_fields(config, {"enable_mhc_connections": False})
     n, h = config.residual_size // config.hidden_size, config.hidden_size
     layers, depths, learned = config.num_layers, config.mtp_depths, config is STREAMS

@@ -1,4 +1,4 @@
-"""Checkpoint, written by training, of a model that generates different tokens."""
+"""Checkpoint of a briefly trained model that generates varied tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a tokenizer that begins each text with <s>."""
+    """Save a tokenizer that prepends <s> to each text."""
     from tokenizers import processors
 
     made = byte_level(special=["<s>", "</s>", "<|im_start|>", "<|im_end|>"])

@@ -1,4 +1,4 @@
-"""Text generator, with a checkpoint written by training: prompts, JSON lines and chat, under several layouts."""
+"""tools/generate_text.py with a trained checkpoint: prompts, JSON lines and chat, under several layouts."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_answers_stand_in_the_order_of_requests_whatever_the_layout(checkpoint: 
     assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
     assert "token_ids" not in third and third["text"]
     assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
-    # the line number affects the sample
+    # the line number affects sampling
     assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]
     alone = answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1")
     layout = answers(checkpoint, tmp_path, encoded(REQUESTS), "--tp", "2", "--pp", "2", ranks=4)
@@ -150,7 +150,7 @@ def test_a_wrong_line_gets_an_error_and_does_not_stop_the_others(checkpoint: str
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Assert that answers are equal, and log-probabilities equal up to rounding."""
+    """Assert that answers are equal and that log-probabilities are equal up to rounding."""
     for one, other in zip(found, expected, strict=True):
         ours, theirs = (each.pop("logprobs", []) for each in (one, other))
         assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs]

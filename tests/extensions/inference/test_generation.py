@@ -1,4 +1,4 @@
-"""Generated text compared with its definition: reading the whole text again for each token."""
+"""Generated text compared with its definition, which reads the whole text again for each new token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.moe_cases import MIXTRAL
 
 MIXED = "latent sparse compressed delta-net mamba attention-and-mamba mamba1 rg-lru convolution kimi-delta lightning"
 MIXERS = [style for style in MIXED.split() if style in STYLES]
-"""Styles whose mixers come from installed extensions."""
+"""Model styles with mixers of installed extensions."""
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 
@@ -38,7 +38,8 @@ def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list
 
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
 def test_batched_texts_have_the_same_logprobs_as_alone(style: str) -> None:
-    """Requests wait, end early and are padded, one by one and together. Experts drop no token in generation."""
+    """Requests wait for a free row, end early and are padded; they are served one by one and in batches. Experts do not
+    drop tokens in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
     requests = [
         Request(PROMPTS[i % 3], 2 + i, replace(sampling, top_k=20) if i % 2 else sampling, seed=i, logprobs=3)
@@ -135,7 +136,7 @@ def test_logits_of_any_size_give_tokens_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(101)], ids=["bytes", "numbers"])
 def test_streamed_pieces_join_to_the_text(tokenizer: Tokenizer) -> None:
-    """The text has characters of up to four bytes, and bytes that are no characters."""
+    """The text has characters of up to four bytes, and bytes that are not valid UTF-8."""
     tokens = list("aß漢😀".encode() + b"\xff\xe6\xbcA\xf0\x9f\x98") if tokenizer.vocab_size > 256 else [5, 17, 3]
     for length in range(len(tokens) + 1):
         stream = TextStream(tokenizer.detokenize, tokens[:3], ())
@@ -199,7 +200,7 @@ def test_a_cancelled_request_frees_its_row_for_one_that_waits() -> None:
 
 
 def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
-    """The row is used again, and no NaN remains in it."""
+    """A later request reuses the row of the failed request, in which no NaN remains."""
     model = model_of("llama")
     clean = generate(model, [[1, 2, 3], [4, 4]], 5)
     assert all(77 not in tokens for tokens in clean)
@@ -212,7 +213,7 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
 
 
 def test_an_error_of_one_text_ends_no_other() -> None:
-    """The tokenizer fails on the tokens of one prompt and on those of a new text, and a sampling fails."""
+    """The tokenizer fails for one prompt and for one generated text, and sampling fails for another request."""
 
     class Broken(Sampling):
         def next_tokens(self, logits: torch.Tensor, uniform: torch.Tensor, earlier: Any = ()) -> torch.Tensor:

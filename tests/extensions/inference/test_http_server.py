@@ -1,4 +1,4 @@
-"""OpenAI API over HTTP, in this process: answers, refusals, limits, and clients that misbehave."""
+"""OpenAI API over HTTP, served in this process: answers, refusals, limits, and misbehaving clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Endless(ByteTokenizer):
 
 
 class Served:
-    """A server in this process, and its clients."""
+    """Server in this process, with methods for clients."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, server: ApiServer) -> None:
         self.engine, self.loop, self.server = engine, loop, server
@@ -276,7 +276,7 @@ def posted(body: bytes) -> bytes:
 def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
-        for shut in (False, True):  # once closed, once half closed
+        for shut in (False, True):  # the connection is closed, then half-closed
             before = served.steps
             with served.raw(posted(body), shut=shut) as connection:
                 if shut:
@@ -290,7 +290,7 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
 
 
 def clocked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a step of the server's loop take 50 ms, and everything else no time."""
+    """Use a simulated clock in which each step of the server loop takes 50 ms and everything else takes no time."""
     monkeypatch.setattr(engine_loops, "time", SimpleNamespace(monotonic=lambda: 0.05 * served.steps))
 
 
@@ -361,7 +361,7 @@ def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
     with serving(replace(LIMITS, read_seconds=0.3)) as served:
         with served.raw() as silent:
             assert silent.recv(1) == b"", "a connection that sends nothing is closed"
-        found = next(filter(None, (answer() for _ in range(100))), b"")  # no answer if the head is late
+        found = next(filter(None, (answer() for _ in range(100))), b"")  # the answer is empty if the head arrives late
         assert found.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in found
 
 

@@ -1,4 +1,4 @@
-"""KV cache: the logits of texts read in parts equal those of whole texts."""
+"""KV cache: texts that are read in parts have the same logits as whole texts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_cached_decoding_of_all_kinds_of_softmax(mixer: str, softmax: str, layer
 
 
 def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
-    """Assert that the logits of texts read in parts of different lengths, each with a cache of the earlier parts, equal
-    those of whole texts. Then drop one text and continue the others."""
+    """Assert that texts read in parts of different lengths, with a cache of earlier parts, have the same logits as
+    whole texts. Then assert the same after dropping one of the texts."""
     model = GPTModel(config, FP64).eval()
     expected = model.logits(None, batch)
     assert expected.shape == (3, config.seq_length, config.vocab_size)
@@ -57,7 +57,8 @@ def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
 def assert_next_logits(
     model: GPTModel, cache: KeyValueCache, rows: list[int], counts: tuple[int, ...], tokens: Tensor, expected: Tensor
 ) -> None:
-    """Assert that the next logits are right. `rows` are the texts of `tokens` [b, s] in each row of the cache."""
+    """Assert that the logits of the next tokens are as expected. `rows` contains, for each row of the cache, the index
+    of its text in `tokens` [b, s]."""
     starts = cache.lengths[: len(rows)] or [0] * len(rows)
     cached = cache.extend(counts, tokens.device)
     new = torch.full((len(rows), max(counts)), 5)

@@ -1,11 +1,11 @@
-"""A long run with a fault every so many steps: memory, threads, open files and log volume must not grow.
+"""A long run with a fault at regular intervals: memory, threads, open files and log volume must not grow.
 
     python -m tests.extensions.job_restarts.soak --steps 20000 --every 100
 
-Two ranks, each on a host of its own, with copies in memory and restarts in the job. The ranks fail in turn, by SIGKILL,
-by an error, and by SIGKILL once their copies are complete. Once between two faults the processes are measured: the
-parents that the launcher has started, the holders of copies, and the ranks themselves. Printed are the means of the
-first and the last tenth of the samples, and the bytes of logs for each step. What the run has computed is not compared:
+Two ranks run on separate hosts, with copies in memory and restarts within the job. The ranks fail in turn: by SIGKILL,
+by an error, and by SIGKILL after their copies are complete. Between any two faults, the program measures the processes
+once: the ranks, their parents, which the launcher started, and the holders of copies. It prints the means over the
+first and the last tenth of the samples, and the bytes of logs per step. The results of the run are not compared:
 `tests.extensions.peer_copies.campaign` does that.
 """
 
@@ -37,7 +37,8 @@ Sample = dict[str, float]
 
 
 def measured(pid: int) -> Sample:
-    """KiB of anonymous and shared memory, threads and open files of a process. Raises OSError if it has ended."""
+    """Return the KiB of anonymous and shared memory, the number of threads and the number of open files of a process.
+    Raises OSError if the process has ended."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     found = {
         words[0].rstrip(":"): float(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:", "Threads:")
@@ -46,12 +47,12 @@ def measured(pid: int) -> Sample:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the child processes of a process."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
-    """`pretrain_gpt.main` in which the ranks fail in turn."""
+    """Return a `pretrain_gpt.main` in which the ranks fail in turn."""
 
     def main(argv: list[str]) -> int:
         rank, made = int(os.environ["RANK"]), training.train_step
@@ -71,7 +72,7 @@ def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
 
 
 def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
-    """What each process has. Raises OSError while ranks are started again."""
+    """Return the measurements of each process by name. Raises OSError while ranks are being restarted."""
     found = {f"parent {number}": measured(pid) for number, pid in enumerate(parents)}
     for number, pid in enumerate(parents):
         (child,) = children_of(pid)
@@ -82,7 +83,7 @@ def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
 
 
 def watch(run: Run, parents: Sequence[int], every: int, ranks: Sequence[Any]) -> list[tuple[int, dict[str, Sample]]]:
-    """A sample between each two faults, with the iteration, until the run has ended."""
+    """Return (iteration, sample) pairs, with one sample between any two faults, when the run has ended."""
     samples = list[tuple[int, dict[str, Sample]]]()
     while any(process.is_alive() for process in ranks):
         time.sleep(0.2)
@@ -98,7 +99,8 @@ def watch(run: Run, parents: Sequence[int], every: int, ranks: Sequence[Any]) ->
 
 
 def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
-    """The first and the last tenth of the samples beside each other. The first sample warms up."""
+    """Return the lines of a table that compares the first and the last tenth of the samples. The first sample is a
+    warm-up and does not count."""
     rest = samples[1:]
     tenth = max(1, len(rest) // 10)
     lines = [f"{'process':<10}{'value':<10}{'first tenth':>13}{'last tenth':>13}{'per 1000 steps':>16}"]
@@ -113,8 +115,8 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 
 
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
-    """The median seconds of each phase of a restart: from the failure until it is detected, until the ranks have ended,
-    their parents have met and forked, and the first step is made, and those of start-up."""
+    """Return the median seconds of each phase of a restart: detection of the failure, end of the ranks, meeting and
+    forking of their parents, and the time to the first step, with the parts of start-up."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))
@@ -127,7 +129,7 @@ def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs it, and prints the table."""
+    """Run the ranks with faults, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--every", type=int, default=100)

@@ -1,4 +1,5 @@
-"""The layout in which fewer ranks continue: legal, with the same batch, the run's own where there is no better one."""
+"""Layout with which fewer ranks continue: valid, with the same batch, and the run's own layout if no other is
+better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guarantees of starts in the job are broken on purpose, and a test must fail."""
+"""Each guarantee of restarts within the job is broken on purpose, and at least one test must fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parents of all ranks agree on one start, and know who is gone."""
+"""The parents of all ranks agree on the same start and on the lost processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEFORE = Start((0, 1), (0, 1, 2))
 
 
 def parents_of(*peers: Peer) -> list[Parents]:
-    """Parents with one store, each with the process that it says it is."""
+    """Return parents that share a store; each announces itself with one of the given peers."""
     store = dist.HashStore()
     for worker, peer in enumerate(peers):
         store.set(f"parent/{worker}", json.dumps([f"host{worker}", asdict(peer)]))
@@ -36,7 +36,8 @@ def test_what_one_has_decided_holds_for_all() -> None:
     second.store.set("here/1/1", "1")
     made = first.gather(1, BEFORE, lambda came, hosts: Start((0, 1), tuple(came), "first", ("why",)))
     assert made == Start((0, 1), (0, 1, 2), "first", ("why",))
-    second._propose(1, Start((1, 0), (0, 1, 2), "second"))  # late: it had not seen the decision
+    # A late proposal, by a parent that has not seen the decision.
+    second._propose(1, Start((1, 0), (0, 1, 2), "second"))
     assert second.gather(1, BEFORE, lambda came, hosts: Start((), ())) == made
 
 

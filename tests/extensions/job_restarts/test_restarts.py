@@ -1,4 +1,4 @@
-"""Ranks that are started again in the job: after which ends, how often, and together with all others."""
+"""Restarts of ranks within the job: after which exits, how often, and together with all other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tiny import TINY
 SHARDED = ["--bf16", "--data-parallel-sharding-strategy", "optim"]
 
 Attempt = Callable[[int, int], int]
-"""(rank, number of the start) -> exit code."""
+"""Function that returns the exit code of a rank, given the rank and the number of the start."""
 
 
 def config(limit: int = 2) -> RunConfig:
@@ -43,7 +43,7 @@ def parent(rank: int, world: int, port: int, attempt: Attempt) -> None:
 
 
 def codes_of(world: int, attempt: Attempt) -> list[int]:
-    """Exit codes of the parents of a world."""
+    """Return the exit codes of the parents in a world."""
     context, port = mp.get_context("fork"), next(PORTS)
     parents: list[Any] = [context.Process(target=parent, args=(rank, world, port, attempt)) for rank in range(world)]
     for process in parents:
@@ -119,7 +119,8 @@ def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
 
     assert codes_of(1, attempt) == [1]
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
-    assert len({path.read_text() for path in tmp_path.iterdir()}) == 1  # from when the time of the run counts
+    # The time from which the run's duration counts is the same in all starts.
+    assert len({path.read_text() for path in tmp_path.iterdir()}) == 1
 
 
 def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.M
 
     def attempt(rank: int, number: int) -> int:
         if rank == 0:
-            time.sleep(2 * restarts.ASK)  # its parent has met the other
+            time.sleep(2 * restarts.ASK)  # by now, the parent has met the other parent
             Path(f"{stopped}.new").write_text(str(os.getppid()))
             os.kill(os.getppid(), signal.SIGSTOP)
             os.replace(f"{stopped}.new", stopped)
@@ -197,22 +198,22 @@ def test_a_store_that_is_stopped_continues(resumed: str, monkeypatch: pytest.Mon
 
     def attempt(rank: int, number: int) -> int:
         if number == 0 and rank == 0:
-            (store,) = stores  # of its parent, before the fork
-            time.sleep(restarts.ASK / 2)  # between two reads of the store by its parent
+            (store,) = stores  # the store of the rank's parent, as of before the fork
+            time.sleep(restarts.ASK / 2)  # between two reads of the store by the rank's parent
             os.kill(store, signal.SIGSTOP)
-            wait_for(lambda: rank_store._stat(store)[0] == "T")  # the kernel stops a process a moment later
+            wait_for(lambda: rank_store._stat(store)[0] == "T")  # the kernel stops the process a moment later
             if resumed == "while the child waits":
                 wait_for(lambda: rank_store._stat(store)[0] != "T")
             return 1
         if number == 0:
-            time.sleep(HANG)  # ended by its parent, which learns through the store that another start is due
+            time.sleep(HANG)  # the parent ends the rank when it learns from the store that a new start is needed
         return 75
 
     assert codes_of(2, attempt) == [75, 75]
 
 
 def test_parents_fork_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread could hold a lock at a fork, for which the child would then wait forever."""
+    """A thread could hold a lock during a fork, and the child would wait for the lock forever."""
     threads = 0
 
     def counted() -> int:
@@ -244,7 +245,7 @@ def test_without_all_parents_the_launcher_decides(
     def attempt(rank: int, number: int) -> int:
         if rank == 1:
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(HANG)  # ended with its parent
+            time.sleep(HANG)  # the rank ends with its parent
         return 1
 
     assert codes_of(2, attempt) == [1, -signal.SIGKILL]
@@ -271,7 +272,7 @@ def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPat
 def test_signals_reach_the_rank(tmp_path: Path) -> None:
     def attempt(rank: int, number: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # as a rank does that listens
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # as a rank that handles the signal does
         (tmp_path / "ready").touch()
         time.sleep(HANG)
         return 1
@@ -319,7 +320,7 @@ def test_a_signal_around_a_start_saves_what_copies_hold(
 ) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(*faults, code=75)
-    # 3 if a rank had begun that step, 1 if the copies of step 2 were not complete
+    # The iteration is 3 if a rank had begun that step, and 1 if the copies of step 2 were not complete.
     assert re.search("saved checkpoint at iteration [123] to", said)
     assert "SIGTERM on rank" in said
     assert "what to do: " not in said and "if the ranks are not started again automatically" in said

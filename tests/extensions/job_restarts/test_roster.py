@@ -1,4 +1,4 @@
-"""Which processes of the launcher play which ranks after some are lost."""
+"""Assignment of ranks to the launcher's processes after some processes are lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_smaller_roster_has_living_workers_once(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("lost", "expected"),
     [
-        ({1}, (0, 8, 2, 3)),  # a host with two spares stays whole; see below
+        ({1}, (0, 8, 2, 3)),  # the host with two spares keeps both
         ({2, 3}, (0, 1, 6, 7)),
         ({0, 2, 3}, (8, 1, 6, 7)),
     ],

@@ -1,4 +1,4 @@
-"""Runs whose ranks are lost with their processes: spares take their places, and the end is bitwise the same."""
+"""Runs that lose ranks together with their processes: spares take over, and the result is bitwise the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Makes a run with spares."""
+    """Return a function that creates a run with spares."""
     runs = list[Run]()
 
     def made(processes: int, spares: int, flags: Sequence[str] = FLAGS, per_host: int = 1) -> Run:
@@ -82,7 +82,8 @@ def test_without_a_spare_left_fewer_ranks_take_another_layout(
     assert " 2 ranks continue with --tensor-model-parallel-size 1" in said
     run.assert_close(whole, 1e-9)
     (event,) = run.events("recovery")
-    assert (event["rung"], event["source"]) == ("another layout in the job", "copies in memory")  # of the idle host too
+    # Including the copies of the idle host.
+    assert (event["rung"], event["source"]) == ("another layout in the job", "copies in memory")
     assert event["steps_lost"] <= 1
 
 
@@ -100,7 +101,7 @@ def test_without_the_store_the_launcher_goes_on_from_copies_in_memory(tmp_path: 
 
 
 def begin_at_host(run: Run, first: int) -> None:
-    """Has the ranks of the next starts run on the hosts from `first` on."""
+    """Make the ranks of the next starts run on the hosts from number `first` on."""
     prepare = run._prepare
     run._prepare = lambda rank: prepare(rank + first)  # type: ignore[method-assign]
 

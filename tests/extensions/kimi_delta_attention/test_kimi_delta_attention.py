@@ -25,18 +25,18 @@ operands = partial(delta_operands, 3, (3, 5))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
 def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    """The lengths give one chunk and several, some of them partial."""
+    """The lengths give one chunk or several, some of them partial."""
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """The decay is strong within a chunk and within a block."""
+    """The decay is strong both within a chunk and within a block."""
     check_strong_decay(gated_delta_chunks, gated_delta_steps, operands(64, torch.float32, decay=40.0))
 
 
 def test_flops() -> None:
-    """Count the FLOPs per token of a sample of one block, three times: projections, low-rank projections, and the GEMMs
-    of a chunk. Its scores are sums over channels rather than GEMMs."""
+    """In a sample of one block, the FLOPs per token are three times those of the forward pass: projections, low-rank
+    projections, and the GEMMs of a chunk. Scores within the block are sums over channels rather than GEMMs."""
     hidden, heads, width, chunk = 32, 8, 5, 16
     projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
     mixed = heads * (3 * chunk * width + 3 * width**2)

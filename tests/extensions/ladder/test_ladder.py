@@ -1,4 +1,4 @@
-"""Ladders: known laws are recovered, rungs resume, and a run is compared with its prediction."""
+"""Ladders: fits recover known scaling laws, rungs resume, and a run is compared with its prediction."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_outlier_counts_less_than_in_least_squares() -> None:
 
 
 def test_four_runs_predict_a_fifth() -> None:
-    """The prediction was committed before the fifth run began; this fit of the four runs gives the same one."""
+    """The prediction was committed before the fifth run began. The fit to the four runs gives the same prediction."""
     found = json.loads(MEASURED.read_text())
     points = [Point(*(each[name] for name in ("parameters", "tokens", "loss"))) for each in found["points"]]
     target = Point(found["target"]["parameters"], found["target"]["tokens"], math.nan)
@@ -79,7 +79,7 @@ def test_four_runs_predict_a_fifth() -> None:
 
 
 def test_the_curve_of_the_fifth_run() -> None:
-    """The positions at each evaluation are those in the documentation."""
+    """The documentation states the same positions at each evaluation."""
     found = json.loads(MEASURED.read_text())
     runs, curve, target = found["points"], found["curve"], found["target"]
     form = Form(1, (fit([Point(each["parameters"], each["tokens"], each["loss"]) for each in runs]).exponents))
@@ -171,7 +171,8 @@ def test_what_is_refused(flags: tuple[str, ...], wanted: dict[str, Any], told: s
 
 
 def reached(ladder: Ladder, noise: float = 0.0) -> list[Outcome]:
-    """Return runs whose losses fall with the compute and over the run; the best rate is 0.01."""
+    """Return synthetic outcomes whose losses decrease with compute and during a run, with a best learning rate of
+    0.01."""
     found = []
     for number, rung in enumerate(ladder.rungs):
         last = 0.8 + 30 * rung.size.compute**-0.2 + math.log(rung.rate / 0.01) ** 2 / 50
@@ -311,7 +312,7 @@ def test_an_array_has_a_task_for_each_rung(tmp_path: Path, capsys: pytest.Captur
 
 
 def expectation(path: Path, low: float) -> str:
-    """Write a prediction for the target of `RUN`: 128 tokens, evaluated at 64 and 128."""
+    """Write a prediction for the run that `RUN` describes: 128 tokens, with evaluations at 64 and 128 tokens."""
     curve = [{"tokens": tokens, "loss": 3.9, "low": low, "high": 4.2} for tokens in (64, 128)]
     parameters = counted_parameters(load_config(RUN.split())[0].model)
     target = {"hidden_size": 16, "num_layers": 2, "parameters": parameters, "tokens": 128, "batch_size": 4, "lr": 1e-2}

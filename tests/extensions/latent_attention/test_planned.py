@@ -23,7 +23,8 @@ from tests.pure.test_regions import ANGLES, check_region, compiles
 
 
 def test_flops_of_latent_attention() -> None:
-    """A head multiplies keys of 10 channels and values of 5 for half of the tokens: 2 FLOPs each, three times."""
+    """For half of the tokens, a head multiplies keys of 10 channels and values of 5 channels. Each channel costs 2
+    FLOPs, in three passes."""
     config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
     for more in ({}, {"window_size": 100}):  # several tiles on the diagonal
@@ -32,8 +33,8 @@ def test_flops_of_latent_attention() -> None:
 
 
 def test_recomputed_heads_leave_latents() -> None:
-    """Queries, keys and values are not saved, but the output of the projection to the key-value latent, which includes
-    the rotary key, is."""
+    """Queries, keys and values are not saved. The projection output that contains the key-value latent and the rotary
+    key is saved."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = LATENT, SAMPLES * LATENT.seq_length
     kept = []
@@ -45,14 +46,15 @@ def test_recomputed_heads_leave_latents() -> None:
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:
-    """With sequence parallelism, attention gathers both latents and the rotary key: 26 channels here."""
+    """With sequence parallelism, attention gathers both latents and the rotary key, which have 26 channels in this
+    model."""
     forward, backward = per_layer(4, True, "latent", "fp32")
     widths = (12, 10, 4, H)
     gathers, sum_ = [("all_gather", S * B * width * 4) for width in widths], ("all_to_all", S * B * H * 4)
     assert Counter(forward) == Counter([*gathers, sum_, sum_])
     scatters = [("all_to_all", nbytes) for _, nbytes in gathers]
     regathered = [call for call, width in zip(gathers, widths, strict=True) if width != 4]
-    entering = ("all_gather", S * B * H * 4)  # the gradients of both outputs
+    entering = ("all_gather", S * B * H * 4)  # the output gradients of both layers
     assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
 
 

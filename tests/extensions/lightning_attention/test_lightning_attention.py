@@ -1,4 +1,4 @@
-"""Lightning attention: rates and FLOPs. The tests of Hugging Face families compare logits, gradients and greedy
+"""Lightning attention: decay rates and FLOPs. The tests of Hugging Face families compare logits, gradients and greedy
 text."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ LIGHTNING = model_of("lightning")
 
 
 def test_rates() -> None:
-    """Multi-token prediction layers use the rates of the last layer."""
+    """Multi-token prediction layers use the decay rates of the last decoder layer."""
     last, further = (decay_rates(range(8), n, LIGHTNING, torch.float64, torch.device("cpu")) for n in (3, 4))
     assert 0 < last.min() <= last.max() < 1e-4 and torch.equal(last, further)
 
 
 def test_flops() -> None:
-    """Count the FLOPs per token, three times: both projections, scores in a chunk and their weighted sums, and states
-    written and read."""
+    """The FLOPs per token are three times those of the forward pass: both projections, scores and weighted sums within
+    a chunk, and writing and reading the states."""
     hidden, heads, width, chunk = 32, 8, 4, 4
     mixed = heads * width * (2 * chunk + 2 * width)
     sums = 2 * heads * chunk  # sums of decays, which have no gradient

@@ -1,4 +1,4 @@
-"""Gated delta nets: chunks compared with the recurrence, kernels of another package, and rules."""
+"""Gated delta nets: chunks compared with the recurrence, kernels of flash-linear-attention, and validation rules."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_convolution_continues_where_it_stopped() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
-    """States are as exact as in fp32. Outputs are off by at most (2 u + u^2) of their terms,
-    bounded by the terms without signs, and gradients by three roundings of their norm."""
+    """The states of bf16 inputs are as exact as in fp32. The error of outputs is at most (2 u + u^2) times the sum of
+    the absolute values of their terms. The error of gradients is at most three roundings of their norm."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
-    tokens[3] = tokens[3].float()  # g in fp32, as in the mixer
+    tokens[3] = tokens[3].float()  # g is fp32, as in the mixer
     number = documents(length) if packed else None
     own, wide = ([x.to(dtype or x.dtype).requires_grad_() for x in tokens] for dtype in (None, torch.float64))
     (out, state), (expected, exact) = gated_delta_chunks(*own, number), gated_delta_chunks(*wide, number)
@@ -96,8 +96,8 @@ PRODUCT = model_of("delta-product")
 
 @pytest.mark.parametrize("starts", [(0,), (0, 3, 4, 11)])
 def test_delta_product(starts: tuple[int, ...]) -> None:
-    """The recurrence of arXiv 2502.10297 written out: per token, a state decays once and takes the values at three
-    keys, one after the other."""
+    """The reference is the recurrence of arXiv 2502.10297: for each token, a state decays once and is then updated at
+    three keys, one after the other."""
     net = next(m for m in GPTModel(PRODUCT, FP64).train().modules() if isinstance(m, gated_delta_net.GatedDeltaNet))
     generator = torch.Generator().manual_seed(1)
     mixed = torch.randn(16, 1, 4, sum(net.channels), generator=generator, dtype=torch.float64, requires_grad=True)
@@ -127,8 +127,8 @@ def test_delta_product(starts: tuple[int, ...]) -> None:
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
-    """Return a stand-in for flash-linear-attention's chunk_gated_delta_rule: [b, s, heads, d], as many heads of queries
-    and keys as of values, 16 bits, and packed sequences in a batch of one."""
+    """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. It requires 16-bit operands [b, s,
+    heads, d], equal numbers of query, key and value heads, and a batch size of one for packed sequences."""
 
     def chunk_gated_delta_rule(
         q: Tensor,
@@ -164,7 +164,8 @@ def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, packed: bool, steps: int) -> None:
-    """Loss and gradients of a model whose linear attention calls the kernels equal those of one that does not."""
+    """The loss and gradients of a model whose linear attention calls the kernels equal those of a model that does
+    not."""
     config = replace(DELTA_NET if steps == 1 else PRODUCT, recompute_granularity="selective" if packed else None)
     batch = random_batch(config, **(packed_documents(config) if packed else {})).local_to(ParallelState().cp)
     losses, gradients, calls = [], [], []
@@ -182,7 +183,8 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     shape = (1, 48 * steps, 8, 6) if packed else (3, 16 * steps, 8, 6)
-    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # the backward pass recomputes
+    # The backward pass recomputes the forward pass.
+    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)
     if packed:
         starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
         assert calls[0]["cu_seqlens"].tolist() == [steps * start for start in (*starts, 48)]
@@ -190,7 +192,7 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
 
 def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert flash_rule(torch.bfloat16, cuda) is None  # the package is not installed
+    assert flash_rule(torch.bfloat16, cuda) is None  # flash-linear-attention is not installed
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, stub_of_fla([]))
     assert flash_rule(torch.bfloat16, cuda) is not None
@@ -200,8 +202,8 @@ def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pattern() -> None:
-    """N means one layer of full attention after N - 1 layers of linear attention, as in Megatron-LM; the latter have no
-    rotation."""
+    """As in Megatron-LM, a frequency N means N - 1 layers of linear attention followed by one layer of full attention.
+    Linear attention has no rotary embedding."""
     config = replace(DELTA_NET, num_layers=8, linear_attention_freq="4", window_size=3)
     assert config.linear_pattern == (True, True, True, False) * 2
     assert [kind.linear for kind in config.layers] == ["gated_delta_net" if x else None for x in config.linear_pattern]
@@ -210,9 +212,9 @@ def test_pattern() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
-    """Count the FLOPs per row of chunks of 64 rows. Products of [64, 64] by [64, d] and products with the state count
-    three times, the sums of decays twice, and the gradient of the solution once. Recomputation in the backward pass
-    does not count."""
+    """The test counts the FLOPs per row in chunks of 64 rows. Products of [64, 64] by [64, d] and products with the
+    state count three times. Sums of decays count twice, and the gradient of the triangular solution once. Recomputation
+    in the backward pass does not count."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

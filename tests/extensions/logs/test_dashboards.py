@@ -1,4 +1,4 @@
-"""Metric records in TensorBoard and Weights & Biases, read back by their own readers."""
+"""Metric records in TensorBoard and Weights & Biases files, read back with the readers of both packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configuration(folder: Path, **options: Any) -> RunConfig:
 
 
 def run(folder: Path, first: int, last: int, **options: Any) -> None:
-    """Write the records of a run from one iteration to another."""
+    """Write the records of a run for the iterations from `first` to `last`."""
     sinks = open_sinks(configuration(folder, **options), first - 1)
     for iteration in range(first, last + 1):
         for sink in sinks:
@@ -45,9 +45,10 @@ def run(folder: Path, first: int, last: int, **options: Any) -> None:
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of an offline run's file: after 7 bytes, it has blocks of 32 KiB in the log format of LevelDB.
+    """Yield the records in the file of an offline Weights & Biases run. After 7 bytes, the file consists of blocks of
+    32 KiB in LevelDB's log format.
 
-    Its chunks have a checksum, a length, and a kind: whole, first, middle or last.
+    Each chunk of a block has a checksum, a length, and a kind: whole, first, middle or last.
     """
     at, record = 7, b""
     while at + 7 <= len(content):
@@ -95,7 +96,7 @@ def test_a_value_of_a_table_has_the_number_of_its_row() -> None:
 def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((1, 6), (4, 12), (11, 14)):  # the second run hides the record at 8 samples, the third does not
+    for first, last in ((1, 6), (4, 12), (11, 14)):  # the second run hides the record at 8 samples; the third does not
         run(tmp_path, first, last, tensorboard_dir=str(tmp_path / "board"))
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
@@ -110,8 +111,8 @@ def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Pat
 def test_a_full_disk_costs_tensorboard_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer's thread fails at records 3 and 4, which the run notices later; it then continues and writes them
-    again."""
+    """The writer's thread fails at records 3 and 4. The run notices the failure later, continues, and writes these
+    records again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,4 +1,4 @@
-"""--document-loss-log: the loss of each document in evaluations equals the losses of its tokens, under every layout."""
+"""--document-loss-log: the evaluation loss of each document equals the mean loss of its tokens, under every layout."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODEL = (
 ).split()
 
 Means = dict[tuple[str, int], tuple[int, float]]
-"""Number of tokens and their mean loss, by source and document."""
+"""Number of tokens and mean loss of each document, keyed by source and document number."""
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    """Write two sources; document n of each repeats one token, which identifies it."""
+    """Write two sources. Document n of each source repeats one token that identifies the document."""
     one, two = (
         write_documents(tmp_path / name, (np.full(3 + n % 5, low + n) for n in range(24)))
         for name, low in (("one", 0), ("two", 25))
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def losses(rank: int, world_size: int, argv: list[str], log: Path) -> tuple[list[dict], Means]:
-    """Return the log, and the same values computed from the losses of tokens on one process."""
+    """Return the log, and the same values computed from token losses in one process."""
     sums = defaultdict[tuple[str, int], list[float]](list)
 
     def look(run: TrainingRun) -> None:

@@ -1,5 +1,5 @@
-"""Output of a run with --log-format megatron and --tensorboard-dir, as parsers of Megatron-LM's logs and dashboards
-read it."""
+"""Parsers for Megatron-LM's logs and dashboards read the output of a run with --log-format megatron and
+--tensorboard-dir."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FLAGS = (
 ).split()
 NUMBER, STEPS, WITHIN = r"([-+0-9.eE]+)", ["1", "2", "3", "4", "5"], ["2", "4"]
 
-# Values that parsers find in a log, by pattern: a search in each line, or in a line from the iteration on.
+# Values that parsers find in a log, keyed by regular expression. Parsers search each line, or a line from the word
+# "iteration" on.
 FOUND_IN_LINES = {
     r"iteration\s+(\d+)/\s*5": STEPS,
     r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*\] iteration\s+(\d+)/\s*\d+ \|": STEPS,
@@ -56,7 +57,8 @@ def test_patterns_of_parsers(log: str, pattern: str) -> None:
 
 
 def test_fields_split_at_bars(log: str) -> None:
-    """`grep -Eo 'name [^|]*'` and `cut -d'|'` leave a name, a colon and a number."""
+    """Each field between bars consists of a name, a colon and a number, so `grep -Eo 'name [^|]*'` and `cut -d'|'` can
+    extract it."""
     lines = [line for line in log.splitlines() if re.search(r"\] iteration +\d+/", line)]
     fields = [dict(field.split(":", 1) for field in line.split("|")[1:-1]) for line in lines]
     assert len(fields) == 5 and all(each.keys() == fields[0].keys() for each in fields)

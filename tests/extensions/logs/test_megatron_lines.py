@@ -37,7 +37,7 @@ def test_validation_lines_of_megatron() -> None:
 
 
 def test_a_step_without_loss_prints_none() -> None:
-    """A parser finds neither a number nor a word in place of one."""
+    """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
     line = progress_line(RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}, 100, True, NOW)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line
 

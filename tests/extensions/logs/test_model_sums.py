@@ -11,7 +11,7 @@ from megatron.training.train_step import train_step
 from tests.harness import run_world, running
 from tests.tiny import TINY
 
-# The model has no biases: key biases have gradients that are zero up to rounding.
+# The model has no biases, because gradients of key biases are zero up to rounding.
 MODEL = (
     f"{TINY} --vocab-size 90 --fp64 --make-vocab-size-divisible-by 4 --attention-dropout 0 --hidden-dropout 0 "
     "--disable-bias-linear --untie-embeddings-and-output-weights --log-params-norm --log-num-zeros-in-grad "
@@ -20,8 +20,8 @@ EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (logged values after a step, the same values counted parameter by parameter, which is correct in one
-    process)."""
+    """Return (logged values after a step, reference values). The reference is counted parameter by parameter, which is
+    correct in one process."""
     with running(flags.split(), rank, world_size) as run:
         train_step(run)
         (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))
@@ -49,7 +49,7 @@ LAYOUTS = [
 def test_every_layout_counts_the_same_as_one_process(flags: str, layouts: list[str]) -> None:
     logged, plain = run_world(1, counted, flags)[0]
     assert logged == pytest.approx(plain, rel=1e-12)
-    assert "freeze" in flags or logged["num_zeros"] > 90 * 16 / 2  # rows of tokens that did not occur
+    assert "freeze" in flags or logged["num_zeros"] > 90 * 16 / 2  # embedding rows of tokens that did not occur
     for layout in layouts:
         for found, _ in run_world(2, counted, flags + layout):
             assert found == pytest.approx(logged, rel=1e-9)

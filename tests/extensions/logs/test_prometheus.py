@@ -1,4 +1,4 @@
-"""Metric records as a Prometheus server reads them, with its own parser."""
+"""Metric records as a Prometheus server reads them, parsed with Prometheus's own parser."""
 
 from __future__ import annotations
 

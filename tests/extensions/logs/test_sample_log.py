@@ -1,4 +1,4 @@
-"""`--sample-log`: the same samples in the same order under any layout, micro-batch size and number of workers.
+"""`--sample-log` lists the same samples in the same order under any layout, micro-batch size and number of workers.
 tests/faults/test_kills.py compares the samples of a run that is killed and resumed."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
-    """Train and return the log. The folder also receives the checkpoints."""
+    """Train, and return the sample log. Checkpoints are saved to the same folder."""
     log = folder / "samples.jsonl"
     argv = [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
     run_world(world_size, train_to_the_end, argv)
@@ -59,8 +59,8 @@ def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) ->
 
 
 def test_a_longer_plan_continues_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
-    """48 samples are less than an epoch of each source; 240 samples are several epochs. Megatron-LM would start another
-    order."""
+    """48 samples are less than one epoch of each source, but 240 samples are several epochs. In this case, Megatron-LM
+    would switch to a different order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()
     resumed = f"--load {tmp_path / 'run'}"

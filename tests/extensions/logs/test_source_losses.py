@@ -1,4 +1,4 @@
-"""--log-source-loss: the loss of each data set in a blend, in training and evaluation, equals the mean loss of its
+"""--log-source-loss: the training and evaluation losses of each data set in a blend equal the mean loss of its
 tokens."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[list[dict], dict[str, float]]:
-    """Return the log of a run, and the loss of each source in its first step, computed from the losses of tokens on one
+    """Return the log of a run, and the loss of each source in the first step, computed from token losses in one
     process."""
     expected: dict[str, float] = {}
 

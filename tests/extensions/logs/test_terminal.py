@@ -1,4 +1,4 @@
-"""Console lines on a terminal."""
+"""Formatting of console lines on a terminal."""
 
 from __future__ import annotations
 

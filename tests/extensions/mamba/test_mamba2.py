@@ -28,7 +28,7 @@ MAMBA = model_of("mamba")
 
 
 def operands(length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5) -> list[Tensor]:
-    """Return x, dt, a, B, C of 2 samples, 2 groups and 6 heads, and an initial state."""
+    """Return x, dt, a, B and C for 2 samples, 2 groups and 6 heads, and an initial state."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -59,12 +59,12 @@ def test_fp16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", [0.02, 0.5])
 def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bool) -> None:
-    """The errors relative to fp64 are bounded, apart from fp32 rounding. For outputs, the bound is ((1 + u)^3 - 1) Y*,
-    for states u S*, where Y* and S* are computed from absolute values, and for gradients three roundings of their
+    """The errors relative to fp64 are bounded, up to fp32 rounding. The bound is ((1 + u)^3 - 1) Y* for outputs and u
+    S* for states, where Y* and S* are computed from absolute values. For gradients, it is three roundings of their
     norm."""
     length, unit = 150, 2.0**-8
     rounded = [x.detach().bfloat16() for x in operands(length, decay=decay)[:-1]]
-    rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a in fp32, as in the mixer
+    rounded[1:3] = (x.float() for x in rounded[1:3])  # dt and a are fp32, as in the mixer
     number = documents(length) if packed else None
     own = [x.clone().requires_grad_() for x in rounded]
     exact = [x.double().requires_grad_() for x in rounded]
@@ -93,7 +93,7 @@ def test_a_tokens_own_input_is_added_with_its_factor() -> None:
 
 
 def test_initial_values() -> None:
-    """Step sizes are from 0.001 to 0.1, and decays per step size from 1 to 16, as in Megatron-LM."""
+    """As in Megatron-LM, initial step sizes range from 0.001 to 0.1, and decays per step size from 1 to 16."""
     model = GPTModel(MAMBA.with_options(replace(MAMBA.options(MambaFlags), mamba_num_heads=512)), FP64)
     mixer: Any = model.decoder.layers[0].self_attention
     steps, decay = F.softplus(mixer.dt_bias), mixer.a_log.exp()
@@ -103,8 +103,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Count the FLOPs per token of a sample with several chunks. Each of these counts three times: the scores of a
-    group, their weighted sums, states written and read, and projections."""
+    """The test counts the FLOPs per token of a sample with several chunks. Each of these operations counts three times:
+    the scores of a group, weighted sums, writing and reading the states, and projections."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
     shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
     one = with_fields(MAMBA.with_options(own), shape)
@@ -113,7 +113,7 @@ def test_flops() -> None:
     mixed = own.mamba_num_groups * chunk * states + heads * width * (chunk + 2 * states)
     projections = one.hidden_size * (own.mamba_num_groups * sum(group_channels(one)) + heads * width)
     mlp = 2 * one.hidden_size * one.ffn_size
-    sums = 2 * 2 * heads * chunk  # sums of decays and their gradient
+    sums = 2 * 2 * heads * chunk  # sums of decays, and their gradient
     assert model_flops(one).matmul - model_flops(none).matmul == 6 * (mixed + projections - mlp) + sums
     assert model_flops(one).attention == 0
 

@@ -20,7 +20,7 @@ MAMBA1 = model_of("mamba1")
 
 
 def operands(length: int, decay: float = 0.5) -> list[Tensor]:
-    """Return x, dt, a, B, C of 2 samples, 6 channels and 5 states, and an initial state."""
+    """Return x, dt, a, B and C for 2 samples, 6 channels and 5 states, and an initial state."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def token_by_token(
 def test_the_scan_matches_the_recurrence(
     length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scan processes the channels in one part or several, for lengths with and without divisors."""
+    """The scan processes the channels in one part or several. The cases include lengths with and without divisors."""
     monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
     *tokens, state = operands(length)
     number = documents(length) if packed else None
@@ -73,7 +73,8 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
 
 
 def test_initial_values() -> None:
-    """Decays are from 1 to the number of states in each channel, and step sizes from 0.001 to 0.1, as in Mamba."""
+    """As in Mamba, initial decays range from 1 to the number of states in each channel, and step sizes from 0.001 to
+    0.1."""
     mixer: Any = GPTModel(replace(MAMBA1, hidden_size=64), FP64).decoder.layers[0].self_attention
     decays = torch.arange(1, 6, dtype=torch.float64).expand(48, 5)
     torch.testing.assert_close(mixer.a_log.exp().view(48, 5), decays, rtol=1e-14, atol=0)
@@ -83,8 +84,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """Count the FLOPs per token, three times: three projections and reading the states; the gradients of B and C count
-    once each."""
+    """In the FLOPs per token, the three projections and reading the states count three times. The gradients of B and C
+    count once each."""
     hidden, channels, states, rank = 32, 48, 5, 3
     projections = 3 * hidden * channels + channels * (rank + 2 * states) + channels * rank
     read = 2 * channels * states * (1 + 3)

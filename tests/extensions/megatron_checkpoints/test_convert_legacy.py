@@ -1,5 +1,5 @@
-"""tools/convert_checkpoint.py reads Megatron-LM's checkpoints with one file per rank, including old names and formats,
-and refuses malicious, damaged and incomplete checkpoints."""
+"""tools/convert_checkpoint.py reads Megatron-LM checkpoints with one file per rank, including old names and formats. It
+refuses malicious, damaged and incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def interleaved(tmp_path: Path) -> Path:
     return unpack("legacy_interleaved", tmp_path)
 
 
-# The same checkpoint in other forms
+# Other forms of the same checkpoint
 
 
 def ranks(folder: Path) -> list[Path]:
@@ -77,7 +77,8 @@ TE_NAMES = {
 
 
 def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: Path) -> None:
-    """In Transformer Engine's names, a norm belongs to the linear layer after it, and the expert number comes last."""
+    """In names of Transformer Engine, a norm belongs to the following linear layer, and the expert number comes
+    last."""
     experts = product(range(2), ("linear_fc1.weight", "linear_fc2.weight"))
     names = {f".experts.local_experts.{number}.{linear}": f".experts.{linear}{number}" for number, linear in experts}
 
@@ -119,12 +120,13 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 def test_models_from_before_the_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
-    """Old files have nested dicts, other names and, before version 2, another order of each rank's q, k and v rows."""
+    """Old files have nested dicts and other names. Before version 2, each rank's q, k and v rows also have a different
+    order."""
 
     def reordered(name: str, value: Tensor) -> Tensor:
         if ".query_key_value." not in name or version >= 2:
             return value
-        parts = value.reshape(2, 3, 2, *value.shape[1:])  # each rank has 2 heads of 2 channels
+        parts = value.reshape(2, 3, 2, *value.shape[1:])  # each rank has 2 heads with 2 channels each
         return (parts.movedim(1, 0) if version == 0 else parts.movedim(1, 2)).reshape(value.shape)
 
     def change(content: dict[str, Any]) -> None:
@@ -145,7 +147,7 @@ def test_models_from_before_the_core_are_read(version: float, interleaved: Path,
 
 
 def in_16_bits(scaled: bool, content: dict[str, Any]) -> None:
-    """The model is in 16 bits, and its fp32 parameters are saved with the optimizer, group by group."""
+    """The model is saved in 16 bits, and its fp32 parameters are saved with the optimizer, group by group."""
     dtype = torch.float16 if scaled else torch.bfloat16
     chunks = [content[key] for key in ("model0", "model1")]
     everything = [value for chunk in chunks for value in chunk.values() if isinstance(value, Tensor)]
@@ -168,7 +170,7 @@ def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleave
     for key in before.tensors:
         main = key.replace("model.", "optimizer.main_param.")
         assert torch.equal(after.read(main), before.read(key))
-    samples = 4  # samples in a replica's batch; Megatron-LM divides the scaled loss by this number
+    samples = 4  # number of samples per replica, by which Megatron-LM divides the scaled loss
     expected = {"scale": 4096 / samples, "good_steps": 3, "allowance": 1} if scaled else {}
     assert after.payload["optimizer"]["loss_scaler"] == expected
     convert("--input", tmp_path / "after", "--output", tmp_path / "back", "--to", "megatron")
@@ -191,7 +193,7 @@ def test_fp32_parameters_out_of_order(interleaved: Path, tmp_path: Path, capsys:
 
 PLACES = [
     (None, False, [192, 128, 0], 202),
-    (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter, and its end is not padded
+    (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter and is not padded
     (None, True, [192, 128, 0], 202),
 ]
 
@@ -202,7 +204,8 @@ def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], 
 
 
 def test_tied_embeddings_have_a_bucket_of_their_own() -> None:
-    """The parameters after the embedding end at a multiple of 64, because the embedding would have begun there."""
+    """The other parameters in the buffer end at a multiple of 64, where the embedding would begin without its own
+    bucket."""
     assert layout_of([("embedding.word_embeddings.weight", 10), ("b", 70)], None, True) == ([128, 0], 138)
 
 
@@ -274,7 +277,7 @@ def test_damage_is_one_line(message: str, interleaved: Path, capsys: pytest.Capt
 
 
 def buffers(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Return damage that changes the flat tensors of each buffer of each rank."""
+    """Return damage that changes the flat tensors of every buffer on every rank."""
 
     def damage(folder: Path) -> None:
         for path in (folder / "iter_0000002").glob("mp_rank_*/distrib_optim.pt"):

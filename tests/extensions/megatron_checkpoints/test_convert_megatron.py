@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py reads megatron-core's checkpoints, and refuses malicious and damaged ones."""
+"""tools/convert_checkpoint.py reads megatron-core checkpoints and refuses malicious and damaged ones."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ RUNS = {
     **dict.fromkeys(("legacy_interleaved", "legacy_moe"), "--tp 2 --sequence-parallel --lr-decay-iters 13"),
     **dict.fromkeys(("deepseek", "hybrid"), "--tp 2 --sequence-parallel"),
 }
-"""Layout flags of a run that continues each checkpoint. The legacy checkpoints have one file per rank. One is a GPT-2
-with tied embeddings and the plain optimizer under TP 2 and PP 2, with two chunks per rank. The other has experts in two
-of three layers, stages of two layers and of one, and distrib_optim.pt, under TP 2 and EP 2."""
+"""Layout flags of the run that continues each checkpoint. The legacy checkpoints have one file per rank. One is a GPT-2
+model with tied embeddings, trained with the plain optimizer under TP 2 and PP 2, with two model chunks per rank. The
+other, trained under TP 2 and EP 2, has experts in two of three layers, stages of two layers and one layer, and
+distrib_optim.pt."""
 
 
 @pytest.fixture(params=["dense", "moe", "deepseek", "hybrid"])
@@ -106,7 +107,7 @@ def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path,
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Path) -> None:
-    """The test writes blocks for TP 2, [layers, 2, 1, elements of a block], in the form in which older versions did."""
+    """The test writes blocks [layers, 2, 1, elements of a block] for TP 2, as older versions did."""
     folder = dense / "iter_0000002"
     whole = Checkpoint(folder)
     name = "decoder.layers.self_attention.linear_qkv.weight"
@@ -169,7 +170,8 @@ def lie(name: str, value: object) -> Callable[[Path], None]:
 
 
 def save_by_buckets(folder: Path) -> None:
-    """Name the state format dp_reshardable, and remove the optimizer's tensors, so that the model's tensors remain."""
+    """Set the state format to dp_reshardable and remove the optimizer's tensors, so that only the model's tensors
+    remain."""
     common = torch.load(folder / "common.pt", weights_only=False)
     common["optimizer"]["param_state_sharding_type"] = "dp_reshardable"
     torch.save(common, folder / "common.pt")
@@ -188,7 +190,8 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def blocks(*attentions: dict[str, object], **mlp: object) -> str:
-    """Return the text that describes the layers' shapes, with two query groups for layers that state none."""
+    """Return the JSON text that describes the layers' shapes, with two query groups for layers that do not state
+    them."""
     layers = [{"attention": {"num_query_groups": 2} | each, "mlp": mlp} for each in attentions]
     return json.dumps({"block_configs": layers})
 

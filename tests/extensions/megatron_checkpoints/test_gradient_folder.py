@@ -1,4 +1,4 @@
-"""Gradients saved by --save-wgrads-interval, combined from the files of all ranks."""
+"""Gradients saved with --save-wgrads-interval are combined from the files of all ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-ffn-hidden-size 8"
 
 
 def writers(tp: int, ep: int, expt_tp: int) -> list[tuple[int, int]]:
-    """Return the (TP, EP) ranks of the first replica of a stage's experts, whose ranks write the files."""
+    """Return the (TP, EP) ranks of the first replica of a stage's experts. These ranks write the files."""
     return [(rank % tp, rank // expt_tp % ep) for rank in range(ep * expt_tp)]
 
 
 def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Write random gradients of a 4-layer model under (TP, PP, EP, expert TP), in the files that Megatron-LM writes."""
+    """Write random gradients of a 4-layer model under the layout (TP, PP, EP, expert TP) as Megatron-LM does."""
     tp, pp, ep, expt_tp = sizes
     whole = {name: torch.randn(meta.global_shape, dtype=torch.float64) for name, meta in metas.items()}
     names = Names(metas.values(), hybrid=False)

@@ -1,4 +1,4 @@
-"""Parameter names in Megatron-LM's checkpoints, and the file names that identify a checkpoint as Megatron-LM's."""
+"""Parameter names in Megatron-LM checkpoints, and the file names that identify such a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_a_written_name_is_found_again(style: str) -> None:
 
 
 def test_kinds_of_channels_are_apart() -> None:
-    """There are two groups, each with one channel of z, two channels of x, and one each of B, C and the step size."""
+    """The weight has two groups. Each group has two channels of x, and one channel each of z, B, C and the step
+    size."""
     way = Way(("z", "x", "B", "C", "dt"), kinds=(1, 2, 1, 1, 1))
     tensors = [torch.tensor([rows]).t() for rows in ([0, 6], [1, 2, 7, 8], [3, 9], [4, 10], [5, 11])]
     assert torch.equal(way.whole(tensors, (2, 6, 1)), torch.arange(12).view(2, 6, 1))

@@ -44,7 +44,8 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def of_their_run(name: str) -> Any:
-    """Return the run's tokens [steps, batch, s + 1] and losses [steps]. The run saved after the second step."""
+    """Return the run's tokens [steps, batch, s + 1] and losses [steps]. The run saved a checkpoint after the second
+    step."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 
@@ -67,7 +68,8 @@ def loss_of(checkpoint: Path, tokens: list[list[int]]) -> float:
 
 
 def losses_of_a_run(name: str, start: Path, folder: Path, *flags: str) -> dict[int, float]:
-    """Return the losses, by iteration, of two ranks that continue a converted checkpoint up to step 4 on its data."""
+    """Continue a converted checkpoint on two ranks up to step 4 with the original run's data, and return the losses by
+    iteration."""
     (folder / "stored.py").write_text(STORED.format(path=str(FIXTURES / f"{name}.json")))
     words = ["--config", start / "run_config.yaml", "--load", start, "--save", folder / "run", "--train-iters", "4"]
     words += ["--extension", folder / "stored.py", "--dataset-type", "stored", *flags]
@@ -85,7 +87,8 @@ class Attack:
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the message that refuses the conversion of the only checkpoint in a folder, which must leave no output."""
+    """Return the error message of a conversion that must be refused and leave no output. The folder contains one
+    checkpoint."""
     with chdir(folder.parent), pytest.raises(SystemExit) as error:
         run_tool(lambda: convert_checkpoint.main(["--input", str(folder), "--output", "ours"]))
     assert error.value.code == 2

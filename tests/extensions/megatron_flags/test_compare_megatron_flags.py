@@ -1,4 +1,4 @@
-"""tools/compare_megatron_flags.py: new flags in the parser of a checkout."""
+"""tools/compare_megatron_flags.py reports new flags in the parser of a Megatron-LM checkout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_checkout_with_new_flags(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Missing modules do not matter; new and changed flags are listed with their treatment."""
+    """The checkout may lack modules. New and changed flags are listed with their treatment."""
     assert compare_megatron_flags.main([str(checkout)]) == 1
     out = capsys.readouterr().out
     new, _, rest = out.partition("\nGone:")

@@ -68,7 +68,7 @@ def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Pat
 
 
 def test_lists_with_other_data() -> None:
-    """If the lists cannot be read, the run still has its other data."""
+    """If the data lists cannot be read, the error messages still consider the run's other data."""
     lists = ("--train-weighted-split-paths", "t: 1 0:1 a", "--valid-weighted-split-paths", "v: 1 0:1 a")
     with pytest.raises(ValueError, match="--train-data-path: cannot be combined with --train-weighted-split-paths, "):
         with_data_lists(parse_args([*lists, "--train-data-path", "b"]))

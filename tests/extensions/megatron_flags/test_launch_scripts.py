@@ -1,5 +1,5 @@
-"""Launch scripts as users of Megatron-LM and Megatron-DeepSpeed write them: they run unchanged, with further flags
-after their own that make the model small."""
+"""Launch scripts as users of Megatron-LM and Megatron-DeepSpeed write them. The scripts run unchanged; the tests only
+append flags that make the model small."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ SHRUNK = {
     ).split(),
 }
 
-# Stand-ins for launchers, found first in PATH. srun runs its command once; the others record the words of theirs.
+# Replacements for launchers, which come first in PATH. srun runs its command once; the other launchers record the words
+# of the command.
 TELL = 'import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], "w"))'
 STAND_INS = {
     "srun": 'while [[ "$1" == -* ]]; do shift; done; exec "$@"',
@@ -54,7 +55,7 @@ STAND_INS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Create a data set and a tokenizer of each kind."""
+    """Create a data set and one tokenizer of each kind."""
     import sentencepiece
     from tokenizers import ByteLevelBPETokenizer
 
@@ -86,7 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def started(script: str, folder: Path, arguments: list[str], **environ: str) -> list[str]:
-    """Return the flags of pretrain_gpt.py that a script ends up with."""
+    """Return the flags that a script finally passes to pretrain_gpt.py."""
     for name, body in STAND_INS.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)

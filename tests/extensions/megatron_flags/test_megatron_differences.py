@@ -1,5 +1,5 @@
-"""`tools/translate_flags.py --list`: the treatment of each Megatron-LM flag that this program lacks, and each known
-difference, which is printed if the flags are affected by it."""
+"""`tools/translate_flags.py --list`: the treatment of each Megatron-LM flag that this program lacks, and the known
+differences, which are printed if they affect the flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
-"""Maps the subject of each difference to flags that it applies to, and to flags that it does not apply to."""
+"""Maps the subject of each difference to flags that the difference affects, and to flags that it does not affect."""
 
 
 def subjects_met(flags: str) -> set[str]:
@@ -28,7 +28,7 @@ def subjects_met(flags: str) -> set[str]:
 
 
 def flags_in(table: object) -> set[str]:
-    """Return every flag or flag prefix in a part of the tables, whether key or value."""
+    """Return every flag or flag prefix that is a key or a value in a part of the tables."""
     if isinstance(table, dict):
         return {key.split()[0] for key in table if key.startswith("--")}.union(*map(flags_in, table.values()))
     if isinstance(table, list):

@@ -1,4 +1,4 @@
-"""Treatment of Megatron-LM's flags for which no field exists."""
+"""Treatment of Megatron-LM flags without a field in this program."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    """When a feature is implemented, its flags must be removed from the tables of missing features."""
+    """Whoever implements a feature must remove its flags from the tables of missing features."""
     text = (
         files("megatron.extensions.interop.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
     )
@@ -89,7 +89,7 @@ def test_tables_do_not_overlap() -> None:
 
 
 def test_replacements_of_flags_exist() -> None:
-    """Replacements, switches and remedies name existing flags."""
+    """The tables' replacements, switches and remedies name existing flags."""
     foreign = TABLE
     known = {*spelling_table(), *foreign.spellings(), *options()}
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
@@ -118,7 +118,7 @@ def test_the_fused_head_of_megatron_is_the_loss_in_chunks() -> None:
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer is a notice that begins with the flag, a problem, or another name of a field."""
+    """Each flag gives a notice that begins with the flag, gives a problem, or is another name of a field."""
     entry = TABLE.entries[name]
     argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
     if isinstance(entry, Accepted):
@@ -176,7 +176,7 @@ def test_flags_that_a_pattern_replaces_have_no_effect(
 
 
 HEAD = read_table()
-"""Each flag of Megatron-LM's branches main and dev."""
+"""Table rows for all flags of Megatron-LM's branches main and dev."""
 
 
 def test_every_flag_and_value_of_head_is_known() -> None:
@@ -188,7 +188,8 @@ def test_every_flag_and_value_of_head_is_known() -> None:
 
 @pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
 def test_every_flag_of_head_is_answered_with_a_reason(kind: str) -> None:
-    """The answer is a line that begins with the flag and a colon, or that names the flags it is read as."""
+    """Each flag gives a line that begins with the flag and a colon, or that names the equivalent flags of this
+    program."""
     signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
     usual = {name for name, entry in TABLE.entries.items() if isinstance(entry, SameAs) and entry.quiet}
     for row in HEAD:

@@ -1,4 +1,4 @@
-"""Arithmetic, tests and Slurm variables in launch scripts."""
+"""Shell arithmetic, shell tests and SLURM variables in launch scripts."""
 
 from __future__ import annotations
 

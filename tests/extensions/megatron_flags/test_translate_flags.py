@@ -1,4 +1,4 @@
-"""Commands and scripts of other programs, translated to flags of this one."""
+"""Translation of other programs' commands and scripts to flags of this program."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.Capture
 
 
 ALLOCATIONS = {
-    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # the published 8B hybrid
+    (56, 0.08, 0.5): "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-",  # the published 8B hybrid model
     (10, 0.2, 0): "MMM*MM*MMM",
     (10, 0, 0.3): "MM-MMM-MM-",
     (10, 0.3, 0.2): "MM*M-*M*M-",

@@ -1,4 +1,4 @@
-"""Shortcut-connected experts: nothing is left to wait for after the last layer; generation. The tests of Hugging Face
+"""Shortcut-connected experts: the last layer leaves no pending output; text generation. The tests of Hugging Face
 families compare LongCat-Flash with transformers."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ DELAYED = DEEPSEEK.with_options(ShortcutFlags(moe_shortcut=True))
 
 
 def test_one_layer_equals_the_plain_layer() -> None:
-    """Logits and gradients are equal: there is no later layer to wait for."""
+    """With one layer, logits and gradients equal those without the shortcut, because no later layer adds the experts'
+    output."""
     found = []
     for config in (DEEPSEEK, DELAYED):
         model = GPTModel(replace(config, num_layers=1), FP64).train()

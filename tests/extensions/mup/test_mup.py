@@ -40,7 +40,7 @@ def metas_of(config: RunConfig) -> dict[str, ParamMeta]:
 
 
 def rates(flags: str, *names: str) -> dict[str, tuple[float, float, float]]:
-    """Return the factors of learning rate, epsilon and weight decay by name."""
+    """Return the factors of learning rate, epsilon and weight decay, keyed by parameter name."""
     config = config_of(flags)
     metas = metas_of(config)
     groups = {name: config.optimizer.group_of(metas[name]) for name in names}
@@ -48,10 +48,11 @@ def rates(flags: str, *names: str) -> dict[str, tuple[float, float, float]]:
 
 
 def stds(flags: str, *names: str) -> list[float]:
-    """Return the standard deviations of initial values."""
+    """Return the standard deviations of the initial values of parameters."""
     config = config_of(flags)
     initial = replace(config.model.initial, rules=config.optimizer.parameter_rules)
-    metas = metas_of(config_of(flags.replace("--use-mup", "")))  # no rule changes their initial values
+    # In these metas, no rule has changed the initial values.
+    metas = metas_of(config_of(flags.replace("--use-mup", "")))
     found = [initial.complete(replace(metas[name], init=None)).init for name in names]
     return [each.std for each in found if each is not None]
 
@@ -111,7 +112,7 @@ def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
     ranks = "--mup-base-widths q-lora-rank=16 kv-lora-rank=8"
     wanted = {DOWN: (1 / 4, 1, 4), UP: (1, 1 / 4, 1), LATENT_NORM: (1, 1, 0), PROJECTION: (1 / 4, 1 / 4, 4)}
     assert rates(f"{BASE} {LATENT} {ranks}", *wanted) == wanted
-    # it widens, unlike the norm of a head
+    # This norm gets wider with the model, unlike the norm of a head.
     assert rates(f"{BASE} {LATENT}", LATENT_NORM) == {LATENT_NORM: (1, 1 / 4, 0)}
     heads = "--kv-channels 4 --mup-base-widths num-attention-heads=16"
     assert rates(f"{BASE} {heads}", PROJECTION) == {PROJECTION: (1, 1 / 4, 1)}
@@ -125,7 +126,7 @@ def test_initial_values_match_the_papers() -> None:
     assert stds(flags, RESIDUAL) == pytest.approx([0.05 / sqrt(8)])
     assert stds(f"{flags} {EXPERTS}", ROUTER) == pytest.approx([0.025])
     deep = [stds(f"{flags} --mup-base-num-layers 1 --num-layers {layers}", RESIDUAL)[0] for layers in (1, 4, 16)]
-    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # as in the base model
+    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # the same value as in the base model
 
 
 def test_multipliers_follow_the_sizes() -> None:
@@ -149,7 +150,7 @@ def test_a_resolved_configuration_is_its_own() -> None:
 
 
 def test_the_base_model_equals_the_model_without_mup() -> None:
-    """The attention scores are an exception, because their factor depends on the base model's heads."""
+    """Attention scores are an exception, because their factor depends on the width of the base model's heads."""
     base = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 4 --mup-base-head-dim 4"
     plain, own = config_of(""), config_of(base)
     model = {name: getattr(own.model, name) for name in ("embedding_multiplier", "logits_scaling")}

@@ -1,4 +1,4 @@
-"""Learning rates and weight decays equal those of Microsoft's package mup 1.0.0, for an MLP and a transformer.
+"""Learning rates and weight decays of an MLP and a transformer equal those of Microsoft's package mup 1.0.0.
 
 `mup_1_0_0.json` holds the package's values. If the package is on the path, the test also compares with it, and `python
 -m tests.extensions.mup.test_package` writes the file.
@@ -30,13 +30,13 @@ WIDTH = "--use-mup --mup-base-hidden-size 16"
 MODELS = {"tied": "--qk-layernorm", "untied": "--untie-embeddings-and-output-weights --swiglu --add-output-layer-bias"}
 OPTIMIZERS = ("adam", "sgd")
 MLP: dict[str, Role] = {"0": "embedding", "2": "hidden", "4": "output"}
-"""Linear layers of an MLP with 8 inputs and 3 outputs, and the role of each here."""
+"""Linear layers of an MLP with 8 inputs and 3 outputs, with the role that each has in this program."""
 
 Rates = dict[str, list[float]]
 
 
 def config_of(flags: str, hidden: int) -> RunConfig:
-    """Return a configuration whose heads keep their size."""
+    """Return a configuration with this hidden size. The head size stays the same."""
     sizes = f"--hidden-size {hidden} --num-attention-heads {hidden // 4} --ffn-hidden-size {2 * hidden}"
     decays = "--weight-decay-on matrices embeddings norms biases"
     return resolve_legal(parse_args(f"{TINY} {sizes} {WIDTH} {decays} {flags}".split()), 1)
@@ -56,25 +56,26 @@ def metas_of(model: str) -> dict[str, ParamMeta]:
         layer, kind = name.split(".")
         role = MLP[layer] if kind == "weight" else "bias"
         own = "output_layer.bias" if name == "4.bias" else name
-        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]  # embedding tables have one row per input
+        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]  # an embedding table has one row per input
         found[name] = ParamMeta(own, shape, role=role)
     return found
 
 
 def ours(model: str, optimizer: str) -> Rates:
-    """Return learning rate and weight decay by name."""
+    """Return [learning rate, weight decay] by parameter name."""
     config = config_of(f"{MODELS.get(model, '')} --optimizer {optimizer}", 64).optimizer
     groups = {name: config.group_of(meta) for name, meta in metas_of(model).items()}
     return {name: [group.lr(LR, None), group.decay(DECAY)] for name, group in groups.items()}
 
 
 def as_matrix(weight: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape [out, in], as the package sees weights; ours number the linear maps in further dimensions."""
+    """Return the weight's shape as the package expects it, [out, in]. Our weights may have more dims, which number
+    linear maps."""
     return tuple(weight.flatten(0, -2).shape) if weight.ndim > 2 else tuple(weight.shape)
 
 
 def by_package(model: str, optimizer: str) -> Rates:
-    """Return the package's values; it compares the shapes of two models."""
+    """Return the values of the package, which compares the shapes of two models."""
     package: Any = import_module("mup")
     if model == "mlp":
         base, wide = (dict(mlp(width).named_parameters()) for width in (16, 64))

@@ -1,4 +1,4 @@
-"""Best rates of known curves, and a sweep that resumes."""
+"""Best learning rates of known loss curves, and a sweep that resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.sweep_rates import _last_loss, best_rate, main, next_rate, table
 
 
 def curve(at: float, rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)) -> dict[float, float]:
-    """Return a parabola over log2(rate) with the minimum 3 at `at`."""
+    """Return losses on a parabola over log2(rate) whose minimum is 3 at the rate `at`."""
     return {rate: 3 + 0.5 * math.log2(rate / at) ** 2 for rate in rates}
 
 

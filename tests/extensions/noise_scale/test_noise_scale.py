@@ -54,7 +54,7 @@ def test_steps_without_update_do_not_count() -> None:
 
 
 def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[list[float]]:
-    """Return [tr(S), |G|^2] of each step except the first, over the world."""
+    """Return [tr(S), |G|^2] of each step except the first, measured over the whole world."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         for _ in range(steps):
@@ -67,8 +67,7 @@ def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[
 
 
 def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[list[list[float]], list[Tensor]]:
-    """Return the result of `measured`, and for each step the gradients [micro-batch, elements] that count, by
-    samples."""
+    """Return the result of `measured`, and the counted gradients [micro-batch, elements] of each step."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         params = [param for param in run.ddp.params if counts(param.meta, config.model)]
@@ -93,8 +92,8 @@ def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[
 
 
 def expected(gradients: Tensor, replicas: int) -> list[float]:
-    """Return [tr(S), |G|^2] from the gradients of all samples of a step. The small batches are the first sample of each
-    replica, because samples go to replicas in turns."""
+    """Return [tr(S), |G|^2] from the gradients of all samples of a step. The small batches consist of the first sample
+    of each replica, because samples are assigned to replicas in turns."""
     large = len(gradients)
     first = gradients[:replicas].square().sum(dim=1).mean()
     whole = gradients.mean(dim=0).square().sum()
@@ -128,7 +127,8 @@ def test_layouts_measure_the_same(layout: str) -> None:
 
 
 def test_experts_count_with_the_samples_that_reach_them() -> None:
-    """With two ranks of experts, an expert's small batch has two samples, and that of other weights has one."""
+    """With two expert-parallel ranks, the small batch of an expert has two samples, and the small batch of other
+    weights has one."""
     ((_, gradients),) = run_world(1, literal, config_of(EXPERTS, 1), 3)
     found = run_world(2, measured, config_of(f"{EXPERTS} --expert-model-parallel-size 2", 2), 3)
     assert found[0] == found[1]
@@ -163,7 +163,8 @@ def test_a_run_logs_an_interval_and_resumes(tmp_path: Path) -> None:
     resumed = [*flags, "--save", str(tmp_path / "on"), "--load", str(tmp_path / "run" / "iter_0000003")]
     run_forked(1, resumed, tmp_path / "screen-on")
     later = Checkpoint(tmp_path / "on" / "iter_0000006").payload["callbacks"]["noise scale"]
-    assert later == [*steps[1][:2], *steps[1][3:]]  # the first step of a start learns how often gradients are added to
+    # The first step of each start only determines how often each gradient is added to.
+    assert later == [*steps[1][:2], *steps[1][3:]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Layers that use keys and values of earlier layers, compared with one process. The tests of Hugging Face families
-compare logits and gradients with those of transformers."""
+"""Layers that use the keys and values of earlier layers: comparison of layouts with one process. The tests of Hugging
+Face families compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

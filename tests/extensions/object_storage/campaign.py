@@ -3,11 +3,11 @@ lost.
 
     python -m tests.extensions.object_storage.campaign [--rounds 100] [--seed 1]
 
-In each round, a writer process publishes three checkpoint-like folders through a proxy that cuts connections and delays
-requests for seconds, including those of a dead process. Half of the writers are killed at a random moment. A second
-writer publishes three folders with other content, beginning with the first that was not saved, or with the last one
-again. Then a reader verifies every published folder through the same faults, and checks that each folder reported as
-saved exists, from the writer that reported it last.
+In each round, a writer process publishes three checkpoint-like folders through a proxy. The proxy cuts connections and
+delays requests for seconds, even after their process has died. Half of the writers are killed at a random moment. A
+second writer publishes three folders with different content. It begins with the first folder that was not saved, or
+repeats the last folder. Then a reader verifies every published folder through the same faults. It checks that each
+folder reported as saved exists with the content of the last writer that reported the folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FILES = 3
 
 
 def content(number: int, file: int, writer: int) -> bytes:
-    """Return the content of a folder's file; the largest file takes two parts."""
+    """Return the content of a file in a folder. The largest file is uploaded in two parts."""
     generator = random.Random(1000 * number + 10 * writer + file)
     return generator.randbytes((6 << 20 if file == 0 else 1 << 18) + number)
 
 
 def write(root: PurePath, first: int, writer: int) -> None:
-    """Publish three folders. Prints a line at the beginning, and the number of each saved folder."""
+    """Publish three folders. Prints a line at the beginning, and the number of each folder after saving it."""
     storage = AttemptStorage("s3")
     print("begun", flush=True)
     for number in range(first, first + 3):
@@ -56,8 +56,8 @@ def write(root: PurePath, first: int, writer: int) -> None:
 
 
 def check(root: PurePath, saved: Mapping[int, int]) -> int:
-    """Verify the published folders; `saved` maps the reported ones to their last writer. Returns the number of all
-    folders. Raises AssertionError."""
+    """Verify the published folders. `saved` maps each folder that was reported as saved to its last writer. Returns the
+    number of published folders. Raises AssertionError."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, and there are {sorted(folders)}"
     for number, folder in folders.items():
@@ -87,11 +87,11 @@ def main() -> None:
 
 
 def one_round(port: int, seed: int) -> str:
-    """Run one writer and one reader. Returns a line about them."""
+    """Run one writer and one reader. Returns a line that describes the result."""
     generator, faults = random.Random(seed), Faults(seed, cut=0.15, late=0.03)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
     saved = dict[int, int]()
-    _built.cache_clear()  # a storage stays connected to the proxy of its round
+    _built.cache_clear()  # forget the storage, which stays connected to the proxy of the last round
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
         for number in (0, 1):
             first = min(len(saved) + 1, 3)

@@ -1,11 +1,11 @@
-"""Check the storage against emulators of Azure and of Google Cloud Storage, which the test suite does not install.
+"""Check the storage against emulators of Azure and Google Cloud Storage. The test suite does not install the emulators.
 
     npm install azurite && pip install adlfs gcsfs gcp-storage-emulator
     python -m tests.extensions.object_storage.emulators az node_modules/.bin/azurite-blob
     python -m tests.extensions.object_storage.emulators gs gcp-storage-emulator
 
-Prints a line for each property that holds. gcp-storage-emulator ignores the conditions of writes, so the last three
-properties fail with it.
+Prints a line for each property that is satisfied. gcp-storage-emulator ignores the conditions of writes, so the last
+three properties fail with it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ AZURITE = {
 }
 GOOGLE = {
     "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{PORT}",
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # otherwise, gcsfs asks a real server for the kind of the bucket
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # otherwise, gcsfs asks a real server for the type of the bucket
     "FSSPEC_GS_TOKEN": "anon",
 }
 EMULATORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "az": (["--blobPort", str(PORT), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck"], AZURITE),
     "gs": (["start", f"--port={PORT}", "--in-memory"], GOOGLE),
 }
-"""Arguments of the emulator and the environment of its clients, by scheme."""
+"""Command-line arguments of the emulator, and environment variables of its clients, keyed by URL scheme."""
 
 
 def write_folder(storage: AttemptStorage, final: PurePath, content: bytes) -> None:
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def create_bucket(storage: AttemptStorage) -> None:
-    """Create the bucket once the emulator listens."""
+    """Create the bucket as soon as the emulator accepts connections."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", PORT)):

@@ -1,4 +1,5 @@
-"""Measure saves and loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose store fails for a while.
+"""Measure saves and loads of a checkpoint, the wait for data at 1 Gbit/s, and a run whose object store is down for a
+while.
 
 python -m tests.extensions.object_storage.measure checkpoint [--ranks 2] [--hidden-size 256]
 unshare -n sh -c 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms &&
@@ -50,7 +51,7 @@ class DataWait(ReadAhead):
         super().__init__(config)
         self.limit = 0
 """
-"""Extension that logs the wait for data on the local disk in the same way as for URLs."""
+"""Extension that logs the wait for data on the local disk as if the data were read from a URL."""
 
 
 class Measured(NamedTuple):
@@ -62,17 +63,18 @@ class Measured(NamedTuple):
     """Megabytes sent through the proxy."""
 
     peak: float
-    """MiB of the rank that used the most memory."""
+    """Peak memory in MiB of the rank that used the most memory."""
 
     def seconds_of(self, pattern: str) -> float:
-        """Return a time that the run printed."""
+        """Return one of the times that the run printed."""
         return float(re.findall(pattern, self.said)[-1])
 
 
 def measured(
     port: int, folder: Path, ranks: int, flags: Sequence[str], faults: Faults | None = None, alone: bool = False
 ) -> Measured:
-    """Measure a run, with `alone` in separate processes; otherwise, the peak is that of all runs so far."""
+    """Measure a run. With `alone`, the run uses separate processes; otherwise, the peak memory is that of all runs so
+    far."""
     if alone:
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             return pool.submit(measured, port, folder, ranks, flags).result()
@@ -89,7 +91,7 @@ LOADED = r"\| checkpoint ([\d.]+) \|"
 
 
 def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure saves and loads by the ranks of one host: on the local disk, on S3, and through the host's cache."""
+    """Measure saves and loads by the ranks of one host, using the local disk, S3, and S3 with the host's cache."""
     size = ["--hidden-size", str(args.hidden_size), "--num-layers", "4", "--vocab-size", "8000"]
     flags = [*TINY.split(), *size, "--train-iters", "1"]
     local, cache = str(folder / "local"), ["--storage-cache", str(folder / "cache")]
@@ -110,7 +112,7 @@ def measure_checkpoint(port: int, folder: Path, args: argparse.Namespace) -> Non
 
 
 def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure the wait for data in a run that has to fetch what it reads."""
+    """Measure the wait for data in a run that must fetch its data."""
     random = np.random.default_rng(0)
     texts = (random.integers(0, 49, 4000).astype("<u2") for _ in range(args.documents))
     prefix = write_documents(folder / "data", texts)
@@ -135,7 +137,7 @@ def measure_data(port: int, folder: Path, args: argparse.Namespace) -> None:
 
 
 def measure_outage(port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure a run whose store fails in the middle of a save."""
+    """Measure a run whose object store fails in the middle of a save."""
     faults = Faults(1)
 
     def fail() -> None:

@@ -38,7 +38,7 @@ def credentials(port: int) -> dict[str, str]:
 
 @contextmanager
 def environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to this process's environment."""
+    """Add variables to this process's environment within the context."""
     before = dict(os.environ)
     os.environ.update(added)
     try:
@@ -50,7 +50,7 @@ def environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def s3_server() -> Iterator[int]:
-    """Yield the port of a server that has `BUCKET`."""
+    """Start a server with an empty `BUCKET`, and yield its port."""
     with subprocess.Popen([sys.executable, "-c", SERVE, "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
         assert run.stdout is not None
         try:
@@ -63,7 +63,7 @@ def s3_server() -> Iterator[int]:
 
 
 def file_system():  # type: ignore[no-untyped-def]
-    """Return fsspec's file system for the server that the environment names."""
+    """Return fsspec's file system for the server that the environment variables describe."""
     import fsspec
 
     return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
@@ -71,23 +71,24 @@ def file_system():  # type: ignore[no-untyped-def]
 
 @dataclass
 class Faults:
-    """Faults of a proxy's connections. `seed` decides where they are cut."""
+    """Faults that a proxy causes in its connections. `seed` determines where connections are cut."""
 
     seed: int
     cut: float = 0.0
     """Probability that a connection is cut within its next few hundred KiB."""
 
     late: float = 0.0
-    """Probability that a connection delays the data that its client sends. The data arrive even if the client dies."""
+    """Probability that the proxy delays the data that the client of a connection sends. The delayed data arrive even if
+    the client dies."""
 
     longest_hold: float = 3.0
     """Seconds."""
 
     stall_after: float = inf
-    """Bytes after which one connection is no longer read but stays open."""
+    """Number of bytes after which the proxy stops reading one connection but keeps it open."""
 
     down_until: float = 0.0
-    """Value of `time.monotonic()` until which connections are refused."""
+    """Value of `time.monotonic()` until which the proxy refuses connections."""
 
     moved: int = 0
     cuts: int = 0
@@ -99,7 +100,7 @@ class Faults:
         self.generator = random.Random(self.seed)
 
     def hold(self) -> float:
-        """Return the seconds by which a new connection delays the data that its client sends."""
+        """Return the seconds by which the data that the client of a new connection sends are delayed."""
         with self.lock:
             if not self.late or self.generator.random() >= self.late:
                 return 0.0
@@ -107,7 +108,7 @@ class Faults:
             return self.longest_hold * self.generator.random()
 
     def limit(self) -> float:
-        """Return the bytes after which a new connection is cut."""
+        """Return the number of bytes after which a new connection is cut."""
         with self.lock:
             if self.generator.random() >= self.cut:
                 return float("inf")
@@ -116,7 +117,7 @@ class Faults:
 
 @contextmanager
 def faulty_proxy(port: int, faults: Faults) -> Iterator[int]:
-    """Yield the port of a proxy for the server at `port`."""
+    """Start a proxy for the server at `port`, and yield the proxy's port."""
     with closing(socket.create_server(("127.0.0.1", 0), backlog=128)) as listener:
         threading.Thread(target=_accept, args=(listener, port, faults), daemon=True).start()
         yield listener.getsockname()[1]
@@ -138,7 +139,7 @@ def _accept(listener: socket.socket, port: int, faults: Faults) -> None:
 def _pump(source: socket.socket, sink: socket.socket, left: list[float], faults: Faults, hold: float) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
-            if hold and len(data) < 1 << 16:  # judged by its length, this is the last piece
+            if hold and len(data) < 1 << 16:  # a short piece is probably the last one
                 time.sleep(hold)
                 hold = 0.0
             with faults.lock:

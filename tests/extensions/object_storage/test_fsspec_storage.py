@@ -1,4 +1,4 @@
-"""Objects on an S3 server: the guarantees of the storage, even if connections are cut."""
+"""Objects on an S3 server: the storage keeps its guarantees even if connections are cut."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def storage(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptStorage]:
-    """Return the storage with an empty bucket."""
+    """Return a storage with an empty bucket."""
     monkeypatch.setattr(LIMITS, "part_bytes", 5 << 20)
     with environment(credentials(port)):
         files = file_system()
@@ -120,7 +120,7 @@ def test_an_object_is_replaced_only_as_it_was_seen(storage: AttemptStorage) -> N
     storage.replace(file, b"2", b"1")
     with pytest.raises(FileExistsError):
         storage.replace(file, b"3", b"1")
-    storage.replace(file, b"2", b"1")  # as if the answer to the first request was lost
+    storage.replace(file, b"2", b"1")  # succeeds, as if the answer to the first request had been lost
     with pytest.raises(FileExistsError):
         storage.replace(ROOT / "gone", b"2", b"1")
     assert storage.read(file) == b"2"
@@ -130,7 +130,7 @@ def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: AttemptSto
     write_folder(storage, ROOT / "iter_1", b"whole")
     storage.begin(ROOT / "iter_2")
     file = storage.create(storage.scratch(ROOT / "iter_2") / "a")
-    file.write(bytes(12 << 20))  # the process is killed here
+    file.write(bytes(12 << 20))  # the process is killed at this point
     time.sleep(0.5)
     assert not storage.finished(ROOT / "iter_2") and [key.split("/")[1] for key in uploads(port)] == ["iter_2"]
     write_folder(storage, ROOT / "iter_3", b"whole")
@@ -138,7 +138,8 @@ def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: AttemptSto
 
 
 def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptStorage) -> None:
-    """The store executes requests of a writer after the next writer has written the same checkpoint."""
+    """The object store executes late requests of a dead writer after the next writer has written the same
+    checkpoint."""
     final, dead, reader = ROOT / "iter_1", AttemptStorage("s3"), AttemptStorage("s3")
     dead.begin(final)
     late = dead.scratch(final) / "a"
@@ -161,7 +162,7 @@ def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptSt
 
 @pytest.mark.parametrize("then", ["iter_1", "iter_2"])
 def test_an_attempt_is_not_published_once_the_next_has_begun(storage: AttemptStorage, then: str) -> None:
-    """The next attempt has removed the files of this one."""
+    """The next attempt removes the files of the first attempt."""
     dead = AttemptStorage("s3")
     dead.begin(ROOT / "iter_1")
     dead.write(dead.scratch(ROOT / "iter_1") / "a", b"dead")
@@ -214,7 +215,7 @@ def test_a_file_that_is_replaced_while_it_is_read_ends_the_read(
 
 
 def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:
-    """The test runs a few rounds of the campaign tests.extensions.object_storage.campaign."""
+    """The test runs a few rounds of tests.extensions.object_storage.campaign."""
     faults = Faults(seed=7, cut=0.3)
     data = os.urandom(11 << 20)
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
@@ -275,7 +276,7 @@ def test_an_error_that_stays_is_raised_at_once() -> None:
 
 
 def test_time_while_the_process_is_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests in flight fail when the process continues, long after the limit."""
+    """Requests that were in flight fail when the process continues, long after their time limit."""
     now = [0.0]
     monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])
     limits = Limits(retry_seconds=30, timeout_seconds=10, answered=True)
@@ -309,10 +310,10 @@ def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in replaces the packages here; `emulators` runs the real ones."""
+    """A mock replaces the packages in this test; `emulators` uses the real packages."""
 
     class Store:
-        """Behaviour of those packages for an object and the condition of a write."""
+        """Mock of the packages' conditional writes of an object."""
 
         base = "http://store/storage/v1/"
         content, version = b"1", 7
@@ -342,7 +343,8 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     store = Store()
     replaced = partial(replace_seen, store, scheme, "bucket/a b")
     assert replaced(b"2", b"1") and not replaced(b"3", b"1") and store.content == b"2"
-    monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})  # the state before another write
+    # Returns the state before another write.
+    monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})
     with pytest.raises(OSError, match="ConditionNotMet") as error:
         replaced(b"3", b"2")
     assert is_precondition(error.value) and store.content == b"2"

@@ -1,4 +1,4 @@
-"""Indexed datasets on an S3 server: samples equal those from the local disk, and each byte is fetched once per host."""
+"""Indexed datasets on an S3 server: samples equal those on the local disk, and each host fetches each byte once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def corpora(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Create two corpora on the disk and under `URL`, with a separate cache."""
+    """Create two corpora on the local disk and under `URL`, with a separate cache."""
     monkeypatch.setattr(CACHE, "folder", tmp_path / "blocks")
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
     random, found = np.random.default_rng(1), []
@@ -117,7 +117,7 @@ def test_cut_connections_change_no_token(corpora: list[Path], port: int) -> None
 
 
 def test_a_run_has_the_losses_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
-    """Two ranks share the cache, and a resumed run continues with it."""
+    """Two ranks share the cache, and a resumed run reuses it."""
     flags = [*TINY.replace("--mock-data ", "").split(), "--train-iters", "6", "--log-interval", "1"]
     flags += ["--split", "90,10,0", "--num-workers", "2", "--storage-cache", str(tmp_path / "shared")]
     losses, screens = [], []
@@ -184,8 +184,8 @@ def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_shards_give_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
-    """The shards come from JSON lines that are divided and from a file that is not; they are written to a URL and read
-    from there."""
+    """Shards are made from JSON lines that are divided and from a file that is not. They are written to a URL and read
+    from it."""
     random = np.random.default_rng(4)
     letters = np.array(list("abcdefgh "))
     lines = [json.dumps({"text": "".join(random.choice(letters, int(random.integers(1, 900))))}) for _ in range(3000)]

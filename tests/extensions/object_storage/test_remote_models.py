@@ -1,4 +1,4 @@
-"""Tokenizers, Hugging Face folders and checkpoints in object storage, used by a run and the tools."""
+"""A run and the tools use tokenizers, Hugging Face folders and checkpoints in object storage."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_run_resumes_bitwise_at_another_layout(tmp_path: Path) -> None:
 
 
 def test_a_run_survives_a_failing_store(tmp_path: Path, port: int) -> None:
-    """Connections are cut at random, and all are refused for some seconds."""
+    """Connections are cut at random, and for a few seconds all connections are refused."""
     faults = Faults(seed=11, cut=0.05)
 
     def fail() -> None:

@@ -1,5 +1,5 @@
-"""Copies between device and host that are as late as their events allow, and memory whose values are lost once it is
-freed. A CPU test then detects a use before the copy has arrived, or after the memory was freed."""
+"""Copies between device and host that complete as late as their events allow, and memory that loses its values when it
+is freed. A CPU test then detects a use before the copy has arrived, or after the memory was freed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.extensions.memory.offload import host_update, streamed_units
 
 
 class LateQueue(host_update.CopyQueue):
-    """Make each copy as late as its events allow, as a GPU's copy engine may. Until then, its target holds other
-    numbers."""
+    """Queue in which each copy completes as late as its events allow, which is possible on a GPU's copy engine. Until a
+    copy completes, its target contains wrong values."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cpu"))
@@ -62,14 +62,14 @@ class LateEvent:
 
 
 def lose(tensor: torch.Tensor) -> None:
-    """Replace freeing and allocating: the memory stays allocated, but its values are lost."""
+    """Replacement for freeing and allocating storage: the memory stays allocated, but its values are lost."""
     alloc_storage(tensor)
     tensor.fill_(torch.nan)
 
 
 @contextmanager
 def late_copies() -> Iterator[None]:
-    """Make copies of offloaded states and weights late, and make the memory of units lose its values between uses."""
+    """Delay copies of offloaded states and weights, and make the memory of units lose its values between uses."""
     with ExitStack() as patches:
         for module in (host_update, streamed_units):
             patches.enter_context(mock.patch.object(module, "CopyQueue", LateQueue))

@@ -35,7 +35,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("layers", "flags"), RUNS)
 def test_offload_changes_no_bit(layers: int, flags: str) -> None:
-    """The runs use 16 bits; the parity matrix has other layouts."""
+    """The runs use 16 bits; the parity matrix tests other layouts."""
     plain = f"{COMMON} {flags}".split()
     offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
     found = list(differences(train_in_world(2, plain), train_in_world(2, [*plain, *offload])))
@@ -63,7 +63,8 @@ def offload_with_late_copies() -> ActivationOffload:
 
 
 def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
-    """The backward passes of three micro-batches run in another order, and all copies are as late as possible."""
+    """The backward passes of three micro-batches run in a different order than the forward passes, and all copies
+    complete as late as possible."""
     found = []
     for offload in (None, offload_with_late_copies()):
         model = model_with(offload)
@@ -88,7 +89,7 @@ def test_a_layers_activations_are_fetched_while_the_next_layer_computes(monkeypa
     assert len(log) > 10
     fetches = [entry for entry in log if entry == "fetch"]
     order = [entry for entry, after in zip(log, [*log[1:], ""], strict=True) if entry != after]
-    # When layer 2 begins, layer 1 is fetched; when layer 1 begins, layer 0 is fetched; nothing is fetched later.
+    # Layer 1 is fetched when layer 2 begins, and layer 0 when layer 1 begins. Nothing is fetched later.
     assert [entry for entry in order if entry != "fetch"] == [f"{w} {n}" for n in (2, 1, 0) for w in ("begin", "end")]
     assert order[-2:] == ["begin 0", "end 0"] and order.count("fetch") == 2
     assert order.index("fetch") < order.index("end 2") and len(fetches) % 2 == 0
@@ -120,7 +121,7 @@ def test_buffers_are_reused_and_freed_with_graphs_that_have_no_backward() -> Non
     model(None, batch_of(model)).backward()
     after_one = offload.pool.nbytes
     for _ in range(2):
-        model(None, batch_of(model))  # its backward never runs
+        model(None, batch_of(model))  # the backward pass of this loss never runs
         model(None, batch_of(model)).backward()
     assert offload.pool.nbytes == after_one
     pending = model(None, batch_of(model))

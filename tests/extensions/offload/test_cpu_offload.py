@@ -1,4 +1,5 @@
-"""Optimizer states in host memory (--optimizer-cpu-offload): same bits, same checkpoints, and bytes by place."""
+"""Optimizer states in host memory (--optimizer-cpu-offload): same bits, same checkpoints, and planned bytes on device
+and host."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ AWARE = "--use-precision-aware-optimizer "
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use several chunks for these models, so that slots are reused."""
+    """Make chunks so small that these models have several chunks and reuse slots."""
     monkeypatch.setattr(placement, "HOST_CHUNK", 1024)
 
 
@@ -77,8 +78,8 @@ RUNS = [
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "chain", "fp8"],
 )
 def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
-    """On a CPU, both updates use the same kernels. The test compares loss, gradients, weights, main parameters and
-    moments of two steps."""
+    """On a CPU, updates with and without offloading use the same kernels. The test compares loss, gradients, weights,
+    main parameters and moments of two steps."""
     both = f"{MODEL}{flags}", f"{MODEL}{flags} {OFFLOAD}{fraction}"
     plain, offloaded = (train_in_world(ranks, shlex.split(each)) for each in both)
     assert len(plain.tensors) > 50 and different(plain, offloaded) == []
@@ -99,7 +100,8 @@ def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_a_load_rounds_parameters_as_an_update_does(fraction: float) -> None:
-    """Main parameters halfway between two bf16 numbers are rounded away from zero, wherever they are."""
+    """Main parameters halfway between two bf16 numbers are rounded away from zero, both on the device and on the
+    host."""
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
     ddp, optimizer = build(ParallelState(), dtype="bf16", use_precision_aware_optimizer=True, **offload)
     with optimizer.loading_state() as pieces:
@@ -124,7 +126,7 @@ def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
 
 
 def held(run: TrainingRun) -> list[torch.Tensor]:
-    """Return copies of the parameters and of everything that the optimizer holds."""
+    """Return copies of the parameters and of all optimizer states."""
     found = [piece.data for piece in run.optimizer.sharded_state()] + [param.data for param in run.ddp.params]
     return [tensor.clone() for tensor in found]
 
@@ -138,7 +140,8 @@ def test_a_step_that_is_skipped_changes_nothing_on_device_and_host(flags: str) -
 
 
 def test_states_are_placed_by_the_fraction_and_in_order() -> None:
-    """The buckets that the backward completes first are on the host, cut at whole blocks, in ranges of one chunk."""
+    """The buckets that the backward pass completes first are on the host. They are cut at block boundaries into ranges
+    of one chunk."""
     metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}, role="hidden"), (30, 40)) for i in range(6)]
     metas += [(ParamMeta("norm.weight", (40,), {}, role="norm"), (40,))]
     for ranks in (1, 3):

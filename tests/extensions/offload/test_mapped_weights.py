@@ -1,5 +1,5 @@
-"""Weights, gradients and states in files (--offload-weights-folder): same bits, no files left, and free space
-checked."""
+"""Weights, gradients and states in files (--offload-weights-folder): same bits, no leftover files, and a check of free
+space."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ AWARE = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, "--bf16"), (2, f"--bf16 {AWARE} {ZERO3}"), (1, "--fp32")])
 def test_weights_in_files_train_to_the_same_bits(ranks: int, flags: str, tmp_path: Path) -> None:
-    """The results equal those in memory to the last bit of the norm; the files have no names."""
+    """All results, including the gradient norm, are bit-identical to those of a run in memory. The files have no names
+    in the folder."""
     argv = shlex.split(f"{MODEL} {flags} {STREAM}")
     memory = train_in_world(ranks, argv)
     files = train_in_world(ranks, [*argv, "--offload-weights-folder", str(tmp_path / "new")])
@@ -38,7 +39,7 @@ def test_weights_in_files_train_to_the_same_bits(ranks: int, flags: str, tmp_pat
 
 
 def _taken(rank: int, world_size: int, flags: str, folder: str) -> tuple[int, int]:
-    """Return (requested bytes, bytes of files)."""
+    """Return (bytes whose room was checked, bytes of the created files)."""
     asked: list[int] = []
     taken: list[int] = []
     check, zeros = mapped_files.check_room, MappedFiles.zeros
@@ -78,7 +79,7 @@ def _starts(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
-    """The refusal states the sum over the ranks that share the disk."""
+    """The error states the bytes that all ranks on the disk need together."""
     for said in run_world(2, _starts, str(tmp_path)):
         assert said.startswith(f"--offload-weights-folder {tmp_path}: ") and "are needed for weights, gradients" in said
         assert said.endswith("has 976.56 KiB; free space, or give a folder on another disk")

@@ -1,4 +1,4 @@
-"""Messages about offloading after a device ran out of memory."""
+"""Messages that suggest offloading after a device ran out of memory."""
 
 from __future__ import annotations
 

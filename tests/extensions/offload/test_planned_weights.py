@@ -1,4 +1,5 @@
-"""Plans with weights in host memory: bytes of device and host, and the time of copies that passes do not hide."""
+"""Plans with weights in host memory: bytes on device and host, and the time of copies that do not overlap with
+computation."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LLAMA_8B = (
     "--no-overlap-param-gather --global-batch-size 16 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --loss-chunk-tokens 1024 --optimizer-cpu-offload --offload-weights"
 )
-"""The command of docs/optimizers.md."""
+"""The same command as in docs/optimizers.md."""
 
 LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 VOCABULARY = 128256 * 4096
@@ -44,7 +45,8 @@ def planned(flags: str) -> RankMemory:
 
 
 def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
-    """The parameters of two units and the gradients of three are in flight; norms and activations stay."""
+    """The parameters of two units and the gradients of three are in flight; norms and activations stay on the
+    device."""
     rank = planned(LLAMA_8B)
     flying, memory = rank.plan.in_flight, rank.plan.memory
     assert flying.parameters == 2 * (VOCABULARY + LAYER) and flying.gradients == 4 * (VOCABULARY + 2 * LAYER)
@@ -72,7 +74,7 @@ def test_a_plan_says_what_a_host_lacks() -> None:
 
 
 def test_files_hold_the_matrices_instead_of_host_memory() -> None:
-    """Llama 3.1 8B on a host of any size: 18 bytes per element of its matrices are in files."""
+    """Llama 3.1 8B on a host of any size: files contain 18 bytes per matrix element."""
     memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
     assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20
     device, config = read_device("rtx4090"), config_of(f"{LLAMA_8B} --offload-weights-folder FOLDER")
@@ -84,18 +86,20 @@ def test_the_step_of_llama_8b_waits_for_copies_and_for_the_host() -> None:
     device = replace(read_device("rtx4090"), host_gb_per_second=25.0, host_update_gb_per_second=50.0)
     config = config_of(LLAMA_8B)
     step = predict_step(config, 1, device, cache=CACHE)
-    moved = 2 * 12 * MATRICES + (2 + 4 * 4) * MATRICES  # states are read and written, parameters twice, sums four times
+    # States are read and written, parameters are moved twice and gradient sums four times.
+    moved = 2 * 12 * MATRICES + (2 + 4 * 4) * MATRICES
     assert step.parts["optimizer"] == pytest.approx(moved / 50e9, rel=0.01)
     fast = predict_step(config, 1, replace(device, host_gb_per_second=1e6), cache=CACHE)
     assert fast.parts["offload"] == 0.0 < step.parts["offload"] < 0.05 * step.seconds
     slow = predict_step(config, 1, replace(device, host_gb_per_second=1.0), cache=CACHE)
-    passes = 16 * (2 * MATRICES + 2 * (MATRICES - 2 * VOCABULARY) + 4 * MATRICES) / 1e9  # copies to the device, one way
+    # Copies in one direction, to the device.
+    passes = 16 * (2 * MATRICES + 2 * (MATRICES - 2 * VOCABULARY) + 4 * MATRICES) / 1e9
     assert slow.parts["offload"] + slow.parts["matmul"] > 0.9 * passes
 
 
 def test_copies_that_take_longer_than_a_pass_are_exposed() -> None:
     forward, backward = UnitPass(1.0, 2e9), UnitPass(2.0, 3e9, left=5e9)
-    # the gradients of the previous step are copied for 5 seconds
+    # Copying the gradients of the previous step takes 5 seconds.
     assert exposed([forward, backward], 1.0) == [4.0, 0.0]
     assert exposed([forward, backward], 2.5) == [1.0, 0.0]
     assert exposed([forward, backward], 5.0) == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Weights in host memory (--offload-weights): results are bit-identical, checkpoints are the same, and only a few units
+"""Weights in host memory (--offload-weights): results are bit-identical, checkpoints are equal, and only a few units
 are on the device at a time."""
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
-    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal, however late copies are, and
-    although freed memory loses its values."""
+    """Loss, gradients, norm, weights, main parameters and moments of two steps are equal even if copies are late and
+    freed memory loses its values."""
     ranks, flags = RUNS[name]
     plain = train_in_world(ranks, shlex.split(MODEL + flags))
     with late_copies():
         streamed = train_in_world(ranks, shlex.split(f"{MODEL} {flags} {STREAM}"))
     assert plain.tensors.keys() == streamed.tensors.keys() and not streamed.replica_errors
     different = [key for key in plain.tensors if not torch.equal(plain.tensors[key], streamed.tensors[key])]
-    norms = [key for key in different if key.endswith("grad_norm")]  # terms are added in another order, in float64
+    # The norm's terms are added in a different order, in float64.
+    norms = [key for key in different if key.endswith("grad_norm")]
     assert different == norms
     assert all(torch.allclose(plain.tensors[key], streamed.tensors[key], rtol=1e-12, atol=0) for key in norms)
 
@@ -97,7 +98,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
     layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]
     assert adds == 2 * ["output_layer", *layers, "embedding.word_embeddings"]
     second = len(events) - events[::-1].index(("add", "output_layer")) - 1
-    for name in layers:  # the sum so far is fetched while the previous unit is computed
+    for name in layers:  # the gradient sum so far is fetched while the previous unit is computed
         fetched = events.index(("add", name), second)
         assert ("reduce", name) not in events[second:fetched]
         before = (["output_layer", *layers])[layers.index(name)]

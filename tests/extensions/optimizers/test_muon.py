@@ -1,5 +1,4 @@
-"""Under any layout, Muon makes the updates of torch.optim.Muon in one process, and Adam those of all other
-parameters."""
+"""Muon's updates under any layout equal those of torch.optim.Muon in one process; Adam updates all other parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim imports it lazily: import it once here instead of in every forked rank
+import torch._dynamo  # torch.optim imports this module lazily: import it once here instead of in every forked rank
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
@@ -35,7 +34,8 @@ ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
 
 
 class MuonOracle(Oracle):
-    """torch.optim.Muon for the matrices in each parameter of a hidden layer, AdamW for the rest."""
+    """Reference optimizer: torch.optim.Muon for the matrices in each hidden parameter, and AdamW for all other
+    parameters."""
 
     def __init__(self, state, flags, dtype=torch.float64):
         super().__init__(state, lambda groups: None, dtype)
@@ -77,7 +77,7 @@ class MuonOracle(Oracle):
 def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND, dtype="fp64"):
     matrix_plan.ROUND = round_size
     exact = dtype == "fp64"
-    if exact:  # use fp64 instead of bf16 in torch's iteration too
+    if exact:  # use fp64 instead of bf16 in torch's iteration as well
         torch.Tensor.bfloat16 = torch.Tensor.clone
     state = build_parallel_state(dims, rank)
     ddp, optimizer = build(state, distributed, dtype, **FLAGS, **ADAM, **flags)
@@ -97,9 +97,9 @@ def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND,
 CASES = [
     *((dims, distributed, MOONLIGHT) for dims in LAYOUTS for distributed in (True, False)),
     (ParallelDims(tp=2, dp=2), True, JORDAN),
-    # One matrix in each round, so that messages of two rounds are in flight together.
+    # Each round has one matrix, so that the messages of two rounds are in flight together.
     *((dims, True, MOONLIGHT, 1) for dims in (ParallelDims(), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2))),
-    # fp32 main parameters and the iteration in bf16, as always in torch.optim.Muon.
+    # Main parameters are fp32, and the iteration is bf16, as always in torch.optim.Muon.
     (ParallelDims(dp=2), True, MOONLIGHT, matrix_plan.ROUND, "fp32"),
 ]
 
@@ -124,8 +124,8 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def orthonormal(update: Tensor) -> bool:
-    """Return True if the rows or the columns of an update are orthogonal and equally long, as far as five steps make
-    them."""
+    """Return True if the rows or columns of an update are orthogonal and equally long, up to the error of five
+    iterations."""
     matrix = update.reshape(-1, update.shape[-1])
     values = torch.linalg.svdvals(matrix)
     return bool(values.amax() < 1.35 * values.amin())
@@ -214,7 +214,7 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
 
 
 def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example is Mamba-2's packed projection, saved by a version that used Muon for it."""
+    """Such states occur, for example, if an older version used Muon for Mamba-2's packed projection."""
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
     monkeypatch.setattr(OptimizerConfig, "whole_roles", property(lambda config: frozenset({"router"})))
@@ -225,18 +225,18 @@ def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monk
 
 
 def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
-    """As in Megatron-LM, the rows of this projection are gates, inputs, B, C and step sizes, which form no single
-    matrix."""
+    """As in Megatron-LM, the rows of the input projection are gates, inputs, B, C and step sizes, which do not form a
+    single matrix."""
     layer = GPTModel(model_of("mamba"), weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role in whole} == {"out_proj.weight"}
-    assert metas["in_proj.weight"].kind == "matrices"  # its weight decay is that of other matrices
+    assert metas["in_proj.weight"].kind == "matrices"  # it has the same weight decay as other matrices
 
 
 def test_matrices_of_delta_nets() -> None:
-    """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
-    matrix, as in Megatron-LM."""
+    """Each channel of a convolution is a filter over tokens: it does not map one vector to another. The input
+    projection is one matrix, as in Megatron-LM."""
     layer = GPTModel(delta.DELTA_NET, weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles

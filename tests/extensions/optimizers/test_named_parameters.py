@@ -1,4 +1,4 @@
-"""Parameter groups with their own learning rate or weight decay, and frozen parameters. The parity matrix tests the
+"""Parameter groups with separate learning rates or weight decays, and frozen parameters. The parity matrix tests the
 layouts."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUPS = [
 
 @pytest.fixture(scope="module")
 def changes() -> dict[str, dict[str, torch.Tensor]]:
-    """Return the change of each weight in the first step, with and without the groups."""
+    """Return the change of each weight in the first step, with and without parameter groups."""
     runs = {"plain": train_in_world(1, MODEL), "own": train_in_world(1, MODEL + GROUPS)}
     return {name: _changes(run) for name, run in runs.items()} | {"initial": _initial(runs["own"])}
 
@@ -47,7 +47,7 @@ def _changes(run: Snapshot) -> dict[str, torch.Tensor]:
 
 UPDATES = [
     ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1, 0.0),
-    ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the later expression takes precedence
+    ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the expression that is given later takes precedence
     ("decoder.layers.1.mlp.linear_fc1.bias", 3.0, 0.6),
     ("decoder.layers.1.mlp.linear_fc2.weight", 1.0, 0.3),
     ("decoder.layers.1.mlp.linear_fc2.bias", 1.0, 0.3),
@@ -61,7 +61,7 @@ UPDATES = [
 def test_an_update_follows_its_group(
     changes: dict[str, dict[str, torch.Tensor]], name: str, lr_mult: float, decay: float
 ) -> None:
-    """Adam's first step is the learning rate times a direction that depends only on the gradient."""
+    """Adam's first update is the learning rate times a direction that depends only on the gradient."""
     lr, weight = 1e-2, changes["initial"][name]
     usual = OptimizerConfig().weight_decay_on
     kind = "embeddings" if "embed" in name else "biases" if name.endswith("bias") else "matrices"

@@ -1,4 +1,4 @@
-"""Planned bytes of Muon's states, of low-precision states and of states in host memory equal the allocated ones."""
+"""The planned bytes of Muon's states, low-precision states and states in host memory equal the allocated bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states with fewer bits than fp32, under every layout; gradient sums in bf16."""
+"""Optimizer states with fewer bits than fp32 under every layout, and gradient sums in bf16."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_every_layout_makes_the_same_updates_in_fp8() -> None:
-    """The updates include random rounding: the random bits belong to the element, and no layout splits a block of
-    scales. The parity matrix tests states in 16 bits."""
+    """The updates include random rounding: the random bits depend only on the element, and no layout splits a block
+    that shares a scale. The parity matrix tests states in 16 bits."""
     flags = f"{MODEL} --fp64 {MOMENTS['fp8']}"
     alone = train_in_world(1, flags.split())
     sharded = [(2, f"{STRATEGY} {strategy}") for strategy in SHARDED]
@@ -45,7 +45,7 @@ def test_states_in_the_main_dtype_give_plain_adam() -> None:
 
 
 def test_remainders_lose_nothing() -> None:
-    """The result equals that of fp32 main parameters, except for parameters halfway between two bf16 numbers."""
+    """The result equals that with fp32 main parameters, except for parameters halfway between two bf16 numbers."""
     flags = f"{MODEL} --bf16 {AWARE}"
     whole, parts = (train_in_world(1, f"{flags}{more}".split()) for more in ("--no-store-param-remainders", ""))
     mains = [key for key in whole.tensors if key.startswith("step 1 main_param")]
@@ -85,7 +85,7 @@ def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squar
 
 
 def test_small_changes_of_a_moment_are_not_lost() -> None:
-    """0.99 times an fp8 number rounds back to that number."""
+    """With rounding to nearest, 0.99 times an fp8 number would round back to the same number."""
     state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
     for number in range(100):
@@ -98,7 +98,7 @@ def test_small_changes_of_a_moment_are_not_lost() -> None:
 
 def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
     """States load bit for bit into every format that can represent the saved values. The exception is a parameter
-    halfway between two bf16 numbers, which remainders round away from zero."""
+    halfway between two bf16 numbers, which the remainder format rounds away from zero."""
     checkpoints, base = Checkpoints(tmp_path), f"{MODEL} --bf16 "
     fp8 = f"{MOMENTS['fp8']} --main-grads-dtype bf16 "
     checkpoints.visit("fp8", 2, parse_args(f"{base}{fp8}--tp 2".split()), train=True)
@@ -117,11 +117,11 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
 
 
 def test_a_sum_in_bf16_keeps_small_terms() -> None:
-    """There are 32 micro-batches, each of which adds a tenth of a rounding step of the sum so far."""
+    """Each of 32 micro-batches adds a tenth of a rounding step to the sum."""
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
-    deviation = (32 * 0.1 * 0.9) ** 0.5 * 2**-7 / 100  # of the mean of so many sums
+    deviation = (32 * 0.1 * 0.9) ** 0.5 * 2**-7 / 100  # standard deviation of the mean of all elements
 
     def add_(out: Tensor, overwrite: bool) -> None:
         (out.zero_() if overwrite else out).add_(small * (0.9 + 0.2 * torch.rand(100, 100)))
@@ -153,7 +153,7 @@ OF_STATES = [
 
 @pytest.mark.grid("case", OF_STATES[-2:-1], OF_STATES)
 def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
-    """Main parameters are remainders, whole, or in fp16, for bf16 parameters that are gathered layer by layer."""
+    """Main parameters are remainders, fp32 or fp16. The bf16 parameters are gathered layer by layer."""
     ranks, formats = case
     flags = f"{MODEL} --bf16 {AWARE} {formats} --micro-batch-size 2 --clip-grad 0"
     plain, *sharded = (
@@ -161,5 +161,6 @@ def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
     )
     for found in sharded:
         assert not found.replica_errors
-        keys = [key for key in plain.tensors if not key.endswith("grad_norm")]  # the norm is summed in another order
+        # The norm is summed in a different order.
+        keys = [key for key in plain.tensors if not key.endswith("grad_norm")]
         assert [key for key in keys if not plain[key].equal(found[key])] == []

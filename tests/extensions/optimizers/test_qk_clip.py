@@ -1,4 +1,4 @@
-"""QK-clip: the largest logit of each head, and the resulting clip."""
+"""QK-clip: the largest attention logit of each head, and the resulting clip of its weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ TAU = 0.1
 
 
 def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Return the largest logits with the initial weights, and for the same samples after a step that changes weights
-    only by its clip."""
+    """Return the largest logits before and after a step whose only weight change is the clip, on the same samples."""
     true = QKClip.largest
     found: list[list[torch.Tensor]] = []
 
@@ -42,12 +41,12 @@ def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.T
 
 @pytest.mark.parametrize("heads", [PLAIN, LATENT, DIFFERENTIAL], ids=["plain", "latent", "differential"])
 def test_no_head_stays_above_the_threshold(heads: str) -> None:
-    """With a learning rate near zero, only the clip changes weights, and every logit falls by its factor."""
+    """With a learning rate near zero, only the clip changes weights, and every logit decreases by its head's factor."""
     ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {heads} --qk-clip --qk-clip-threshold {TAU}")
     assert (before > TAU).any()
     bound = torch.where(before > TAU, TAU, before)
     assert (after <= bound + 1e-6).all()
-    if heads == LATENT:  # heads that share no key fall to the threshold exactly
+    if heads == LATENT:  # heads that do not share keys reach exactly the threshold
         torch.testing.assert_close(after, bound, rtol=1e-5, atol=1e-6)
 
 

@@ -1,4 +1,5 @@
-"""SOAP makes the updates of its authors' program under any layout, with planned states that reshard."""
+"""SOAP makes the same updates as its authors' program under any layout, and its states have the planned size and can be
+resharded."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ FLAGS = {"optimizer": "soap", "adam_beta1": 0.8, "adam_beta2": 0.9, "soap_precon
 
 
 class TheirSoap(torch.optim.Optimizer):
-    """github.com/nikhilvyas/SOAP with its default flags, for matrices, reimplemented from its formulas: `basis` is its
-    get_orthogonal_matrix, `refreshed` its get_orthogonal_matrix_QR. With `repaired`, directions without any gradient so
-    far keep their basis."""
+    """Reimplementation of github.com/nikhilvyas/SOAP for matrices, with its default flags: `basis` corresponds to
+    get_orthogonal_matrix, and `refreshed` to get_orthogonal_matrix_QR. With `repaired`, directions in which no gradient
+    has occurred keep their basis vectors."""
 
     def __init__(self, groups, shampoo_beta=0.9, max_dim=10_000, eps=1e-8, repaired=False):
         super().__init__(groups, {"lr": LR, "weight_decay": DECAY})
@@ -78,7 +79,8 @@ class TheirSoap(torch.optim.Optimizer):
             if factor is not None:
                 order = torch.argsort(torch.diag(old.T @ factor @ old), descending=True)
                 found, sizes = torch.linalg.qr(factor @ old[:, order])
-                if self.repaired:  # directions of size 0 come last, or all directions after them are rounding errors
+                # Directions of size 0 must come last, because all directions after them are rounding errors.
+                if self.repaired:
                     zero = sizes.diag().abs() < 1e-13 * sizes.diag().abs().max()
                     order = torch.cat((order[~zero], order[zero]))
                     found, sizes = torch.linalg.qr(factor @ old[:, order])
@@ -86,8 +88,10 @@ class TheirSoap(torch.optim.Optimizer):
                 state["Q"][dim] = self.repair(found, sizes.diag().abs(), old[:, order])
 
     def repair(self, vectors: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-        """Return the basis in which Gram-Schmidt orthogonalization of `others` replaces vectors of size 0. Others that
-        would lose most of their length are passed over."""
+        """Return a basis in which vectors of size 0 are replaced by Gram-Schmidt orthogonalization of `others`.
+
+        Vectors of `others` that would lose most of their length are skipped.
+        """
         vectors = vectors.clone()
         zero = sizes < 1e-13 * sizes.max()
         if self.repaired and zero.any():
@@ -114,7 +118,7 @@ def project_back(x: Tensor, bases: list) -> Tensor:
 
 
 def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
-    """Return the gradients of 7 steps with the same `rank` rows and columns."""
+    """Return gradients for 7 steps that all lie in the same subspace of dimension `rank`."""
     generator = torch.Generator().manual_seed(rows * columns + rank)
 
     def draw(*shape: int) -> Tensor:
@@ -128,8 +132,8 @@ def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
     ("shape", "max_dim"), [((5, 5), 10_000), ((9, 4), 10_000), ((3, 8), 10_000), ((9, 4), 8), ((9, 4), 2)], ids=str
 )
 def test_updates_match_the_authors_program(shape, max_dim):
-    """For directions without any gradient, its basis is rounding error, so the gradients here all have the same
-    ones."""
+    """In directions without gradients, the authors' program computes a basis from rounding errors. The gradients in
+    this test therefore all span the same directions."""
     meta = ParamMeta("weight", shape, role="hidden")
     flags = FLAGS | {"soap_shampoo_beta": 0.7, "soap_max_precondition_dim": max_dim, "adam_eps": 1e-4}
     link = Soap(optimizer_config(**flags))
@@ -153,7 +157,7 @@ def test_updates_match_the_authors_program(shape, max_dim):
 
 
 def oracle_of(state) -> Oracle:
-    """Return the reference: SOAP for hidden matrices and AdamW for the rest."""
+    """Return the reference: Reference optimizer: SOAP for hidden matrices and AdamW for all other parameters."""
     oracle = Oracle(state, lambda groups: None)
     oracle.optimizer = Both(oracle)
     return oracle
@@ -199,7 +203,7 @@ def compare_with_one_process(rank, world, dims, distributed):
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, distributed):
-    """The cases include whole matrices and experts; each state has one owner and takes the planned bytes."""
+    """The cases include unsharded matrices and experts. Each state has one owner and the planned size in bytes."""
     assert any(run_world(dims.world_size, compare_with_one_process, dims, distributed))
 
 
@@ -235,8 +239,8 @@ def test_sizes_of_factors() -> None:
 
 
 def test_rounding_errors_do_not_move_directions() -> None:
-    """Directions 4 and 5 of the old basis have images in the span of others, before the last ones that matter: QR
-    computes rounding errors for the two, and for those that come after them."""
+    """The images of directions 4 and 5 of the old basis lie in the span of the other images: QR computes rounding
+    errors for these two directions, and for the directions after them."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:

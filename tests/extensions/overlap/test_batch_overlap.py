@@ -1,4 +1,4 @@
-"""Two alternating passes: which one runs when, and the handling of errors."""
+"""Two alternating passes: the order in which they run, and error handling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_passes_run_in_turns_until_one_ends(first: int, second: int, order: str)
         log: list[str] = []
         overlap.run(steps("F", first, log), steps("B", second, log))
         assert " ".join(log) == order
-        overlap.hand_over()  # there is no other pass to wait for
+        overlap.hand_over()  # outside of a run, there is no other pass to wait for
 
 
 @pytest.mark.parametrize(

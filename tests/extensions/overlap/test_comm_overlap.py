@@ -1,5 +1,5 @@
-"""Overlapped tensor-parallel layers compute the same as plain ones and send as many bytes. The parity matrix trains
-with overlapped layers."""
+"""Overlapped tensor-parallel layers compute the same results as plain layers and send the same number of bytes. The
+parity matrix trains with overlapped layers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def build(size: int, overlap: str | None, queue: WeightGradQueue) -> tuple[TPCon
 def run_layers(
     rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False
 ) -> tuple[dict[str, Tensor], tuple[Fraction, Fraction]]:
-    """Return the gathered outputs and gradients of the two layers, and the bytes that this rank sends in the forward
-    and in the backward pass."""
+    """Return the gathered outputs and gradients of two layers, and the numbers of bytes that this rank sends in the
+    forward and backward passes."""
     if fallback:
         names = "_fused_all_gather_matmul_fallback", "_fused_matmul_reduce_scatter_fallback"
         operations = tuple(getattr(_symmetric_memory, name) for name in names)
@@ -96,7 +96,7 @@ def run_layers(
 
 
 def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
-    """Return the result of `run` and the bytes that it sends, both in ring collectives and between neighbours."""
+    """Return the result of `run` and the number of bytes that it sends, in ring collectives and between neighbours."""
     start, sent = dist.batch_isend_irecv, []
 
     def counting(operations: list[dist.P2POp]) -> Any:
@@ -116,8 +116,8 @@ def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
 @pytest.mark.parametrize(("overlap", "fallback"), [("ring", False), ("symmetric", True)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_agree_and_send_as_many_bytes(size: int, overlap: str, fallback: bool, deferred: bool) -> None:
-    """The symmetric operations are torch's, with the fallbacks that torch keeps for its own tests. For the pair of
-    layers, a gather and a reduction travel in each direction, and the first input is gathered again for its weight
+    """The symmetric-memory operations are torch's, with the fallbacks that torch uses in its own tests. The pair of
+    layers needs one gather and one reduction in each pass, and gathers the first input again for its weight
     gradient."""
     plain = run_world(size, run_layers, None, deferred)
     overlapped = run_world(size, run_layers, overlap, deferred, fallback)

@@ -1,4 +1,4 @@
-"""Best-fit decreasing, and the order of packed samples, computed from lengths alone."""
+"""Best-fit-decreasing packing and the order of packed samples, computed from document lengths alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.extensions.data.packing.survey import survey_line
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Return the lengths in each bin by following the rule literally."""
+    """Return the lengths in each bin, computed by literally following the best-fit rule."""
     bins: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         fitting = [each for each in bins if sum(each) + length <= capacity]
         best = max(fitting, key=sum, default=None)
         if best is not None:
-            bins.remove(best)  # so it is tried after bins that have been equally full for longer
+            bins.remove(best)  # so that it is tried after other bins that have been equally full for longer
         bins.append([*(best or []), length])
     return bins
 
@@ -95,7 +95,7 @@ def test_waste_counts_padding_and_long_documents() -> None:
     waste = Waste.of(samples, 8)
     epochs = round((waste.documents) / 6)
     assert waste.cut == epochs and waste.places == 9 * waste.samples
-    # the document of 30 is cut into four parts, which share three tokens
+    # The document of 30 tokens is cut into four parts, which share three tokens.
     tokens = epochs * (9 + 4 + 5 + 3 + 6 + 30 + 3)
     assert waste.padding == waste.places - tokens
     assert survey_line(PackingConfig("best-fit", 100), np.full(1000, 5), 8, None) == (

@@ -1,4 +1,4 @@
-"""Tokens of packed documents divided over context-parallel ranks: the assignment on its own, and training."""
+"""Tokens of packed documents divided over context-parallel ranks: the assignment alone, and training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RANKS = (2, 3, 4, 8, 16)
 
 @st.composite
 def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, int]:
-    """Draw (documents, seq-length, ranks)."""
+    """Draw (documents, sequence length, number of ranks)."""
     ranks = draw(st.sampled_from(RANKS))
     length = 2 * ranks * draw(st.integers(1, 24))
     inner = st.lists(st.integers(1, length - 1), unique=True, max_size=12)
@@ -47,8 +47,8 @@ def micro_batches(draw: st.DrawFn, samples: int = 3) -> tuple[Documents, int, in
 
 
 def check(shards: Shards, documents: Documents, length: int) -> None:
-    """Check that each position occurs once, that each rank has the same number of positions, and that each pair kept by
-    the masks is in one tile of one rank."""
+    """Check that each position occurs once, that all ranks have equally many positions, and that each unmasked pair is
+    in exactly one tile of one rank."""
     ranks = len(shards.held)
     held = [[place for span in spans for place in span] for spans in shards.held]
     assert sorted(chain.from_iterable(held)) == list(range(length)) and {len(each) for each in held} == {

@@ -1,5 +1,4 @@
-"""Samples assigned to replicas and micro-batches by their work: the assignment on its own, the iterator, and
-training."""
+"""Samples assigned to replicas and micro-batches by work: the assignment alone, the iterator, and training."""
 
 from __future__ import annotations
 
@@ -60,7 +59,8 @@ def test_each_sample_is_dealt_once_and_no_exchange_helps_the_busiest(shape: tupl
 
 
 def test_log_normal_lengths_are_balanced() -> None:
-    """Eight replicas of 16 samples each: the maximum of the replicas' work over its mean, averaged over 20 steps."""
+    """The test measures the ratio of the largest to the mean work of eight replicas with 16 samples each, averaged over
+    20 steps."""
     random = np.random.default_rng(0)
     before, after = [], []
     for _ in range(20):
@@ -79,7 +79,8 @@ def test_log_normal_lengths_are_balanced() -> None:
 
 @pytest.mark.parametrize(("counts", "pairs"), [([9], 36), ([4, 5], 20), ([4, 4], 20), ([3], 6 + 15), ([9, 0], 36)])
 def test_pairs_of_a_sample(counts: list[int], pairs: int) -> None:
-    """With seq-length 8, the last of nine tokens is only a label; the rest is padding, which is a document too."""
+    """With sequence length 8, the last of nine tokens is only a label. Padding after the documents counts as one more
+    document."""
     assert pairs_of(counts, 8) == pairs
 
 
@@ -109,7 +110,7 @@ def test_an_iterator_takes_the_samples_of_each_step_at_any_start(tmp_path: Path,
                 pass
         return steps
 
-    for ranks in (1, 2, 4):  # batch sizes change, and a step is repeated
+    for ranks in (1, 2, 4):  # the batch size changes, and one step is repeated
         starts = [(0, 8), (8, 8), (16, 16), (32, 8), (8, 8)]
         assert taken(starts, ranks) == [list(range(first, first + size)) for first, size in starts]
 
@@ -174,7 +175,7 @@ def test_a_plan_of_text_says_that_padding_is_unknown() -> None:
 
 
 def break_a_sample(run: TrainingRun) -> None:
-    """Make the output of an MLP NaN for sample 5."""
+    """Set an MLP's output for sample 5 to NaN."""
     mlp = run.stages[0].decoder.layers[1].mlp
     inner = mlp.forward
 
@@ -186,7 +187,7 @@ def break_a_sample(run: TrainingRun) -> None:
 
 
 def end_with_nan(rank: int, world_size: int, config: RunConfig) -> list[list[int]]:
-    """Save a non-finite step, and return the samples of each of this rank's micro-batches in it."""
+    """Save a non-finite step, and return the samples in each of this rank's micro-batches of that step."""
     with local_run(config, rank, world_size) as run:
         break_a_sample(run)
         step = run.progress.next_step(run.batch_sizes)

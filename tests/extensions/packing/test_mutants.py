@@ -1,6 +1,6 @@
-"""Proof that the packing tests can fail: each rule of order, lengths and work is broken, and its test must notice.
+"""Mutation tests of packing: each rule about order, lengths and work is broken on purpose, and its test must fail.
 
-`mutants.txt` has the mutants that the parity matrix covers.
+`mutants.txt` lists the mutants that the parity matrix covers.
 """
 
 from __future__ import annotations

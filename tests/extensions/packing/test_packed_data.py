@@ -34,7 +34,7 @@ PACKED = "--sequence-packing best-fit --tokenizer-type NullTokenizer --vocab-siz
 
 
 def corpus(prefix: Path, lengths: Sequence[int], seed: int = 1) -> str:
-    """Write documents of random tokens, each with EOD at its end."""
+    """Write documents of random tokens, each of which ends with EOD."""
     random = np.random.default_rng(seed)
     texts = (np.append(random.integers(0, EOD, length - 1), EOD) if length else [] for length in lengths)
     return write_documents(prefix, texts)
@@ -148,7 +148,7 @@ def test_layouts_compute_the_same_as_one_process(tmp_path: Path) -> None:
 
 
 def test_documents_of_a_sample_learn_nothing_of_each_other(tmp_path: Path) -> None:
-    """The gradient of packed documents equals that of the same documents in separate samples."""
+    """The gradient of packed documents equals the gradient of the same documents in separate samples."""
     texts = [np.append(np.random.default_rng(n).integers(0, EOD, size), EOD) for n, size in enumerate((7, 4, 2))]
     together = write_documents(tmp_path / "x", texts)
     apart = [write_documents(tmp_path / f"y{n}", [text]) for n, text in enumerate(texts)]
@@ -159,8 +159,8 @@ def test_documents_of_a_sample_learn_nothing_of_each_other(tmp_path: Path) -> No
 
 
 def test_runs_killed_across_phases_take_each_sample_once(tmp_path: Path) -> None:
-    """Runs are killed and resumed under other layouts. From sample 17 on, the sequence is longer, which packs the
-    remaining documents again."""
+    """Each run is killed and resumed under a different layout. From sample 17 on, the sequence length is larger, so the
+    remaining documents are packed again."""
     lengths = np.random.default_rng(3).integers(1, 40, 200)
     prefix = corpus(tmp_path / "x", lengths.tolist())
     phases = tmp_path / "phases.yaml"

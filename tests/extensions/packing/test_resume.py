@@ -1,4 +1,4 @@
-"""A run with packed documents and equal work that is killed and resumed is bitwise equal to an uninterrupted run."""
+"""A run with packed documents and balanced work that is killed and resumed is bitwise equal to an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention in parallel with Mamba-2: gates without a norm, parameters and FLOPs. The tests of Hugging Face families
-compare logits, gradients and greedy text."""
+"""Attention in parallel with Mamba-2: gates without a norm, parameter counts and FLOPs. The tests of Hugging Face
+families compare logits, gradients and greedy text."""
 
 from __future__ import annotations
 
