@@ -1,5 +1,5 @@
-"""pytest plugin (`-p tests.failure_lines`) that prints the reason for each failure immediately, in the form of the
-summary, which pytest never prints if it is killed."""
+"""pytest plugin (`-p tests.failure_lines`) that prints the reason for each failure immediately, in the form of pytest's
+summary. If pytest is killed, it never prints a summary."""
 
 from __future__ import annotations
 

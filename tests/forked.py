@@ -1,7 +1,7 @@
-"""Programs and ranks of `pretrain_gpt.py`, forked from this process. They replace processes started by a shell or a
-launcher, without the two seconds that importing torch takes.
+"""Programs and ranks of `pretrain_gpt.py` that are forked from the test process. They replace processes started by a
+shell or a launcher, and save the two seconds that importing torch takes.
 
-Each rank reads its place from the variables that torchrun sets.
+Each rank reads its rank and world size from the environment variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it on first use: once here instead of once per rank
+import torch._dynamo  # torch.optim imports this module on first use; import it once here instead of in every rank
 
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
@@ -39,11 +39,12 @@ from tests.limits import HANG
 def run_program(
     *argv: object, cwd: Path = ROOT, code: int | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script, or `-m MODULE`, with its arguments, as `python ARGV...` would in the folder `cwd`, with further
-    variables `environ` and without any launcher's variables. Returns the exit code and both outputs. Asserts that the
-    exit code is `code`, unless that is None.
+    """Run a script, or `-m MODULE`, as `python ARGV...` does in the folder `cwd`. `environ` adds environment variables,
+    and variables of launchers are removed. Returns the exit code and both outputs. Asserts that the exit code is
+    `code`, unless that is None.
 
-    Modules imported here are already imported there: use a separate process to test that a script finds its modules.
+    Modules that the test process has imported are already imported in the program. To test that a script finds its
+    modules, use a separate process.
     """
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="program-") as name:
@@ -59,7 +60,7 @@ def run_program(
 
 
 def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:
-    gc.freeze()  # collecting the objects of the parent would copy their pages
+    gc.freeze()  # garbage collection of the parent's objects would copy their pages
     _print_to(out, err)
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -75,13 +76,14 @@ def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path,
         sys.argv[:], sys.path[:0] = words, [str(script.parent)]
         main = ModuleType("__main__")
         main.__file__ = str(script)
-        # the second name serves pickled objects that its own processes send back
+        # the second name is used by pickled objects that child processes send back
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         exec(compile(script.read_text(), script, "exec"), main.__dict__)
 
 
 def _print_to(out: Path, err: Path) -> None:
-    """Redirect both standard outputs, logging and warnings of this process, which are pytest's, as in a new process."""
+    """Redirect both standard outputs, logging and warnings of this process, which pytest has replaced, so that they
+    behave as in a new process."""
     for standard, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), standard)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -92,7 +94,7 @@ def _print_to(out: Path, err: Path) -> None:
 
 
 STACKS = signal.SIGRTMAX - 1
-"""Signal that makes a process write the stacks of its threads to its screen."""
+"""Signal that makes a process print the stacks of its threads."""
 
 
 @contextmanager
@@ -103,8 +105,9 @@ def forked_ranks(
     prepare: Callable[[int], None] = lambda rank: None,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Yield processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, all printing to the file
-    `screen`. `prepare(rank)` is called in each beforehand. Processes that are still running at the end are killed."""
+    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. All print to
+    the file `screen`. Each process first calls `prepare(rank)`. Processes that are still running at the end are
+    killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)
@@ -127,7 +130,7 @@ def run_forked(
     main: Callable[[list[str]], int] = pretrain_gpt.main,
     prepare: Callable[[int], None] = lambda rank: None,
 ) -> str:
-    """Run all ranks to their end and return their output. Asserts that each exits with `code`."""
+    """Run all ranks until they exit, and return their output. Asserts that each rank exits with `code`."""
     with forked_ranks(world_size, argv, screen, prepare, main) as ranks:
         codes = join(ranks)
     text = screen.read_text()
@@ -136,7 +139,8 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Return the exit codes. Raises TimeoutError with the state of all ranks if one has not exited in time."""
+    """Wait for processes and return their exit codes. Raises TimeoutError with the state of all ranks if one has not
+    exited in time."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))
@@ -147,8 +151,8 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
 
 
 def doings(pids: Sequence[int]) -> Iterator[str]:
-    """Describe what processes and their descendants are doing: state, processor seconds, and the end of their screens,
-    to which processes of this module write the stacks of their threads."""
+    """Describe processes and their descendants: state, processor seconds, and the end of their output, which includes
+    thread stacks for processes of this module."""
     screens = list[str]()
     for pid in pids:
         with suppress(OSError):
@@ -199,14 +203,14 @@ def _rank(
 
 
 def _ports() -> Iterator[int]:
-    """Yield ports that nothing listens on. They are below the system's ephemeral ports and below those of SLURM jobs
-    and daemons (from 20,000 on). Each test process uses its own hundred ports, so that no other process takes a port
-    before rank 0 does. Otherwise, ranks would connect to the rank 0 of another world."""
+    """Yield ports on which nothing listens. The ports are below the system's ephemeral ports and below those of SLURM
+    jobs and daemons, which begin at 20,000. Each test process uses a separate range of a hundred ports, so that no
+    other process takes a port before rank 0 opens it. Otherwise, ranks would connect to the rank 0 of another world."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     wanted = worker % 10 * 10 + os.getpid() % 10
     for hundred in [*range(wanted, 100), *range(wanted)]:
         name = Path(tempfile.gettempdir()) / f"test-ports-{os.getuid()}-{hundred}"
-        # stays open until the last process of these tests has ended
+        # stays open until the last process of these tests ends
         lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

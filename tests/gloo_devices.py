@@ -1,7 +1,7 @@
-"""One gloo device for all process groups of a process, where torch creates one per group.
+"""A single gloo device for all process groups of a process, instead of one device per group as in torch.
 
-A device is a socket and a thread that polls it a hundred times a second. A rank in a test has some twenty groups, and
-eight ranks share two cores: their devices take a quarter of the processor time of a small world.
+A device consists of a socket and a thread that polls the socket a hundred times a second. A rank in a test has about
+twenty groups, and eight ranks share two cores. Separate devices would take a quarter of a small world's processor time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
     """gloo process group that uses this process's device."""
 
     _device: tuple[int, dist.ProcessGroupGloo.Device] | None = None
-    """The device and the id of the process that created it: a fork needs its own."""
+    """The device, and the id of the process that created it, because a fork needs a new device."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if SharedDeviceGloo._device is None or SharedDeviceGloo._device[0] != os.getpid():
@@ -28,5 +28,6 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
 
 
 def share_gloo_devices() -> None:
-    """Make all gloo groups that this process and its forks create from now on share a device."""
+    """Make all gloo groups that a process creates from now on share one device, in this process and in each of its
+    forks."""
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo

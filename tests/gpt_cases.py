@@ -1,4 +1,4 @@
-"""Tiny models of each style and random batches for them."""
+"""Tiny models of each style, and random batches for these models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = yaml.safe_load((Path(__file__).parent / "fixtures" / "models.yaml").read
 
 
 def model_of(name: str) -> TransformerConfig:
-    """Return a model of fixtures/models.yaml."""
+    """Return a model configuration from fixtures/models.yaml."""
     found = next(models[name] for models in TABLE.values() if name in models)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items() if key != "needs"}
     base = model_of(given.pop("of")) if "of" in given else TransformerConfig()
@@ -38,7 +38,7 @@ GPT, LLAMA, LATENT, DELTA_NET = map(model_of, ("gpt", "llama", "latent", "delta-
 
 
 def models_in(table: str) -> dict[str, TransformerConfig]:
-    """Return the models of a table whose extensions are installed, by name."""
+    """Return the models in a table by name, without models whose extensions are not installed."""
 
     def is_there(needs: str | list[str] | None) -> bool:
         return all(map(installed, needs if isinstance(needs, list) else [needs]))
@@ -54,7 +54,7 @@ def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: flo
 
 
 def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **more: Any) -> Batch:
-    """Return random tokens, a random loss mask, and sample numbers that do not start at 0."""
+    """Return a batch of random tokens with a random loss mask and sample numbers that do not start at 0."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(config.vocab_size, (samples, config.seq_length + 1), generator=generator)
     loss_mask = (torch.rand(samples, config.seq_length, generator=generator) < 0.8).float()
@@ -69,8 +69,8 @@ def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
 
 
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """Return the logits of tokens [b, s], computed in parts that each continue from a cache of the earlier parts, and
-    the cache. Skips the test if the generation extension is deleted."""
+    """Return the logits of tokens [b, s], computed part by part with a cache of the earlier parts, and the cache. Skips
+    the test if the generation extension is deleted."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )

@@ -1,4 +1,5 @@
-"""Shared parts of the tests of linear attentions: packed documents, a scalar of all results, chunks and FLOPs."""
+"""Shared helpers for tests of linear attention: packed documents, a scalar that depends on all results, chunks and
+FLOPs."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def documents(length: int) -> Tensor:
-    """Return [s, 2]: documents of all kinds, including one that begins with the sample, one of one token, and some over
-    several chunks."""
+    """Return the document numbers [s, 2] of two samples. Documents begin with the sample or later, have one token, or
+    span several chunks."""
     starts = torch.zeros(length, 2, dtype=torch.int64)
     for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40), (5, 31, 32))):
         starts[[place for place in places if place < length], sample] = 1
@@ -33,8 +34,8 @@ def weighted(results: tuple[Tensor, ...]) -> Tensor:
 def delta_operands(
     key_heads: int, decays: tuple[int, ...], length: int, dtype: torch.dtype = torch.float64, decay: float = 0.5
 ) -> list[Tensor]:
-    """Return q, k, v, g, beta of the delta rule for 2 samples, and an initial state. `decays` is the heads and, if each
-    channel has a decay, the channels of a key."""
+    """Return q, k, v, g and beta of the delta rule for 2 samples, and an initial state. `decays` is (heads,), or
+    (heads, channels of a key) if each channel has its own decay."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -62,7 +63,7 @@ def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, 
 
 
 def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> None:
-    """Assert that a chunk does not overflow in which the state decays by more than the largest number."""
+    """Assert that a chunk does not overflow if the state decays in it by more than the largest representable factor."""
     *tokens, state = operands
     found, expected = (rule(*tokens, None, state) for rule in (chunks, steps))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -70,7 +71,7 @@ def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> Non
 
 
 def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
-    """Return the FLOPs of a mixer layer's products, without attention, in a model with a gated MLP."""
+    """Return the FLOPs of the products in a mixer layer, without attention, in a model with a gated MLP."""
     one = with_fields(config, {"num_layers": 1, "hybrid_layer_pattern": letter, **more})
     mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
     assert model_flops(one).attention == 0

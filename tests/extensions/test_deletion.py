@@ -1,8 +1,9 @@
-"""Each built-in extension can be deleted: its flags are gone, errors name the extension if they are given, and a run
-has the same bits.
+"""Each built-in extension can be deleted: its flags disappear, errors for these flags name the extension, and runs give
+the same bits.
 
-Each trial deletes several extensions. If an extension A does not need an extension B, one of the sets deletes B and
-keeps A. Any import or registration that `needs` does not declare then fails. --whole tests each deletion separately.
+Each trial deletes several extensions. For all extensions A and B such that A does not need B, one trial deletes B and
+keeps A. In this trial, any import or registration that `needs` does not declare fails. --whole tests each deletion
+separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 
 RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
-# Runs in the copy: writes the flags that --help all shows, the errors for the given flags, and the losses of 3 steps.
+# Program that runs in the copy. It writes the flags that --help all shows, the errors for the given flags, and the
+# losses of 3 steps.
 TRIAL = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -72,7 +74,7 @@ SERVER.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 def tried(folder: Path, given: list[str]) -> dict[str, Any]:
-    """Run the trial in a separate process that has already imported torch but nothing of this library."""
+    """Run a trial in a separate process that has already imported torch but no module of this library."""
     with TemporaryDirectory() as name, ProcessPoolExecutor(1, SERVER) as process:
         answer = Path(name) / "answer"
         told = {"folder": str(folder), "run": RUN.split(), "given": given, "answer": str(answer)}
@@ -87,7 +89,7 @@ def whole() -> dict[str, Any]:
 
 
 def with_users(names: Iterable[str]) -> frozenset[str]:
-    """Return these extensions and all that need them."""
+    """Return these extensions and all extensions that need them."""
     gone = frozenset(names)
     while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
         gone |= more
@@ -98,11 +100,11 @@ NAMES = [extension.name for extension in extensions.BUILT_IN]
 
 
 def deleted_together() -> Iterator[frozenset[str]]:
-    """Yield the sets to delete, the one that tries most new pairs first."""
+    """Yield the sets of extensions to delete, beginning with the set that tries the most new pairs."""
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]
-    # extensions that have not run without the key
+    # for each extension, the extensions that have not yet run without it
     untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}
     while any(untried.values()):
         best = max(sets, key=lambda gone: sum(len(untried[name] - gone) for name in gone))
@@ -114,8 +116,8 @@ TOGETHER = list(deleted_together())
 
 
 def without(gone: frozenset[str], folder: Path) -> None:
-    """Copy the library without these extensions."""
-    # including compiled modules, which stay valid because modification times are kept
+    """Copy the library without the given extensions."""
+    # compiled modules are copied too and stay valid, because modification times are preserved
     shutil.copytree(ROOT / "megatron", folder / "megatron")
     source = folder / "megatron" / "extensions" / "__init__.py"
     text = source.read_text()
@@ -127,7 +129,7 @@ def without(gone: frozenset[str], folder: Path) -> None:
 
 
 def listed(text: str) -> set[str]:
-    """Return the flags that a help lists, without those that it only mentions in other flags' texts."""
+    """Return the flags that a help text lists, without flags that are only mentioned in the texts of other flags."""
     usages = [line[2:].split("  ")[0] for line in text.splitlines() if line.startswith("  --")]
     return {flag for usage in usages for flag in re.findall(r"--[\w-]+", usage)}
 
@@ -140,7 +142,7 @@ def test_each_extension_runs_without_each_that_it_does_not_need() -> None:
 
 @pytest.mark.grid("which", range(len(TOGETHER)), NAMES)
 def test_the_rest_runs_without_it(which: int | str, tmp_path: Path) -> None:
-    """Flags of each extension are requested once."""
+    """The flags of each extension are requested once."""
     gone = with_users([which]) if isinstance(which, str) else TOGETHER[which]
     asked = gone if isinstance(which, str) else gone.difference(*TOGETHER[:which])
     without(gone, tmp_path)

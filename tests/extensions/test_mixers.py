@@ -1,5 +1,5 @@
-"""Tiny models with mixers instead of attention: recomputation, packed documents, and 16 bits. test_kv_cache tests their
-caches in generation."""
+"""Tiny models with mixers instead of attention: recomputation, packed documents, and 16 bits. test_kv_cache tests the
+mixers' caches in generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RECURRENT = (
     *("mamba", "attention-and-mamba", "mamba1", "rg-lru"),
 )
 MIXERS = [style for style in (*RECURRENT, "compressed") if style in STYLES]
-"""Mixers whose extension is installed."""
+"""Mixers provided by installed extensions."""
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("style", [style for style in RECURRENT if style in STYLES])
 def test_recomputation_and_packed_documents(style: str, packed: bool) -> None:
-    """The logits of packed documents equal those of each document alone; loss and gradients equal those with saved
-    activations."""
+    """The logits of packed documents equal those of each document alone. With recomputation, loss and gradients stay
+    the same."""
     batch = random_batch(STYLES[style], **(packed_documents(STYLES[style]) if packed else {}))
     gradients = []
     for training in (True, False):

@@ -1,4 +1,4 @@
-"""`needs` in the list of built-in extensions equals their modules' imports of each other."""
+"""`needs` in the list of built-in extensions matches the imports between their modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = {extension.name: extension.place for extension in BUILT_IN}
 
 
 def imported(path: Path) -> set[str]:
-    """Return the extensions that a module imports, anywhere in it."""
+    """Return the extensions that a module imports, including imports within functions."""
     found = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

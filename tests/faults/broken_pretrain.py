@@ -1,9 +1,10 @@
-"""`pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks that rank at the start of that step and writes the time
-to FAULT_FILE; with FAULT_ONCE, only if this file does not exist. SLOW=what slows down a part of all ranks.
+"""`pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks the rank at the start of the step and writes the time to
+FAULT_FILE. With FAULT_ONCE, it does so only if this file does not exist. SLOW=what slows down one part of the work on
+all ranks.
 
-PACE is the number of seconds that each step takes. HOLD=data or HOLD=publish pauses rank 0 of the first start for some
-seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. Start this program
-under a launcher."""
+PACE is the number of seconds that each step is made to take. HOLD=data or HOLD=publish pauses rank 0 of the first start
+for some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. Start this
+program under a launcher."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def segfault(run: training.TrainingRun) -> None:
 
 
 def data_end(run: training.TrainingRun) -> None:
-    """Let the dataset end after the samples consumed so far."""
+    """Make the dataset end after the samples consumed so far."""
     run.data.train.dataset = Subset(run.data.train.dataset, range(run.progress.consumed_samples))  # type: ignore
 
 
@@ -108,7 +109,7 @@ def user_signal(run: training.TrainingRun) -> None:
 
 
 def slow_down(what: str) -> None:
-    """Slow down building data, a step, or the end of a save, and report when it begins."""
+    """Slow down data building, a step, or the end of a save, and report when it begins."""
 
     def slowly(module: Any, name: str, line: str, seconds: float) -> None:
         quick = getattr(module, name)

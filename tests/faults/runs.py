@@ -1,4 +1,4 @@
-"""Runs of several processes that a fault ends, and the time that this takes."""
+"""Runs of several processes that are ended by a fault, and the time until they end."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ HANGS = ("stop", "slow", "other_collective", "other_size")
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a run that has ended."""
+    """Result of a finished run."""
 
     code: int
     seconds: float
-    """Seconds from the fault until the launcher and all its processes had ended."""
+    """Seconds from the fault until the launcher and all its processes ended."""
 
     screen: str
     left: list[int]
-    """Processes of the run that were still running."""
+    """Processes of the run that were still running after the launcher ended."""
 
 
 def run_with_fault(
     kind: str, folder: Path, *flags: str, rank: int = 2, step: int = 3, processes: int = 4, max_restarts: int = 0
 ) -> Ended:
-    """Start `processes` ranks under torchrun and break one of them. The fault strikes only once if torchrun may restart
-    the ranks."""
+    """Start `processes` ranks under torchrun and break one of them. If torchrun may restart the ranks, the fault
+    strikes only once."""
     file = folder / "fault"
     environ = os.environ | {
         "FAULT": f"{kind}:{rank}:{step}",
@@ -62,7 +62,7 @@ def run_with_fault(
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the living processes whose command line names a folder."""
+    """Return the running processes whose command line contains a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,10 +1,9 @@
-"""Runs that resume from damaged checkpoints: their messages, the checkpoint that they load, and their result. Also a
-full disk.
+"""Runs that resume from damaged checkpoints: messages, the loaded checkpoint, and the result. Also tests a full disk.
 
-A run of two processes (TP2) saves at iterations 2, 4 and 6 and is then stopped. The same command resumes from a copy
+A run of two processes under TP 2 saves at iterations 2, 4 and 6 and then stops. The same command resumes from a copy
 whose two newest checkpoints are damaged and continues to iteration 8. Its last checkpoint is compared bit for bit with
-that of an undisturbed run. A limit on the file size stands in for a full disk. test_damaged_checkpoints.py damages
-files in every way.
+that of an undisturbed run. A limit on the file size simulates a full disk. test_damaged_checkpoints.py damages files in
+every way.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ SAID = re.compile(r".*(?:skipped checkpoint|using the latest|holds no checkpoint
 
 
 def train(save: Path, stop: int = 8, code: int = 0, prepare: Callable[[int], None] = lambda rank: None) -> str:
-    """Train with two ranks up to iteration `stop`, resuming from and saving to one folder. Returns the output."""
+    """Train with two ranks up to iteration `stop`. The run resumes from the folder to which it saves. Returns the
+    output."""
     argv = [*MODEL, "--save", str(save), "--load", str(save), "--exit-interval", str(stop)]
     return run_forked(2, argv, save.with_name("screen"), code, prepare=prepare)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the folders of a run of six iterations, copies of which are damaged, and of an undisturbed run of
-    eight."""
+    """Return the folders of a run of six iterations, whose copies the tests damage, and of an undisturbed run of eight
+    iterations."""
     base, whole = (tmp_path_factory.mktemp(name) / "save" for name in ("base", "whole"))
     for save, stop in ((base, 6), (whole, 8)):
         assert not SAID.search(train(save, stop))
@@ -63,7 +63,7 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(runs: tuple[Path, Path],
 
 
 def test_a_full_disk(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """The disk is full from the second save on; then the same command runs with free space again."""
+    """The disk is full from the second save on. Then the same command runs again with free space."""
     save, step = tmp_path / "save", training.train_step
 
     def prepare(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""torchrun restarts the ranks within the same job after one has died, and they resume from the latest checkpoint."""
+"""After a rank dies, torchrun restarts all ranks within the same job, and they resume from the latest checkpoint."""
 
 from __future__ import annotations
 

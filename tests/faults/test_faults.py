@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, one of them broken: all ranks exit, and the screen ends with the one cause."""
+"""Real ranks under torchrun, one of which is broken: all ranks exit, and the output ends with the root cause."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Values of wrong types in a checkpoint's metadata.json, with correct checksums: every reader refuses them in one line
-that names the file, the entry and its rule."""
+"""Values of wrong types in a checkpoint's metadata.json, with correct checksums: every reader refuses such a file in
+one line that names the file, the entry and the entry's rule."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MODEL = (
 ).split()
 
 WRONG: list[Any] = [None, [], {}, "x", 10**40, float("nan"), -7, 0.5, True, [[{"a": [1]}]]]
-"""Values of several types; each entry refuses all except those of its own type."""
+"""Values of several types. Each entry refuses all values except those of its own type."""
 
 ANYTHING = ("origin", "layout", "callbacks", "rng", "metrics", "config", "model_of_run", "converted")
-"""Entries that may hold data of a program or an extension, or of which readers use only the known part."""
+"""Entries that may contain arbitrary data of a program or an extension, or of which readers use only the known part."""
 
 Place = tuple[str | int, ...]
 
 
 def places(value: Any, where: Place = ()) -> Iterator[Place]:
-    """Yield the path of every value within a JSON value."""
+    """Yield the path of every value that is nested in a JSON value."""
     if where:
         yield where
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -57,7 +57,7 @@ def places(value: Any, where: Place = ()) -> Iterator[Place]:
 
 
 def replaced(values: dict[str, Any], where: Place, new: Any) -> dict[str, Any]:
-    """Return a copy of the values with `new` at a path."""
+    """Return a copy of the values in which the value at a path is replaced with `new`."""
     inner: Any = (whole := values.copy())
     for key in where[:-1]:
         inner[key] = inner[key].copy()
@@ -67,12 +67,12 @@ def replaced(values: dict[str, Any], where: Place, new: Any) -> dict[str, Any]:
 
 
 def shown(where: Place) -> str:
-    """Return a path as messages show it."""
+    """Return a path in the form that messages show."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in where)[1:]
 
 
 class Saved:
-    """Folder of a run with one checkpoint, whose metadata can be replaced."""
+    """Run folder with one checkpoint whose metadata can be replaced."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root, root / "iter_0000002"
@@ -97,8 +97,8 @@ def saved(run_folder: Path, tmp_path: Path) -> Saved:
 
 
 def readers(root: Path) -> list[Callable[[], object]]:
-    """Return all readers of the metadata, as far as they work without tensors: flags, plan and state of a resumed run,
-    inspection, conversion, and the report."""
+    """Return all readers of the metadata that work without tensors: flags, plan and state of a resumed run, inspection,
+    conversion, and the report."""
     run = parse_args([*MODEL, "--train-iters", "4", "--load", str(root), "--save", str(root)])
     asks = replace(run.checkpoint, use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
 
@@ -126,7 +126,8 @@ def readers(root: Path) -> list[Callable[[], object]]:
 
 
 def refusal_by(read: Callable[[], object]) -> str:
-    """Return the message of a refusal, or "" if the reader accepts the values. Other errors are raised."""
+    """Return the error message with which a reader refuses the values, or "" if it accepts them. Other exceptions
+    propagate."""
     try:
         read()
     except (ValueError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""Processes that build index files at the same time, are killed meanwhile, or have no write permission."""
+"""Processes that build index files at the same time, are killed in the process, or have no write permission."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_data(prefix: Path) -> Path:
 
 
 def digest_of(prefix: Path, cache: Path | None, seed: int) -> str:
-    """Build or read the data sets of a run, and hash every sample of its training data."""
+    """Build or read the data sets of a run, and return a hash of every training sample."""
     config = DatasetConfig(
         data_path=("0.3", str(prefix), "0.7", str(prefix)),
         split="90,5,5",
@@ -55,16 +55,16 @@ class Race:
     """Results of processes that built index files at the same time."""
 
     digests: dict[int, set[str]]
-    """Digests of the data that the processes of each seed saw."""
+    """Digests of the data that the processes read, keyed by seed."""
 
     stores: list[str]
-    """Names of the index files that were written, one entry per write."""
+    """Names of the written index files, one entry per write."""
 
     codes: list[int]
 
 
 def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = None) -> Race:
-    """Run one process per seed, all released at the same moment, as user `user`."""
+    """Run one process per seed as user `user`, all released at the same moment."""
     barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.SimpleQueue()
 
     def run(seed: int) -> None:
@@ -132,13 +132,13 @@ def read_only(folder: Path, rounds: int) -> None:
     writable.chmod(0o777)
     folder.chmod(0o755)
     (folder / "data").chmod(0o555)
-    user = NOBODY if os.getuid() == 0 else None  # no folder is read-only for the superuser
+    user = NOBODY if os.getuid() == 0 else None  # every folder is writable for the superuser
     in_memory = race(prefix, None, [1] * PROCESSES, user)
     assert in_memory.digests == {1: {expected}} and not in_memory.stores and set(in_memory.codes) == {0}, in_memory
     cached = race(prefix, writable / "cache", [1] * PROCESSES, user)
     assert cached.digests == {1: {expected}} and len(cached.stores) == len(set(cached.stores)), cached
     (folder / "data").chmod(0o755)
-    digest_of(prefix, None, 1)  # somebody with permission wrote them next to the data
+    digest_of(prefix, None, 1)  # a user with permission has written the index files next to the data
     (folder / "data").chmod(0o555)
     found = race(prefix, None, [1] * PROCESSES, user)
     assert found.digests == {1: {expected}} and not found.stores, found
@@ -164,7 +164,7 @@ def killed_builder(folder: Path, rounds: int) -> None:
         assert waiting.exitcode == 0 and digest_of(prefix, cache, 1) == expected
         half = list(cache.glob(".*.tmp"))
         assert len(half) == 1
-        os.utime(half[0], (0, 0))  # the next builder removes it once it is old
+        os.utime(half[0], (0, 0))  # the next builder removes the temporary file when it is old
         assert race(prefix, cache, [3]).codes == [0] and whole(cache)
 
 
@@ -180,5 +180,5 @@ def _build_slowly(prefix: Path, cache: Path) -> None:
 @pytest.mark.grid("rounds", [2], [20])
 @pytest.mark.parametrize("part", [two_jobs, read_only, killed_builder])
 def test_processes_race_for_index_files(part: Callable[[Path, int], None], rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # not inside pytest's folder, which other users may not enter
+    with tempfile.TemporaryDirectory() as folder:  # outside of pytest's folder, which other users may not enter
         part(Path(folder), rounds)

@@ -1,11 +1,12 @@
-"""A reduced DeepSeek-V3: a rank is killed at random moments, and the run resumes each time under another layout.
+"""A reduced DeepSeek-V3 model whose ranks are killed at random moments. Each time, the run resumes under another
+layout.
 
-The model has the parts that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer in front of
-layers with experts, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. It saves in
-the background and keeps the last two checkpoints. At a random moment a random rank gets SIGKILL; the others are killed
-too, or left to exit by themselves. The next start has another layout and sharding strategy, and must load the newest
-complete checkpoint. In fp64, every logged loss and gradient norm and every tensor of the final checkpoint must equal
-those of a run on one process to within 1e-9 of the largest value.
+The model has the features that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer before the
+expert layers, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. The run saves in
+the background and keeps the last two checkpoints. At a random moment, a random rank receives SIGKILL. The other ranks
+are either killed too or left to exit on their own. The next start uses another layout and sharding strategy, and must
+load the newest complete checkpoint. In fp64, every logged loss and gradient norm and every tensor of the final
+checkpoint must equal those of a run on one process to within 1e-9 of the largest value.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ LOGGED = (
 
 def logged(save: Path, more: Sequence[str] = ()) -> list[list[float]]:
     path = save / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # text after the last newline is incomplete
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the text after the last newline is incomplete
     found = [[json.loads(line)[name] for name in (*LOGGED, *more)] for line in lines]
     return [[nan if value is None else value for value in values] for values in found]
 
 
 def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
-    """Wait for `steps` steps of this start and then for a share of the time that they took. Returns False if the run
-    ends before that."""
+    """Wait for `steps` steps of this start, and then for a share of the time that these steps took. Returns False if
+    the run ends before that."""
     began = time.monotonic()
     while len(re.findall(r" iteration +\d+/", screen.read_text())) < steps and all(
         process.exitcode is None for process in ranks
@@ -77,7 +78,7 @@ def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
 
 
 def assert_resumed(said: str, latest: int) -> None:
-    """Assert that a start that reached loading has loaded the newest complete checkpoint."""
+    """Assert that a start loaded the newest complete checkpoint, if it got that far."""
     assert "skipped checkpoint" not in said
     if found := re.search(r"loaded checkpoint of iteration (\d+)|starting at iteration (0)", said):
         assert int(found[1] or found[2]) == latest
@@ -89,10 +90,10 @@ def test_killed_and_resumed_at_other_layouts_as_one_process(tmp_path: Path, size
 
 
 def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], more: Sequence[str] = ()) -> None:
-    """Kill ranks of a run and compare its result with an undisturbed run.
+    """Kill ranks of a run, and compare its result with that of an undisturbed run.
 
     Args:
-        folder: the runs are in its folders save and alone.
+        folder: contains the folders save and alone of the two runs.
         size: iterations, ranks and kills. The first kill comes after a checkpoint; others may come during start-up.
         data: flags of the data.
         more: names of further metrics to compare.
@@ -113,11 +114,11 @@ def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], m
             if runs:
                 os.kill(processes[victim].pid, signal.SIGKILL)
             if not runs or (steps and number % 2):
-                join(processes)  # the other ranks notice by themselves
+                join(processes)  # the other ranks notice the loss on their own
         assert_resumed(screen.read_text(), latest)
         latest = read_latest(save) or 0
         assert latest >= newest > 0
-        if not runs:  # it completed before it was killed
+        if not runs:  # the run completed before it was killed
             assert latest == iterations, screen.read_text()[-4000:]
             break
     assert_resumed(run_forked(ranks, flags(save, next(layouts)), screen), latest)

@@ -1,4 +1,4 @@
-"""Two forked ranks that are asked to stop at awkward moments, and Ctrl-C to a launcher."""
+"""Two forked ranks receive stop requests at awkward moments; Ctrl-C in a launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESUME = ExitCode.TO_BE_RESUMED
 
 
 class World:
-    """Run of two ranks, its output and its saves."""
+    """Run of two ranks, with its output and its saved checkpoints."""
 
     def __init__(self, folder: Path, ranks: list[Any]) -> None:
         self.folder, self.ranks = folder, ranks
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.grid("flag", [], ["--exit-margin-in-mins 1", "--exit-duration-in-mins 0.5"])
 def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job, or the duration given to the run, ends in half a minute."""
+    """The job's time limit, or the duration given to the run, ends in half a minute."""
     if "margin" in flag:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
     with world(tmp_path, *flag.split()) as ranks:
@@ -132,7 +132,8 @@ def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytes
 
 
 def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The duration given to a run does not depend on the date, and the SLURM job ends a number of seconds from now."""
+    """The duration given to a run does not depend on the system date. The SLURM job ends a number of seconds from
+    now."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
     watchdog, now = Watchdog(Launch()), time.time()
@@ -165,7 +166,7 @@ def test_the_time_of_a_run_begins_with_its_first_start_in_the_job(monkeypatch: p
 
 
 def test_a_signal_to_a_child_does_not_stop_the_run() -> None:
-    """Otherwise, an extension that ends a worker process with SIGTERM would stop the run."""
+    """If the stop handler were inherited, an extension that ends a worker process with SIGTERM would stop the run."""
     listener = SignalListener()
     listener.start(True)
     try:

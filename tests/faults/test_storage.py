@@ -1,4 +1,4 @@
-"""Runs that save to a failing storage other than the local disk."""
+"""Runs that save to a failing remote storage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FlakyStorage(MemoryStorage):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Yield HOST:PORT of a storage server in memory."""
+    """Start an in-memory storage server, and yield its HOST:PORT."""
     command = [sys.executable, "-m", "examples.memory_storage", "127.0.0.1:0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

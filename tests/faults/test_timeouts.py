@@ -1,5 +1,5 @@
-"""Ranks that do not arrive, in each phase of start-up and in steps: the error names them, the phase and the flag that
-limits it."""
+"""Ranks that do not arrive in a phase of start-up or in a step: the error names the ranks, the phase, and the flag with
+the time limit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.forked import forked_ranks, join
 from tests.limits import HANG, wait_for
 
 LIMIT = "0.15"
-"""Time limit in minutes, much longer than the delays between ranks on a busy machine."""
+"""Time limit in minutes, much longer than delays between ranks on a busy machine."""
 
 FLAGS = [*MODEL, "--pp", "1", "--startup-timeout-minutes", LIMIT]
 
 
 def end_of_run(folder: Path, late: int, slow: str) -> str:
-    """Return the screen after the rank that is not `late` has ended."""
+    """Return the output after the rank that is not `late` has ended."""
 
     def prepare(rank: int) -> None:
         if rank == late:
@@ -46,7 +46,7 @@ def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, pha
     assert f"did not end {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
     if slow == "sleep":
         assert "RUN FAILED: rank 1 of 2\n" in text and "rank 1 has not come\nnoticed by rank 0 in " in text, text
-    if slow == "data":  # the rank is alive and says where it is
+    if slow == "data":  # the rank is alive and reports its phase
         assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: data\n", text), text
 
 
@@ -71,7 +71,7 @@ def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None
             os.environ["OUTCOME_FILE"] = str(tmp_path / "outcome")
             if rank == 1:
                 (tmp_path / "started").touch()
-            else:  # rank 0 has nothing to import: it could fail before rank 1 exists, as if in an earlier start
+            else:  # rank 0 imports nothing, so it could fail before rank 1 exists, as if in an earlier start
                 wait_for((tmp_path / "started").exists)
 
         flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]
@@ -88,7 +88,7 @@ def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None
 
 
 def test_another_program_at_the_port_of_another_host_is_reported_in_time(tmp_path: Path) -> None:
-    """If the failure of rank 0 cannot be seen, the time limit ends the wait."""
+    """If the other ranks cannot detect the failure of rank 0, the time limit ends their wait."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def prepare(rank: int) -> None:
@@ -118,7 +118,7 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
 
 
 def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures of an earlier start, of another launcher, and files of other programs do not count."""
+    """Failures of an earlier start or another launcher, and files of other programs, do not count."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert left_failure("host", 1) is None
     leave_failure("host", 1, "taken")

@@ -1,4 +1,4 @@
-"""User errors that only start-up can find: printed once, without a traceback, with exit code 2."""
+"""User errors that only start-up can detect are printed once, without a traceback, and with exit code 2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create two data sets: a valid one, and one with a larger vocabulary."""
+    """Create two data sets: a valid one, and one with token ids beyond the vocabulary."""
     folder = tmp_path_factory.mktemp("data")
     for name, token in (("ok", 7), ("big", 60000)):
         write_documents(folder / name, [np.full(40, token)] * 20)
@@ -89,7 +89,7 @@ def test_a_users_error_is_reported_once(case: str, folder: Path, tmp_path: Path)
 
 
 def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> None:
-    """Other ranks find one of the problems first and let rank 0 report all of them."""
+    """Other ranks find one of the problems first, but leave it to rank 0 to report all problems."""
     flags, message = (text.format(folder) for text in CASES["paths"])
 
     def late(config: RunConfig) -> Iterator[Problem]:
@@ -97,7 +97,7 @@ def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> N
         yield from unwritable(config)
 
     def prepare(rank: int) -> None:
-        initialize.unwritable = late  # in the rank's own process
+        initialize.unwritable = late  # starts in the rank's own process
 
     assert message in run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2, prepare=prepare)
 

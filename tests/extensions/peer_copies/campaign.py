@@ -1,13 +1,13 @@
-"""Random faults in runs with copies in memory: each costs at most one step, and the result equals the undisturbed one
-bitwise.
+"""Random faults in runs with copies in memory: each fault costs at most one step, and the result is bitwise equal to
+that of an undisturbed run.
 
     python -m tests.extensions.peer_copies.campaign --rounds 10 --seed 1
 
-Each round draws a world of 2 to 4 ranks on 1 to 4 hosts, a layout, and one to three faults: an error, SIGKILL or
-SIGSTOP in a step, or a death while copies are sent, once they are stored, in a save, or while a run resumes. In some
-rounds, two ranks are killed within two seconds, together or while the run recovers from the first. In other rounds, a
-host is lost for good, and in half of these, its spare is also lost while it resumes. Each recovery is printed as a
-line.
+Each round draws a world of 2 to 4 ranks on 1 to 4 hosts, a layout, and one to three faults. A fault is an error,
+SIGKILL or SIGSTOP in a step, or a kill while copies are sent, after they are stored, in a save, or while a run resumes.
+In some rounds, two ranks are killed within two seconds, either together or while the run recovers from the first kill.
+In other rounds, a host is lost for good. In half of these rounds, the spare that replaces the host is also lost while
+it resumes. Each recovery is printed as a line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.extensions.peer_copies.runs import Planned, Run
 
 KINDS = ("error", "kill", "stop", "copy", "agreed", "start", "end", "save", "two", "host")
 SPARES = 2
-"""Spares in rounds in which a host is lost."""
+"""Number of spares in rounds that lose a host."""
 
 STEPS = 6
 LAYOUTS = {
@@ -40,8 +40,8 @@ STRATEGIES = ("no_shard", "optim")
 
 
 def drawn_faults(moments: random.Random, ranks: int) -> list[Planned]:
-    """Return faults at non-decreasing steps. Some strike in pairs, in the same start or in two consecutive starts. At
-    most one host is lost."""
+    """Draw faults at non-decreasing steps. Some faults strike in pairs, in the same start or in two consecutive starts.
+    At most one host is lost."""
     steps = sorted(moments.randrange(1, STEPS - 1) for _ in range(moments.randrange(1, 4)))
     faults, number, kinds = list[Planned](), 0, KINDS
     for step in steps:
@@ -74,8 +74,8 @@ def drawn_flags(moments: random.Random, ranks: int) -> list[str]:
 
 
 def one_round(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Run a round and return its recoveries. Asserts that each lost at most one step, and that the result equals the
-    one without faults."""
+    """Run a round and return its recoveries. Asserts that each recovery lost at most one step, and that the result
+    equals that of a run without faults."""
     moments = random.Random(seed)
     ranks, per_host = moments.randrange(2, 5), moments.randrange(1, 3)
     faults, flags = drawn_faults(moments, ranks), drawn_flags(moments, ranks)

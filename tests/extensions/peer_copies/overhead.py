@@ -1,12 +1,12 @@
-"""Time that copies in memory add to a step, between hosts with a link of a given rate (needs root).
+"""Step time that copies in memory add on hosts with a link of a given rate (requires root).
 
     python -m tests.extensions.peer_copies.overhead --steps 120
 
-Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model sharded over them, so that everything
-a rank holds is sent to the other host. Blocks of `BLOCK` steps with copies and without alternate, so that both see the
-same load of the machine. The first step of a block is ignored, because it follows the previous step's copies. A step
-sleeps for `--seconds`, because passes on a GPU leave the host's processor and network free, then computes for a moment,
-and communicates. Sending begins together with the copy.
+Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model that is sharded over them. All states
+of a rank are therefore sent to the other host. Blocks of `BLOCK` steps with copies alternate with blocks without, so
+that both kinds see the same load on the machine. The first step of a block does not count, because copies of the
+previous step may still be in flight. A step sleeps for `--seconds`, as passes on a GPU leave the host's processor and
+network idle. It then computes briefly and communicates. Sending a copy begins when the copy begins.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HOSTS = 2
 
 
 def copied(iteration: int) -> bool:
-    """Return True if a copy is made after an iteration."""
+    """Return True if the run copies its states after this iteration."""
     return (iteration // BLOCK) % 2 == 0
 
 
 def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
-    """Return a `pretrain_gpt.main` that sleeps for `seconds` in each step and copies in every second block of steps. It
-    records the bytes of each part that it sends, and the seconds that this takes, in the file `sent`."""
+    """Return a `pretrain_gpt.main` that sleeps for `seconds` in each step and makes copies in every second block of
+    steps. It writes the bytes of each part that it sends, and the seconds that sending took, to the file `sent`."""
 
     def main(argv: list[str]) -> int:
         made, copy, put = training.train_step, PeerCopies._copy, Link.put
@@ -71,7 +71,7 @@ def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
 
 
 def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -> str:
-    """Describe the median times of steps with copies and without, and the data sent."""
+    """Describe the median times of steps with and without copies, and the sent data."""
     after = {True: list[float](), False: list[float]()}
     for record in records:
         before = int(record["iteration"]) - 1

@@ -1,4 +1,4 @@
-"""Runs with copies in memory, whose ranks count as separate hosts, and faults in them."""
+"""Runs with copies in memory in which each rank counts as a separate host, and faults in these runs."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1".split()
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned fault: the rank that it hits, in the step after so many or while the copies of that step are made."""
+    """Planned fault of a rank, after `step` steps or while the copies of that step are made."""
 
     kind: str
     rank: int
-    """Process of the launcher; a spare may have another rank later."""
+    """Number of the launcher's process. A process that is a spare may have a different rank later."""
 
     step: int
     start: int = 0
-    """Number of the start in the job at which the fault strikes."""
+    """Number of the start within the job in which the fault strikes."""
 
     @property
     def now(self) -> bool:
-        """True in the start in which the fault strikes."""
+        """True if the current start is the one in which the fault strikes."""
         return int(os.environ.get(START, "0")) == self.start
 
     @property
@@ -65,21 +65,20 @@ def await_copies(run: TrainingRun) -> None:
 
 
 def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Callable[[list[str]], int]:
-    """Return a `pretrain_gpt.main` in which faults strike.
+    """Return a `pretrain_gpt.main` in which the planned faults strike.
 
     Kinds of faults:
         error, kill, stop: at the beginning of a step.
-        copied: killed once the copies of the last step are complete.
-        copy: killed while its copies are sent.
-        agreed: killed once its own copies are stored.
-        save: killed in a save, after so many steps or more.
-        end: killed before the last save, with its copies complete.
-        start: killed while it resumes.
-        "workers 2 3": the launcher's processes 2 and 3 are killed.
-        "host 1": the whole host is killed, and its memory is lost.
+        copied: killed as soon as the copies of the last step are complete.
+        copy: killed while the rank's copies are sent.
+        agreed: killed as soon as the rank's own copies are stored.
+        save: killed in the first save after at least `step` steps.
+        end: killed before the last save, with complete copies.
+        start: killed while the rank resumes. "workers 2 3": the launcher's processes 2 and 3 are killed. "host 1": the
+        whole host is killed, and its memory is lost.
         exit: exits with code 3.
-        term: its parent gets SIGTERM; with "term kill", just before the rank is killed.
-        "start workers 2", "start term": as without "start", but while the rank resumes.
+        term: the rank's parent receives SIGTERM; with "term kill", just before the rank is killed. "start workers 2",
+        "start term": as without "start", but while the rank resumes.
     """
 
     def main(argv: list[str]) -> int:
@@ -138,7 +137,7 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
 
 
 def lost_workers(kind: str, per_host: int) -> list[int]:
-    """Return the processes of the launcher that a fault ends for good."""
+    """Return the numbers of the launcher's processes that a fault ends for good."""
     words = kind.removeprefix("start ").split()
     if words[0] == "host":
         return list(range(int(words[1]) * per_host, (int(words[1]) + 1) * per_host))
@@ -146,7 +145,8 @@ def lost_workers(kind: str, per_host: int) -> list[int]:
 
 
 class Run:
-    """Run in a folder, restarted after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are on host i."""
+    """Training run in a folder that is restarted after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are on host
+    i."""
 
     def __init__(self, folder: Path, ranks: int, flags: Sequence[str] = (), per_host: int = 1) -> None:
         self.folder, self.ranks, self.per_host = folder, ranks, per_host
@@ -176,8 +176,8 @@ class Run:
             os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
     def start(self, *faults: Planned, ranks: int | None = None, flags: Sequence[str] = (), code: int = 0) -> str:
-        """Start the ranks, and return their output once they have ended: through the faults, if there are any, or
-        otherwise with `code`."""
+        """Launch the ranks, wait until they end, and return their output. Without faults, the ranks must exit with
+        `code`."""
         world = ranks or self.ranks
         main = faulty_main(faults, self._breaks)
         with forked_ranks(world, [*self.flags, *flags], self.screen, self._prepare, main) as processes:
@@ -191,7 +191,7 @@ class Run:
         return text
 
     def held_by(self, host: int) -> Path:
-        """Return the folder of a host's copies."""
+        """Return the folder that contains a host's copies."""
         before = os.environ.get(HOST)
         os.environ[HOST] = f"host{host}"
         try:
@@ -200,22 +200,22 @@ class Run:
             os.environ.pop(HOST) if before is None else os.environ.update({HOST: before})
 
     def lose(self, host: int) -> None:
-        """Remove a host with its holder and its memory."""
+        """Remove a host together with its holder process and its memory."""
         folder = self.held_by(host)
         with suppress(OSError):
             os.kill(json.loads((folder / "holder.json").read_text())["pid"], signal.SIGKILL)
-        gone = folder.with_name(f"lost-{folder.name}")  # a rename is atomic; ranks may be writing there
+        gone = folder.with_name(f"lost-{folder.name}")  # ranks may still write to the folder, so rename it atomically
         os.replace(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def end(self) -> None:
-        """End the holders that a test has left."""
+        """End all holder processes that a test leaves running."""
         for about in self.memory.glob("*/holder.json"):
             with suppress(OSError):
                 os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name."""
+        """Return the run's events with this name."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 

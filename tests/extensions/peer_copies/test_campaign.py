@@ -18,10 +18,11 @@ def test_the_sample_has_most_kinds_of_faults() -> None:
         moments = random.Random(seed)
         ranks, _ = moments.randrange(2, 5), moments.randrange(1, 3)
         faults += [fault.kind.split()[0] for fault in drawn_faults(moments, ranks)]
-    assert len(faults) == 12 and {*KINDS} - {*faults} == {"two"}, faults  # two of them are a kill and another fault
+    # Two of the faults are a kill followed by another fault.
+    assert len(faults) == 12 and {*KINDS} - {*faults} == {"two"}, faults
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_faults_cost_one_step_at_most(seed: int, tmp_path: Path) -> None:
-    """Each round makes the assertions."""
+    """`run_round` makes the assertions."""
     assert one_round(tmp_path, seed)

@@ -1,4 +1,4 @@
-"""Copies that fail: training continues, steps are not slowed down, and the log has one line."""
+"""Failed copies: training continues, steps do not slow down, and the log has one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSORS = cut(values(), [0, ROWS], COLUMNS - 1)
 
 @pytest.fixture
 def copies(tmp_path: Path) -> Iterator[Copies]:
-    """Yield the copies of one rank, whose part also goes to host `there`."""
+    """Yield the copies of one rank, whose part is also sent to the host `there`."""
     folder = tmp_path / "here"
     own = open_holder(folder, keep=60)
     (folder / GENERATION).mkdir()

@@ -1,4 +1,4 @@
-"""Holder of a host's copies: refused requests, the rate of transfers, and complete sets of copies."""
+"""Holder process of a host's copies: refused requests, transfer rates, and complete sets of copies."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> N
 
 
 def test_a_sender_learns_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
-    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # writing fails where it would on a full file system
+    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # makes writing fail at the same point as a full file system
     data, link = bytes(8_000_000), Link(holder)
     with pytest.raises(HolderError, match="IsADirectoryError"):
         link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))

@@ -1,4 +1,4 @@
-"""Copies of one process: staged, checked, and loaded into boxes of another layout."""
+"""Copies of one process are staged, checked, and loaded into boxes of another layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values() -> torch.Tensor:
 
 
 def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
-    """Cut the tensor into boxes of these rows, each split into two column ranges."""
+    """Cut the tensor into boxes with these numbers of rows, and split each box into two column ranges."""
     found = []
     for begin, end in pairwise(rows):
         for left, right in ((0, column), (column, COLUMNS)):
@@ -43,7 +43,7 @@ def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
 
 
 def store(folder: Path, tensors: StateDict, host: str, iteration: int = 3) -> None:
-    """Write the state as the only part of a host's copies."""
+    """Write a state as the only part in a host's copies."""
     (folder / GENERATION).mkdir(parents=True, exist_ok=True)
     write_whole(folder / GENERATION / WORLD, json.dumps({"parts": ["0-own"]}))
     stored = Stored(Part(0, (0,), 0), ("model.x",))

@@ -1,5 +1,5 @@
-"""Placement of copies for random sizes: no host has two copies of a part, hosts are balanced, and a part that a replica
-holds is not sent."""
+"""Placement of copies for random sizes: no host has two copies of a part, hosts are balanced, and parts that a replica
+already holds are not sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hosts_of(sizes: list[int]) -> list[str]:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[str], list[Part], int]:
-    """Draw the hosts of ranks, their own parts and replicated ones, and the number of copies."""
+    """Draw the host of each rank, the ranks' own and replicated parts, and the number of copies."""
     host_of = hosts_of(draw(ranks_of_hosts))
     parts = [Part(rank, (rank,), draw(st.integers(0, 100))) for rank in range(len(host_of))]
     for _ in range(draw(st.integers(0, 4))):

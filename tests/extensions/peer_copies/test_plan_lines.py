@@ -1,4 +1,4 @@
-"""Lines of plans about copies in memory."""
+"""Lines about copies in memory in the dry run's plan."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def test_plan_of_four_hosts(strategy: str) -> None:
 
 
 def test_goodput_with_copies() -> None:
-    """Steps take 5 s, a failure comes every hour, the next step comes 100 s later, and a save takes 60 s; copies take
-    no time."""
+    """Steps take 5 s, saves 60 s, and copies no time. A failure happens every hour, and a restart takes 100 s."""
     said = goodput_line(Expected(5, 3600, 100, SaveCost(0, 60, "")), 1, 0.0, 0.0)
     assert "copies 0.00%, restarts 2.74%, repeated steps 0.07%;" in said
     assert said.startswith("goodput 97.19% ") and "at the best --save-interval 94.86%" in said

@@ -1,5 +1,5 @@
-"""Runs that lose ranks, hosts and copies: they resume from memory at most one step back, bitwise, or otherwise from the
-disk."""
+"""Runs that lose ranks, hosts and copies resume bitwise from memory and repeat at most one step, or otherwise resume
+from the disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_step_before_a_damaged_one_is_loaded(begin: Callable[..., Run], undi
 
 
 def damage(folder: Path, iteration: int, part: str) -> None:
-    """Flip a bit of a part."""
+    """Flip a bit in a copied part."""
     for header in folder.glob(f"g*/{part}.[01].json"):
         if read_header(header.with_suffix(""))["iteration"] == iteration:
             data = bytearray(header.with_suffix("").read_bytes())

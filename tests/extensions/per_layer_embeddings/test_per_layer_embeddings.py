@@ -1,4 +1,4 @@
-"""Per-layer embeddings under layouts, compared with one process. The tests of Hugging Face families compare logits and
+"""Per-layer embeddings: comparison of layouts with one process. The tests of Hugging Face families compare logits and
 gradients with those of transformers."""
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ FLAGS = "--per-layer-embedding-size 8 --swiglu --norm-placement sandwich --posit
 
 
 def test_layouts_compute_the_same() -> None:
-    """The norm weight of all layers is a parameter of the first stage."""
+    """The norm weight that all layers share is a parameter of the first stage."""
     rows = ["tp2", "tp2-sp", "pp2-1f1b"]
     assert parity(["--layouts", *rows, "--steps", "1", "--", *FLAGS.split()]) == 0

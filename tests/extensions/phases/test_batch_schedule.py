@@ -53,7 +53,7 @@ def test_a_schedule_by_tokens() -> None:
 
 @pytest.mark.parametrize("flags", ["--step-batch-size-schedule 0:4,80:8", "--rampup-batch-size 4 4 5"])
 def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
-    """The batches have 4 and 4 samples, then 8 each."""
+    """The first two batches have 4 samples each, and later batches have 8."""
     flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
     flags += " --global-batch-size 8" if "rampup" in flags else ""
     config = resolve(parse_args(flags.split()), 1)
@@ -74,7 +74,7 @@ def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"])
 def test_unreadable_sizes_with_a_length_in_tokens(text: str) -> None:
-    """The length is not derived from such sizes; rules report the error."""
+    """The run's length is not derived from invalid batch sizes; rules report the error."""
     flag = text.split()[0]
     config = parse_args(f"--seq-length 16 {text} --train-tokens 4096".split())
     assert any(problem.flag == flag for problem in validate(config, 1))

@@ -1,4 +1,4 @@
-"""tools/inspect_dataset.py shows samples of data sets that only a later phase has."""
+"""tools/inspect_dataset.py shows samples of data sets that only a later phase uses."""
 
 import json
 import zlib

@@ -1,4 +1,5 @@
-"""Runs across a phase change: killed around it, resumed under another layout, and compared with one process."""
+"""Runs across a phase change are killed near the change, resumed under another layout, and compared with one
+process."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ CHANGES = {
     **{1: [4] + [8] * 3 + [4] * 6, 16: [4] * 4 + [8] * 3 + [4] * 3, 17: [4] * 5 + [8] * 3 + [4] * 2},
     24: [4] * 6 + [8] * 3 + [4],
 }
-"""Batch sizes of a run that changes to 8 samples there, by the first sample of the phase."""
+"""Batch sizes of a run that changes to 8 samples in the second phase, keyed by the first sample of that phase."""
 
 
 @pytest.mark.grid("change", [17], CHANGES)
 def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int, tmp_path: Path) -> None:
     """One of the two sources occurs in all phases. The phases change the blend, sequence length, rotary base, batch
-    size and learning rate, and return to the first length. The sample log equals that of one process byte by byte."""
+    size and learning rate, and return to the first length. The sample log equals that of a one-process run byte for
+    byte."""
     random = np.random.default_rng(1)
     texts = ((random.integers(0, 64, int(random.integers(5, 60))) for _ in range(120)) for _ in range(2))
     web, code = (write_documents(tmp_path / name, text) for name, text in zip(("web", "code"), texts, strict=True))
@@ -43,7 +45,7 @@ def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int,
 
 
 def test_a_validation_takes_the_data_of_its_phase(tmp_path: Path) -> None:
-    """An evaluation of a checkpoint that begins in the phase uses the same data."""
+    """An evaluation of a checkpoint from the beginning of a phase uses the data of that phase."""
     phases = tmp_path / "phases.yaml"
     phases.write_text("- {name: short, seq-length: 8}\n- {name: long, from-iterations: 2, seq-length: 16}\n")
     flags = f"{TINY} --position-embedding-type rope --data-phases {phases} --log-interval 1 --eval-iters 2 --pp 2"

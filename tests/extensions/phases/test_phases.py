@@ -1,5 +1,5 @@
-"""--data-phases: the beginnings of phases, the settings that they change, and all mistakes in a file reported at
-once."""
+"""--data-phases: the beginnings of phases, the settings that phases change, and error messages that report all mistakes
+of a file at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(path: Path, text: str, more: str = "--mock-data --train-samples 400", w
 
 
 def test_phases_begin_after_the_batch_sizes_that_the_run_had(tmp_path: Path) -> None:
-    """The run has 20 iterations of 8 samples and 20 of 4 before it gets phases."""
+    """Before phases are added, the run has 20 iterations of 8 samples and 20 iterations of 4 samples."""
     path = tmp_path / "phases.yaml"
     path.write_text("- name: main\n- {name: end, from-iterations: 50, global-batch-size: 16}\n")
     config = parse_args(flags(path, "--mock-data --train-iters 60 --global-batch-size 4"))
@@ -68,7 +68,7 @@ PHASES = st.lists(st.tuples(UNITS, st.integers(1, 40), st.integers(1, 6), st.int
 def test_a_phase_begins_with_the_first_step_after_its_number(
     tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
 ) -> None:
-    """The reference is a walk over all steps."""
+    """The reference iterates over all steps."""
     begun, sizes = {"samples": 0, "tokens": 0, "iterations": 0}, [(3, 4)]
     text, firsts = "- {seq-length: 4, global-batch-size: 3, name: '0'}\n", [(0, 0, 0)]
     for number, (unit, further, length, size) in enumerate(later, 1):

@@ -1,4 +1,4 @@
-"""A run that changes its sequence length takes each token of an epoch as an input once."""
+"""A run that changes its sequence length uses each token of an epoch as an input exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PipeDream-2BW: W(t+1) = W(t) - lr g(W(t-1)), under every layout, without a bubble, saved and resumed."""
+"""PipeDream-2BW: PipeDream-2BW computes W(t+1) = W(t) - lr g(W(t-1)) under every layout, without a bubble, and after a
+resume."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
-    """Return (losses, gradient norms, skipped flags) of the steps so far, including the update of the last one."""
+    """Return (losses, gradient norms, skipped flags) of the steps so far, after completing the update of the last
+    step."""
     run.guard.settle()
     losses = torch.stack(run.interval.losses)
     if dist.is_initialized():
@@ -59,7 +61,8 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
 ) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
-    """Return the results of some steps and, for each step, whether passes of the next one have begun in it."""
+    """Return the results of `STEPS` steps, and a flag for each step that is true if passes of the next step began in
+    it."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
         begun = []
@@ -72,18 +75,19 @@ def trained(
 
 
 def has_begun(run: TrainingRun) -> bool:
-    """Return True if passes of the next step have begun."""
+    """Return True if passes of the run's next step have already begun."""
     return isinstance(run.step, ContinuedStep) and run.step.begun is not None
 
 
 def drop_begun(run: TrainingRun) -> None:
-    """Discard the passes of the next step that have begun."""
+    """Discard passes of the next step that have already begun."""
     if isinstance(run.pipeline, ContinuingPipeline):
         run.pipeline.drop_begun()
 
 
 def by_copies(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[float], list[float], list[bool]]:
-    """Compute the same steps in a plain loop: the gradient uses a copy of the weights before the last update."""
+    """Compute the same steps in a plain loop in which each gradient uses a copy of the weights before the last
+    update."""
     with running(argv, rank, world_size) as run:
         params = [param.data for param in run.ddp.params]
         before = [param.clone() for param in params]
@@ -117,7 +121,7 @@ def test_one_process_follows_the_formula(model: str) -> None:
 
 
 def parameters(run: TrainingRun) -> list[Tensor]:
-    """Return the newest weights after all updates."""
+    """Complete all updates and return the newest weights."""
     run.guard.settle()
     run.optimizer.finish_param_sync()
     drop_begun(run)
@@ -125,7 +129,8 @@ def parameters(run: TrainingRun) -> list[Tensor]:
 
 
 def saved(rank: int, world_size: int, config: RunConfig, folder: str) -> list[Tensor]:
-    """Save a checkpoint after four steps, while the fifth is in progress; return the weights after eight."""
+    """Save a checkpoint after four steps, while the fifth step is in progress, and return the weights after eight
+    steps."""
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
     with local_run(saving, rank, world_size) as run:
         for _ in range(4):
@@ -150,7 +155,7 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> tuple
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp64 --overlap-grad-reduce --overlap-param-gather"])
 def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
-    """Resuming gives bit-identical results under the same layout. Under a different layout, losses agree to a relative
+    """Resuming under the same layout gives bit-identical results. Under a different layout, losses agree to a relative
     tolerance of 1e-9."""
     ranks = 4 if "--fp64" in precision else 2
     config = config_of(f"--pp 2 {precision}", ranks)
@@ -167,7 +172,7 @@ def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
 
 
 def goes_on(rank: int, world_size: int, flags: str) -> None:
-    """Resume from a checkpoint with fewer or more versions, and save a new one."""
+    """Resume from a checkpoint with fewer or more weight versions, and save a new checkpoint."""
     with running(flags.split(), rank, world_size) as run:
         assert run.progress.iteration in (4, 5)
         train_step(run)
@@ -188,8 +193,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
-    """Return the losses of the last stage on one batch: with the newest weights in the middle of training, and those of
-    the next steps."""
+    """Return the losses of the last stage on one batch, first in an evaluation with the newest weights and then in the
+    next training steps."""
     with local_run(config, rank, world_size) as run:
         for _ in range(3):
             train_step(run)
@@ -213,8 +218,8 @@ def test_an_evaluation_during_training_uses_the_newest_weights() -> None:
 
 
 def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, folder: str) -> list[float]:
-    """Return the largest difference of the two versions by parameter when a run trains parameters that were frozen
-    before."""
+    """Return, for each parameter, the largest difference between the two weight versions in a run that starts to train
+    frozen parameters."""
     with local_run(replace(frozen, checkpoint=replace(config.checkpoint, save=folder)), rank, world_size) as run:
         for _ in range(3):
             train_step(run)
@@ -244,19 +249,20 @@ def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) 
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_a_step_with_layer_statistics_runs_alone() -> None:
-    """The pipeline is empty at both ends of such a step: its passes do not begin in the previous step."""
+    """The pipeline is empty at both ends of a step with layer statistics, so its passes do not begin in the previous
+    step."""
     ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
     assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2
 
 
 SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
-"""Micro-batches of steps, as multiples of the ranks."""
+"""Numbers of micro-batches of consecutive steps, as multiples of the number of ranks."""
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
 def test_steps_follow_each_other_as_one_long_step(p: int, multiples: list[int]) -> None:
-    """The steps are also equal if sends and receives block, and with every message on one side of the cuts."""
+    """The results are also equal if sends and receives block. No message crosses a cut between steps."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)
     passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]
@@ -278,7 +284,8 @@ def test_fifty_steps_have_no_bubble_between_the_first_and_the_last(p: int, multi
         between = [entry for entry in busy if 2 * 3 * m <= entry.start < 48 * 3 * m]
         assert len(between) > 90 * m
         assert all(entry.stop == after.start for entry, after in pairwise(between))
-    assert found.makespan == 3 * (50 * m + p - 1)  # as if all 50 steps were one: F takes 1, B 2
+    # As long as a single step with the micro-batches of all 50 steps: F takes 1 and B takes 2.
+    assert found.makespan == 3 * (50 * m + p - 1)
     assert found.peak_activations == [float(p - rank) for rank in range(p)]
 
 

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages, set by hand."""
+"""Layers of pipeline stages that are set manually."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
 
 
 def test_an_end_counts_as_one_layer() -> None:
-    """30 layers and both ends on 8 stages count as 32, 4 per stage; each end counts as one."""
+    """The embedding and the output layer each count as one layer, so 30 layers count as 32, or 4 on each of 8
+    stages."""
     assert counts(parallel(8, **{LOSS: True, EMBEDDING: True})) == [3, 4, 4, 4, 4, 4, 4, 3]
 
 
 def test_a_costly_head_may_count_as_one_layer() -> None:
-    model = replace(MODEL, vocab_size=12 * 64 * 4)  # as many parameters as four layers
+    model = replace(MODEL, vocab_size=12 * 64 * 4)  # has as many parameters as four layers
     assert counts(parallel(4, account_for_loss_in_pipeline_split=True), model)[-1] >= 7
 
 

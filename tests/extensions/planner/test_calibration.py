@@ -1,5 +1,5 @@
-"""Device files fitted to measured times: exact for times that follow the model, and unchanged when they are written and
-read."""
+"""Device files fitted to measured times: the fit is exact for times that follow the model, and files survive a round
+trip."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def h100() -> DeviceFile:
 
 
 def measured(device: DeviceFile) -> fit.Measured:
-    """Return the measurements that this device would give."""
+    """Return the measurements that a device with these constants would give."""
     kernel, width, lengths = "flash", 128, (512, 2048, 8192)
 
     def attention(length: int, way: bool) -> tuple[Attention, float]:
@@ -122,8 +122,8 @@ def test_points_that_no_line_fits_give_no_negative_constant() -> None:
 
 
 def _products(*rates: float) -> fit.Measured:
-    """Return measurements of GEMMs of depths 8, 16, and so on, at these rates in TFLOP/s, with the copies and attention
-    of h100."""
+    """Return measurements in which GEMMs of depths 8, 16, and so on reach these rates in TFLOP/s. Copies and attention
+    are those of h100."""
     depths = range(8, 8 * len(rates) + 8, 8)
     products = ((Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(depths, rates, strict=True))
     return replace(measured(read_device("h100")), products=tuple(products))
@@ -143,7 +143,7 @@ def test_a_file_of_any_rates_can_be_read(rates: tuple[float, ...], peak: float |
 
 def test_a_fit_above_the_known_peak_is_held_there_with_the_depth_that_suits_it() -> None:
     speed = fit.gemm_speed(_products(1.0, 1.5).products, [0.5, 0.5], 2.0)
-    # half of the device is assumed to reach more than half of the peak
+    # The rates assume that half of the device reaches more than half of the peak.
     assert speed.tflops == 2.0 and speed.half_depth == 0.0
     speed = fit.gemm_speed(_products(*(2.0 * k / (k + 40) for k in range(8, 80, 8))).products, [1.0] * 9, 1.8)
     assert speed.tflops == 1.8 and 20 < speed.half_depth < 40
@@ -160,7 +160,7 @@ def _measured(rank: int, world_size: int) -> tuple[object, ...]:
 
 def test_ranks_measure_together_and_write_what_reads_the_same(tmp_path: Path) -> None:
     (found, points, slowdown), other = run_world(2, _measured)
-    assert other == (found, points, slowdown)  # the mean of both ranks
+    assert other == (found, points, slowdown)  # the mean over both ranks
     assert {(point.link, point.kind) for point in points} == {("network", kind) for kind in KINDS}
     assert 0 <= slowdown <= 1 and len(found.products) == 2 and {each.backward for each, _ in found.attention} == {0, 1}
     device = fit.device_file(found, {}, name="two processes", multiprocessors=1, memory_gib=1.5)

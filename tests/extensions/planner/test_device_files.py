@@ -1,4 +1,4 @@
-"""Device files: each one can be read, and its predictions follow from its numbers."""
+"""Each device file can be read, and its predictions follow from its numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
 
 
 def test_a_peak_is_of_the_whole_model() -> None:
-    """A laptop GPU has the name of the desktop card and a third of its rate."""
+    """A laptop GPU has the same name as the desktop card, but a third of its rate."""
     known = {
         "NVIDIA A100-SXM4-40GB": 312.0,
         "NVIDIA GeForce RTX 4090": 165.2,
@@ -62,7 +62,7 @@ def test_gemms_lose_by_short_inner_dimensions_and_last_waves(h100: DeviceFile) -
         return 2 * m * n * k / h100.gemm_us("bf16", m, n, k)
 
     assert rate(8192, 8192, 512) < rate(8192, 8192, 8192)
-    whole = 128 * 132  # rows of one wave of tiles
+    whole = 128 * 132  # the rows of one wave of tiles
     assert rate(whole + 128, 256, 8192) < 0.7 * rate(whole, 256, 8192)
     assert h100.gemm_us("bf16", 16, 16, 16) == h100.kernel_floor_us
     assert h100.gemm_us("bf16", 1, 2**20, 4096, 64) < h100.gemm_us("bf16", 2, 2**20, 4096, 64) / 30

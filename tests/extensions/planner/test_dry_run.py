@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan that it prints and the errors that it reports to a user."""
+"""`--dry-run`: the printed plan and the errors that users see."""
 
 from __future__ import annotations
 
@@ -68,14 +68,15 @@ def test_its_remedies_work() -> None:
 
 
 class WideningLayer(TransformerLayer):
-    """Layer whose MLP width grows with its number, so that no two layers are alike."""
+    """Layer whose MLP width grows with the layer number, so that no two layers are alike."""
 
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> MLP:
         return MLP(name, config, ctx, 64 * (1 + ctx.layer))
 
 
 def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory, FLOPs and times share the kinds of layers; layers that depend on their number are of different kinds."""
+    """Memory, FLOPs and times use the same kinds of layers, each of which is built once. Layers that depend on their
+    number are different kinds."""
     monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
     LAYERS.register("widening", WideningLayer)
     numbers: list[list[int]] = []
@@ -107,7 +108,8 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_plan() -> None:
     done = pretrain(RIGHT, code=0)
     lines = [line.strip() for line in done.stdout.splitlines()]
-    # Tokens and positions; per layer 12 h^2 in matrices, 13 h in biases and norms; the last norm.
+    # Token and position embeddings; 12 h^2 for the matrices and 13 h for the biases and norms of each layer; the final
+    # norm.
     assert f"parameters {1024 * 64 + 128 * 64 + 7 * (12 * 64**2 + 13 * 64) + 2 * 64:,}" in lines
     assert "TP 2, CP 1, DP 2, PP 2, EP 1" in lines
     assert "TP 4 groups of 2: [0,1] [2,3] [4,5] [6,7]" in lines
@@ -123,8 +125,8 @@ def test_plan() -> None:
 
 
 def test_bytes_of_states_match_the_plan_as_json(tmp_path: Path) -> None:
-    """The bytes are those of ranks, and of states and slots in host memory. test_measured_memory.py compares the plan
-    with runs."""
+    """The test compares the bytes of each rank, and of states and slots in host memory. test_measured_memory.py
+    compares the plan with runs."""
     offload = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
     shown = pretrain(f"{RIGHT} {offload} --json {tmp_path / 'plan.json'}", code=0).stdout
     first, *_ = ranks = json.loads((tmp_path / "plan.json").read_text())["memory"]
@@ -147,7 +149,7 @@ def test_groups_are_abbreviated_at_scale() -> None:
 
 
 def test_a_plan_takes_no_longer_for_a_hundred_million_ranks() -> None:
-    """No part of the plan iterates over the ranks, which would take minutes."""
+    """No part of the plan iterates over all ranks, which would take minutes."""
     flags = RIGHT.replace("--world-size 8", "--world-size 100000000").replace("batch-size 16", "batch-size 50000000")
     done = pretrain(f"{flags} --device h100", code=0)
     assert "DP 4 groups of 25000000; above 131,072 ranks they are not listed" in done.stdout
@@ -180,7 +182,7 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
 
 
 def test_a_plan_without_the_files_of_the_tokenizer() -> None:
-    """A plan without these files needs only the vocabulary size."""
+    """A plan does not need the tokenizer's files, only its vocabulary size."""
     missing = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/tok"
     for size in ("--vocab-size", "--default-vocab-size"):
         done = pretrain(f"{RIGHT.replace('--vocab-size', size)} {missing}", code=2)
@@ -255,7 +257,7 @@ def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
-    """The backward pass of these experts computes gradients within a backward pass."""
+    """The experts in this test compute gradients within their backward pass."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
@@ -329,7 +331,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
 def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
-    limit = "ulimit -f 1; " if said is None else ""  # 512 bytes for files; devices and pipes have no limit
+    limit = "ulimit -f 1; " if said is None else ""  # files may have 512 bytes; devices and pipes have no limit
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr

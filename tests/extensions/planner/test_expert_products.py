@@ -1,4 +1,4 @@
-"""Planned GEMMs of experts: one kernel for all, or one per expert."""
+"""Planned GEMMs of experts: one kernel for all experts, or one per expert."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_products_of_all_experts_are_one_event() -> None:
 
 
 def test_kernels_that_are_left_out_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's GEMMs of single experts are recorded instead."""
+    """Without a grouped kernel, the plan records one torch GEMM per expert."""
     recorder = Recorder(fp32_sums=True, backend="auto")
     monkeypatch.setattr(expert_products, "LEFT_OUT", {"grouped_scaled_mm", "add_fp8_products_grouped_"})
     found = planned_expert_products(recorder)

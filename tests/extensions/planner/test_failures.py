@@ -1,4 +1,4 @@
-"""Goodput on devices that fail, compared with a simulated run, and the plan options that request it."""
+"""Predicted goodput on failing devices, compared with a simulated run, and the options that request the prediction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
 
 
 def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, float]:
-    """Return the time shares of a simulated run with the given number of segments and randomly drawn failures."""
+    """Simulate `segments` segments of a run with randomly drawn failures, and return the shares of its time."""
     rng, trained = random.Random(1), steps * run.step_seconds
     now = repeated = restarts = saves = 0.0
     failure = rng.expovariate(1 / run.between_failures)
@@ -68,7 +68,7 @@ def test_no_interval_is_better_than_the_best(run: Expected, steps: int) -> None:
 
 
 def test_the_best_interval_is_near_the_formula_of_young() -> None:
-    """Young (1974): sqrt(2 delta M), for short and rare saves and failures."""
+    """For short saves and rare failures, the best interval is sqrt(2 delta M) according to Young (1974)."""
     best = Expected(1.0, 1e6, 60, SaveCost(5, 5, "")).best()
     assert best.steps == pytest.approx(math.sqrt(2 * 5 * 1e6), rel=0.01)
 
@@ -87,7 +87,7 @@ def test_spare_nodes_pay_if_nodes_are_missing_often() -> None:
     none, present, alone = spares_worth(4, 1e-12, 3600)
     assert none == 0
     assert present == alone == pytest.approx(1)
-    some, present, alone = spares_worth(1000, 1e-6, 4 * 3600)  # 14.4 nodes are missing on average
+    some, present, alone = spares_worth(1000, 1e-6, 4 * 3600)  # on average, 14.4 nodes are missing
     assert 14 < some < 40
     assert alone < 1e-5 < 0.9 < present
 

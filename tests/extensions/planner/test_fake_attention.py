@@ -1,4 +1,4 @@
-"""Outputs that plans assume for tiled attention on GPUs: tensors with the shapes that plain torch computes."""
+"""Fake outputs of tiled attention on GPUs in plans have the same shapes as those that plain torch computes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 def operands(value_width: int) -> list[Tensor]:
-    """Return the output's gradient, q, k and v."""
+    """Return the output gradient, q, k and v."""
     shapes = (HEADS, value_width), (HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width)
     return [torch.randn(ROWS, SAMPLES, *shape).bfloat16() for shape in shapes]
 
 
 def tiles_of(name: str) -> tuple[Tile, ...]:
-    """Return the tiles of a sample on one rank, or of a ring step on the first of two ranks."""
+    """Return the tiles of a whole sample on one rank, or of one ring step on the first of two ranks."""
     spans = {
         "whole": (range(ROWS),),
         "own keys": rank_spans(2 * ROWS, 0, 2),
@@ -50,7 +50,7 @@ def test_planned_tensors_have_the_shapes_of_computed_ones(name: str, value_width
 def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
     _, q, k, v = operands(WIDTH)
     kernel, _ = PlannedGPU().attention("auto", AttentionOperands(0.25, q.dtype, CPU, WIDTH, WIDTH)).tiles()
-    outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # in bf16, and the log-sum-exp in fp32
+    outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # bf16 outputs, and the fp32 log-sum-exp
     made = {}
     for name in ("whole", "own keys"):
         with LiveMemory() as live:

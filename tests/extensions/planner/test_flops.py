@@ -1,4 +1,4 @@
-"""FLOPs of a model as the planner counts them in a fake step, and formulas for activations."""
+"""FLOPs of a model, which the planner counts in a fake step, and formulas for activations."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from tests.pure.test_model_math import PUBLISHED, STYLES, WITH_EXPERTS, shape
 from tests.tiny import TINY
 
 
-# A delta net recomputes products that do not count.
+# A delta net recomputes products, which do not count.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
-    """Linear layers agree exactly. Attention multiplies the whole square here, twice the causal count, and a kernel
-    that recomputes the scores in the backward does one GEMM more."""
+    """The FLOPs of linear layers agree exactly. Attention in this test multiplies the whole score matrix, which is
+    twice the causal count. A kernel that recomputes the scores in the backward pass does one more GEMM."""
     config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
     batch = replace(batch.with_future(config.mtp_depths), aux_scale=torch.ones(()) if config.num_experts else None)
-    # Weight gradients are added in place, an operation that the counter does not know: [m, n] += [m, k] x [k, n].
+    # Weight gradients are added in place with an operation that torch's counter does not support: [m, n] += [m, k] x
+    # [k, n].
     in_place = {torch.ops.aten.addmm_: lambda out, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(None, batch).backward()
@@ -68,7 +69,7 @@ def test_flops_of_published_runs() -> None:
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
 def test_stages_are_split_by_flops(style: str) -> None:
-    """The cost of the modules, in layers, is their share of the FLOPs that torch counts."""
+    """The cost of multi-token prediction modules, in units of a layer, follows from the FLOPs that torch counts."""
     experts = replace(gpt_cases.LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
     base = replace(experts if style == "experts" else gpt_cases.STYLES[style], num_layers=3)
     alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))
@@ -87,8 +88,8 @@ def _flops_of_an_update(rank, world_size, config):
 
 
 def test_planned_flops_match_the_iterations() -> None:
-    """Queries, keys, values, gate and up are separate matrices; embeddings, output layer and norms are not
-    orthogonalized."""
+    """The query, key, value, gate and up projections are separate matrices. Embeddings, the output layer and norms are
+    not orthogonalized."""
     flags = f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --optimizer muon --muon-num-ns-steps 3"
     config = resolve_legal(parse_args(flags.split()), 1)
     planned = update_flops(config.model, config.optimizer)

@@ -1,5 +1,4 @@
-"""Layout search: the layouts that it generates, its bounds, and that it finds the same layouts as an exhaustive
-search."""
+"""Layout search: generated layouts, lower bounds, and agreement with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -111,7 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest) -> Tried:
-    """Evaluate every legal layout of a small run, with every way of saving memory; more of them with --whole."""
+    """Evaluate every valid layout of a small run with every way to save memory. With --whole, the search space is
+    larger."""
     run = SearchedRun(resolve(parse_args([*RUN, *request.param]), WORLD), WORLD)
     whole = request.config.getoption("--whole")
     most = {"most_tp": 4, "most_samples": 2} if whole else {"most_tp": 2, "most_samples": 1}
@@ -132,7 +132,7 @@ def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
 
 
 def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
-    """The GEMMs fill the device, and replicas exchange little."""
+    """The GEMMs of this model fill the device, and replicas exchange little data."""
     costs = LayoutCosts(SearchedRun(resolve(parse_args(WIDE), 8), 8), read_device("h100"), 8)
     family = next(costs.run.space.families())
     assert (family.tp, family.cp, family.recompute) == (1, 1, "none")
@@ -141,7 +141,7 @@ def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
 
 
 def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
-    """The stages offload different numbers of layers."""
+    """The pipeline stages offload different numbers of layers."""
     offloading = [found for found in tried.every if found.layout.saving == Saving("optim", "activations")]
     layers = {found.config.parallel.offloaded_layers: found for found in offloading}
     assert len(layers) > 1
@@ -237,7 +237,7 @@ def test_if_no_layout_fits_the_nearest_is_named_and_none_is_timed(tried: Tried) 
 
 
 def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
-    """The pasted flags follow flags of another layout, which they override."""
+    """The pasted flags come after flags of another layout and override them."""
     own = [*RUN, *(EXPERTS if tried.costs.run.own.model.num_experts else ())]
     own += "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --no-overlap-grad-reduce".split()
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
@@ -295,7 +295,7 @@ def test_the_verdict_ranks_the_given_layout(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_runs_whose_batch_grows_are_searched() -> None:
-    """The first batch does not matter: single sizes are tried without one."""
+    """The first batch size does not matter, because the search tries constant batch sizes."""
     run = SearchedRun(resolve(parse_args([*RUN, *"--rampup-batch-size 8 8 64".split()]), WORLD), WORLD)
     assert LayoutCosts(run, read_device("h100"), 2).divides(2, 1, 1, 2)
 

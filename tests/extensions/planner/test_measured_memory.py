@@ -1,4 +1,4 @@
-"""Memory of each rank of training runs, in gloo worlds of 1 to 4 processes, equals the dry run's plan."""
+"""The measured memory of each rank in gloo worlds of 1 to 4 processes equals the dry run's plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EXPERTS = (
     "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
     "--moe-pad-expert-input-to-capacity"
 )
-"""Cases whose messages have a fixed size; otherwise, their sizes would depend on the router."""
+"""Flags that give messages a fixed size, which would otherwise depend on the router."""
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
@@ -58,20 +58,20 @@ MODULES = f"{SELECTIVE} --recompute-modules"
 
 
 PADDED = "--num-layers 7 --ddp-bucket-size 500"
-"""Several buckets, so that their padding counts."""
+"""Flags for several buckets, so that the padding of buckets counts."""
 
 REPLICATED = "--no-use-distributed-optimizer"
 FP32, FP64 = "--no-bf16 --fp32", "--no-bf16 --fp64"
 LATE = "--optimizer-post-validation --clip-grad 1e9"
-"""Nothing is clipped: a late verdict would roll back a step."""
+"""Flags under which nothing is clipped, because late clipping would roll back a step."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Memory of one rank in bytes."""
 
     names: tuple[str, ...]
-    """The parameters and their places, in order."""
+    """The parameters and their places, in order of the buffers."""
 
     elements: int
     parameters: int
@@ -80,16 +80,16 @@ class Memory:
     moments: int
     optimizer: int
     kept: int
-    """Largest saved activations between two pipeline actions, without messages in flight."""
+    """Largest number of bytes of saved activations between two pipeline actions, without messages in flight."""
 
     units: int
-    """Largest total of whole unit parameters and gradients at the same time."""
+    """Largest total size of unsharded unit parameters and gradients at any time."""
 
     host: int
-    """Host memory of optimizer states, of buffers for gradients and parameters, and of saved activations."""
+    """Host memory for optimizer states, for buffers of gradients and parameters, and for saved activations."""
 
     peak: int
-    """Peak during the forward and backward passes; an estimate in a plan."""
+    """Peak memory during the forward and backward passes. In a plan, this is an estimate."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -97,13 +97,14 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
-    """Measure the second step of a run: the first one allocates the tensors that stay."""
+    """Measure the second step of a run, because the first step allocates persistent tensors."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         train_step(run)
         held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
-        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]  # excludes the scales of fp8
+        # Does not include the scales of fp8.
+        own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]
         shards = [shard for shard in run.optimizer.shards if not shard.on_host]
         parameters, gradients, host_units = run.ddp.nbytes
         parameters += sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
@@ -118,7 +119,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Bytes of whole parameters and whole gradients of units: the maximum of each."""
+    """Meter of the maximum bytes of unsharded unit parameters and of unsharded unit gradients."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0
@@ -132,7 +133,7 @@ class WholeUnits:
 
     @property
     def memory(self) -> set[int]:
-        """Storages that are allocated and freed repeatedly."""
+        """Storages that a step allocates and frees repeatedly."""
         tensors = (tensor for b in self.buckets for tensor in (b.params, b.grads))
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
@@ -147,7 +148,7 @@ class WholeUnits:
 
 
 def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int]:
-    """Return (largest saved bytes between two actions, peak of forward and backward) of a step."""
+    """Return (largest saved bytes between two actions, peak bytes of the forward and backward passes) of a step."""
     step, executor, kept = run.progress.next_step(run.batch_sizes), run.pipeline.executor, 0
     batches = run.data.read_batches(step)
     run.ddp.begin_step(len(batches))
@@ -171,7 +172,7 @@ def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int]:
 
 
 def plan(config: RunConfig, world_size: int) -> list[Memory]:
-    """Return the dry run's memory by pipeline rank."""
+    """Return the memory that the dry run plans for each pipeline rank."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     micro = config.training.num_microbatches
     assert micro is not None
@@ -229,8 +230,9 @@ def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> N
 
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
-    """Assert that measured and planned bytes are equal, except for peaks: gloo's threads free sent buffers a little
-    later, especially on a busy machine. Fewer than `beyond` additional bytes may be kept."""
+    """Assert that measured and planned bytes are equal, except for peaks. Peaks may differ because gloo's threads free
+    sent buffers a little later, especially on a busy machine. Between actions, fewer than `beyond` additional bytes may
+    be saved."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond
@@ -239,8 +241,8 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_hold_the_planned_bytes() -> None:
-    """The bytes between actions equal the plan, except for a scalar per micro-batch; the peaks of both passes may
-    coincide."""
+    """The saved bytes between actions equal the plan, except for one scalar per micro-batch. The peaks of the two
+    passes may coincide."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100
@@ -248,7 +250,7 @@ def test_alternating_passes_hold_the_planned_bytes() -> None:
 
 
 def test_states_of_frozen_weights_match_the_plan() -> None:
-    """Fewer bytes of activations are kept than planned."""
+    """The measured activations have fewer bytes than planned."""
     frozen = r"--pp 2 --optimizer sgd --freeze layers\\.[01]\\. --freeze word_embeddings"
     for measured, planned in compare(4, f"{PADDED} {frozen}"):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned and measured.kept <= planned.kept
@@ -265,8 +267,8 @@ CHAINS = [
 
 
 def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
-    """Return the optimizer's bytes on the device and on the host, and then the bytes of its transform chains on the
-    device and on the host."""
+    """Return the bytes of the optimizer on the device and on the host, and those of its transform chains on the device
+    and on the host."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
@@ -277,7 +279,8 @@ def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
 def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
-    """The bytes are compared for each rank; the plan of a pipeline rank has those of the fullest rank."""
+    """The test compares the bytes of each rank. The plan of a pipeline rank has the bytes of its rank with the most
+    states."""
     load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
     config = config_of(flags, world_size)
     dims, ranks = ParallelDims.from_config(config.parallel, world_size), run_world(world_size, bytes_of_chain, config)
@@ -289,7 +292,7 @@ def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
         assert planned == ([ranks[rank][2] for rank in stage], [ranks[rank][3] for rank in stage])
         assert states.memory.optimizer == max(ranks[rank][0] for rank in stage)
         assert states.memory.host == max(ranks[rank][1] for rank in stage)
-        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0  # in shards, including padding
+        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0  # counted in shards, including padding
         assert states.memory.moments >= max(planned[0]) + fused > 0
         assert fused or states.memory.moments == max(planned[0])
 
@@ -307,13 +310,13 @@ WITH_SCALARS = [
 
 @pytest.mark.parametrize("flags", WITH_SCALARS)
 def test_everything_except_scalars_is_planned(flags: str) -> None:
-    """Experts keep one scalar per micro-batch, and norms that are known later keep some."""
+    """Experts keep one scalar per micro-batch, and gradient norms that are computed later keep a few scalars."""
     check(4, flags, beyond=100)
 
 
 OF_A_LAYER = [
-    # Bytes that the recomputation of each module drops: 5as/h is never kept, 4a/h of it remains; norms keep 8 bytes per
-    # token.
+    # Bytes that the recomputation of each module saves. 5as/h for attention scores is never kept; 4a/h remains instead.
+    # Norms keep 8 bytes per token.
     (1, "", 34, 8 + 4 * 8),
     (1, SELECTIVE, 34, 8),
     (1, f"{MODULES} layernorm", 30, 8 + 4 * 8),
@@ -329,8 +332,8 @@ OF_A_LAYER = [
 
 @pytest.mark.parametrize(("world_size", "flags", "sbh", "tokens"), OF_A_LAYER)
 def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh: float, tokens: float) -> None:
-    """The bytes are in units of sbh and in bytes per token. The published formula (arXiv 2205.05198, table 2) also has
-    attention scores, 5as/h in units of sbh, but no statistics of norms."""
+    """The cases give bytes in units of sbh plus bytes per token. The published formula (arXiv 2205.05198, table 2) also
+    includes attention scores, 5as/h in units of sbh, but no norm statistics."""
     planned = ActivationPlan(MicroBatch.of(config_of(flags, world_size)))
     one, two = (planned.stage(Stage(range(n), first=False, last=False)).kept for n in (1, 2))
     assert two - one == sbh * SEQ * HIDDEN + tokens * SEQ
@@ -338,7 +341,7 @@ def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh
 
 def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[int, int]:
     """Return (peak bytes of the loss, bytes of fp32 logits). The loss runs forward and backward over bf16 logits
-    [tokens, 1, vocab / tp], which are the result of an operation and do not count."""
+    [tokens, 1, vocab / tp]. The logits are the result of an operation and do not count."""
     state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
     columns = vocab // world_size
     made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)

@@ -1,5 +1,5 @@
-"""GPU plans computed with meta tensors equal plans computed with fake tensors. Fake tensors are used if some parts do
-not run on meta tensors."""
+"""GPU plans computed with meta tensors equal plans computed with fake tensors. Plans use fake tensors if parts of the
+model do not run on meta tensors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LOOPS = {
 
 
 def totals(events: Iterable[Event]) -> Counter[str]:
-    """Return the FLOPs of GEMMs, and bytes and number of each type of event."""
+    """Return the FLOPs of GEMMs, and the bytes and number of events of each type."""
     found: Counter[str] = Counter()
     for event in events:
         kind = type(event).__name__
@@ -172,5 +172,5 @@ for module in [module for name, module in sys.modules.items() if name.startswith
 
 
 def test_a_run_after_a_plan_computes_with_its_own_functions() -> None:
-    """A module that is first imported while a plan is made must not keep the plan's stand-ins."""
+    """A module that is first imported while a plan is made must not keep the functions that planning replaces."""
     python_apart("-c", PLANNED_FIRST, code=0)

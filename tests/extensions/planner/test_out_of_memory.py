@@ -1,4 +1,4 @@
-"""Messages about a device that ran out of memory."""
+"""Messages that are printed after a device ran out of memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The planned bytes of activations equal those that built stages keep between a forward pass and its backward.
+"""The planned bytes of activations equal the bytes that real stages keep between a forward pass and its backward pass.
 
-Each test runs one case in so many, or all of them with --whole.
+Each test runs every n-th case, or all cases with --whole.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "min_offloade
 
 
 def parallel_config(**fields: Any) -> ModelParallelConfig:
-    """Return a parallel configuration with these fields, which may be those of extensions."""
+    """Return a parallel configuration with these fields, which may belong to extensions."""
     return config_of_sections({"parallel": fields}).parallel
 
 
@@ -73,8 +73,8 @@ def settle(live: LiveMemory) -> None:
 
 
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
-    """Return the bytes that remain after a forward pass of a built stage, without its weights and its output, and the
-    bytes of buffers on the host."""
+    """Build a stage, run its forward pass, and return the bytes that remain, without weights and output, and the bytes
+    of host buffers."""
     model = batch.model
     offload = build_store(batch.parallel, batch.device)
     passes, weights = PassContext(offload=offload), WeightSetup(batch.device, initialize=False)
@@ -103,7 +103,7 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
 
 
 def planned_for(batch: MicroBatch, stage: Stage) -> tuple[int, int]:
-    """Return the planned result of `kept_by`."""
+    """Return the plan's prediction for the result of `kept_by`."""
     plan = ActivationPlan(batch).stage(stage)
     return plan.kept, sum(size * number for size, number in plan.host.of_size.items())
 
@@ -115,13 +115,13 @@ def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
 
 
 def differing(world_size: int, cases: list[Case]) -> list[Found]:
-    """Return (case, planned, measured) of cases that differ on some rank."""
+    """Return (case, planned, measured) for cases in which plan and measurement differ on some rank."""
     plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
     return [case for found in run_world(world_size, compare, cases, plans) for case in found]
 
 
 def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int, int]]) -> list[Found]:
-    """Return (case, planned, measured) of cases that differ on this rank."""
+    """Return (case, planned, measured) for cases in which plan and measurement differ on this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
     for (name, model, parallel, stage), planned in zip(cases, plans, strict=True):
@@ -152,7 +152,7 @@ def grid(
     parallels: Sequence[ModelParallelConfig],
     stages: Sequence[Stage],
 ) -> list[Case]:
-    """Combine each model with each kind of recomputation, taking the next configuration and stage in turn."""
+    """Combine each model with each kind of recomputation. Parallel configurations and stages are used in turn."""
     return [
         (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
         for number, ((name, model), kind) in enumerate(product(models.items(), kinds))
@@ -186,8 +186,8 @@ RECIPES = [in_fp8(recipe) for recipe in ("delayed", "tensorwise", "blockwise", "
 
 
 def offloaded() -> list[Case]:
-    """Return cases with the first layer of a stage offloaded: the bytes on the device, and the host's buffers. All
-    activations of a layer are offloaded except those that routing keeps."""
+    """Return cases that offload the first layer of a stage, to compare bytes on the device and host buffers. All
+    activations of the layer are offloaded except those that routing keeps."""
     parallels = [parallel_config(bf16=True, **OFFLOAD), in_fp8("delayed", **OFFLOAD)]
     return grid(STYLES | DROPOUT | {"experts": EVEN}, RECOMPUTE, parallels, (WHOLE, MIDDLE, FIRST))
 
@@ -204,7 +204,7 @@ FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "la
 
 
 def over_two_ranks() -> list[Case]:
-    """Combine each style with some kinds of recomputation, taking the layouts and stages in turn."""
+    """Combine each style with some kinds of recomputation. Layouts and stages are used in turn."""
     found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
     of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
     found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))
@@ -217,12 +217,12 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "styles": (1, 151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
     "offload": (1, 113, offloaded),
     "experts": (1, 11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
-    # One-byte copies of inputs replace tensors that would otherwise be kept, and are added to those kept in any case.
+    # One-byte copies of inputs replace tensors that are otherwise kept, and add to tensors that are kept in any case.
     "fp8": (1, 151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
 }
-"""Ranks, the stride of the default cases, and all cases."""
+"""Number of ranks, stride n of the default run, and function that returns all cases."""
 
 
 @pytest.mark.grid("whole", [False], [True])
@@ -234,7 +234,7 @@ def test_saved_activations_equal_the_plan(name: str, whole: bool) -> None:
 
 
 def test_fused_regions_save_at_most_the_bytes_that_they_replace() -> None:
-    """The numbers that norms keep in fp32 are excluded."""
+    """The fp32 values that norms keep do not count."""
     for model in (GPT, LLAMA):
         batches = (MicroBatch(model, each, SAMPLES, "cuda") for each in (BF16, FUSED))
         plain, fused = (ActivationPlan(each).stage(WHOLE).kept for each in batches)
@@ -257,7 +257,8 @@ def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
     "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
 )
 def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
-    """On GPUs, the row counts are on the device, where fake tensors have no values. Offsets are kept in their place."""
+    """On GPUs, the row counts are device tensors, and fake device tensors have no values. The layer keeps offsets
+    instead of row counts."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
     kept = [
         ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, extension_options=(fp8,)), SAMPLES, "cuda"))
@@ -270,8 +271,8 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """The GEMMs of these gradients add to the output directly. Any other memory of a backward pass is smaller than one
-    of the products."""
+    """The GEMMs of fp8 weight gradients add to the output directly. Any other memory of a backward pass is smaller than
+    a single GEMM output."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2
@@ -284,22 +285,23 @@ def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
 
 
 def test_recomputation_of_experts_saves_memory() -> None:
-    """There are 8 experts, of which a token uses 2, and a shared one; the test checks the remaining activations of a
-    layer."""
+    """There are 8 experts, of which each token uses 2, and a shared expert. The test checks the layer activations that
+    remain."""
     model = replace(EVEN, moe_shared_expert_intermediate_size=64)
     kept = {}
     for kind in EXPERT_KINDS:
         kept[kind] = kept_in_bf16(model, **RECOMPUTE[kind])
     tokens, layers = SAMPLES * model.seq_length, 2
     assert kept["mlp"] == kept["none"]
-    activated = 2 * tokens * layers * (2 * 48 + 64)  # the inputs of the second linear layers, in bf16
+    activated = 2 * tokens * layers * (2 * 48 + 64)  # the bf16 inputs of the second linear layers
     assert kept["none"] - kept["moe_act"] == activated
     assert kept["none"] - kept["shared_experts"] == 2 * tokens * layers * 3 * 64
     assert kept["moe"] < kept["moe_act"] - activated
 
 
 def test_experts_over_ranks() -> None:
-    """Message sizes depend on the router: the mean over the ranks is that of an even router, to three percent."""
+    """Message sizes depend on the router, but their mean over the ranks is within three percent of that of an even
+    router."""
     model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)
     layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     parallel = ModelParallelConfig(**layout, sequence_parallel=True, bf16=True)
@@ -313,7 +315,7 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
-    """GPUs write the product of 16-bit matrices directly in fp32, so a sum needs no second tensor."""
+    """GPUs write the product of 16-bit matrices directly in fp32, so summing needs no second tensor."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
     both = (replace(batch, bf16_sums=sums) for sums in (False, True))

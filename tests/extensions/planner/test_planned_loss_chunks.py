@@ -1,5 +1,5 @@
-"""Planned bytes of an output layer and a loss in chunks of tokens equal those of a built stage: the kept ones and the
-peaks."""
+"""For an output layer and a loss in chunks of tokens, the planned bytes, both kept bytes and peaks, equal those of a
+real stage."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def forget_gradient(parameter: Tensor) -> None:
 
 
 def measured(batch: MicroBatch, stage: Stage, state: ParallelState | None = None) -> tuple[int, int, int]:
-    """Return the bytes that a built stage keeps between forward and backward, and the peak of either, without its
-    weights and their gradients."""
+    """Build a stage, and return the bytes kept between its passes and the peak of each pass, without weights and weight
+    gradients."""
     weights = WeightSetup("cpu", initialize=False)
     built = GPTModel(batch.model, batch.parallel, state, stage, weights=weights).train()
     dtype = getattr(torch, batch.parallel.params_dtype)
@@ -123,7 +123,7 @@ def test_chunks_leave_one_tensor_of_the_size_of_the_hidden_states() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "further tokens"])
 def test_chunks_multiply_no_more(name: str) -> None:
-    """The model FLOPs of a token do not depend on chunks, and neither do the FLOPs of a planned step."""
+    """Neither the model FLOPs per token nor the FLOPs of a planned step depend on chunks."""
     model = MODELS[name]
     counted = []
     for size in (0, 16):
@@ -137,7 +137,7 @@ def test_chunks_multiply_no_more(name: str) -> None:
 
 
 def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
-    """Each chunk reads and writes the weight gradient, which the predicted step time includes."""
+    """Each chunk reads and writes the weight gradient; the predicted step time includes these accesses."""
     moved = []
     for size in (0, 15):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
@@ -150,7 +150,8 @@ def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
 
 
 def test_chunks_on_gpus_move_as_much_as_all_tokens_at_once() -> None:
-    """Hidden states and weight gradients are excluded: the regions of the loss are compiled in chunks too."""
+    """Except for hidden states and weight gradients, chunks move the same bytes, because loss regions are also compiled
+    in chunks."""
     moved = []
     for size in (0, 16):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)
@@ -168,7 +169,7 @@ SMALL_GPU_RUN = (
 
 
 def test_a_plan_names_the_chunk_that_saves_memory() -> None:
-    """The promised saving equals that of a plan with the chunk."""
+    """The saving that the message promises equals that of a plan with the suggested chunk."""
     device = read_device("h100")
     config, cache = resolve_legal(parse_args(SMALL_GPU_RUN.split()), 1), PlannerCache()
 
@@ -205,12 +206,13 @@ def test_a_plan_names_no_chunk_where_it_saves_nothing() -> None:
 
 
 FIGURES = {32768: (1.38, 0.69, 0.45), 131072: (4.38, 1.44, 0.64), 262144: (8.38, 2.44, 0.89)}
-"""Peak GiB for all tokens at once, for chunks of 4,096 and for chunks of 1,024 tokens, by vocabulary size."""
+"""Peak memory in GiB for all tokens at once, chunks of 4,096 tokens and chunks of 1,024 tokens, keyed by vocabulary
+size."""
 
 
 @pytest.mark.parametrize("vocab", FIGURES)
 def test_figures_of_the_docs(vocab: int) -> None:
-    """The figures are those of docs/tuning.md."""
+    """docs/tuning.md states the same figures."""
     wide = replace(LARGE, hidden_size=4096, kv_channels=128, num_attention_heads=32, seq_length=8192, vocab_size=vocab)
     plans = [
         ActivationPlan(MicroBatch(wide, ModelParallelConfig(bf16=True, loss_chunk_tokens=size), 2, "cuda")).stage(HEAD)

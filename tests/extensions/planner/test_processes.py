@@ -1,4 +1,4 @@
-"""Forked processes that end with their parent, and a command that ends on Ctrl-C."""
+"""Forked processes end with their parent, and a command ends on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _starts_a_fork(sender: Connection) -> None:
         time.sleep(3600)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process that this one is forked from may have changed it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent process may have changed it
     with at_interrupt(end_process):
         list(forked({0: job}, 1))
 
@@ -38,7 +38,7 @@ def test_forks_end_with_their_parent(number: int, code: int) -> None:
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    with pytest.raises(EOFError):  # the last process that could write has ended
+    with pytest.raises(EOFError):  # the last process with a writable end of the pipe has ended
         receiver.recv()
 
 

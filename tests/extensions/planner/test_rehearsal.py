@@ -1,5 +1,5 @@
-"""A rehearsal compared with a real run: the collectives that a rank of a gloo world calls equal those rehearsed, in
-order."""
+"""A rehearsal compared with a real run: the rehearsed collectives equal, in order, those that a rank calls in a gloo
+world."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "
     "--moe-token-dispatcher-type alltoall"
 )
-"""Flags with padded messages: in a real run, the sizes of other messages depend on the tokens."""
+"""Flags that pad messages, because in a real run the sizes of other messages depend on the tokens."""
 
 LAYOUTS = [
     "--tp 2 --pp 2 --sequence-parallel --global-batch-size 6 --overlap-grad-reduce --overlap-param-gather",
@@ -50,8 +50,8 @@ LAYOUTS = [
 
 
 class RealLog(CollectiveLog, TorchDispatchMode):
-    """Log of the collectives of a rank in a real world; for collectives of Python objects, without the calls that they
-    make."""
+    """Log of the collectives of a rank in a real world. It excludes the calls that collectives of Python objects make
+    internally."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -78,12 +78,12 @@ def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
 
 
 def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
-    """Rehearse all ranks in one process, which caches what torch has learned about fake tensors."""
+    """Rehearse all ranks in one process, which reuses torch's fake-tensor cache."""
     return [rehearse_rank(rehearsal, rank) for rank in range(4)]
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Leave out the checks that all ranks have something, because CPUs make one more of them."""
+    """Leave out the checks that all ranks have the same object, because runs on CPUs make one more of these checks."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

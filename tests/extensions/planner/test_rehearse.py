@@ -1,4 +1,5 @@
-"""`pretrain_gpt.py --rehearse` as a user types it: it finds faults that a cluster would show, with their places."""
+"""`pretrain_gpt.py --rehearse` on the command line finds faults that would occur on a cluster, with their call
+sites."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ PLANTED = {
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
     "message": ("0,4", *OF_PP, "call 1: ", "a message differs from the one that is received", "recv of 3 bfloat16"),
 }
-"""Rehearsed ranks and the expected message of each fault."""
+"""Rehearsed ranks and expected message for each planted fault."""
 
 
 @pytest.mark.grid("fault", ["skipped"], list(PLANTED))
@@ -90,7 +91,7 @@ def test_messages_of_a_dense_model_are_not_attributed_to_experts() -> None:
 def test_a_killed_rank_is_reported_with_the_others_in_json() -> None:
     flags = f"{SMALL} --extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
     done = run_program("pretrain_gpt.py", *flags.split(), "--load", "no", "--exit-on-missing-checkpoint")
-    found = json.loads(done.stdout)  # standard output holds nothing else
+    found = json.loads(done.stdout)  # standard output contains nothing else
     assert done.returncode == 1 and found["not_rehearsed"] == [{"rank": 5, "ended_by": "SIGKILL"}]
     assert [rank["rank"] for rank in found["ranks"]] == [4]
     (problem,) = found["problems"]

@@ -1,4 +1,4 @@
-"""Consecutive steps whose updates precede the norm: their time, and where ranks wait."""
+"""Consecutive steps with updates before the norm is known: step time, and the actions for which ranks wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted step time: replay of events, formulas of collectives, and properties of whole predictions."""
+"""Predicted step time: replay of events, formulas for collectives, and properties of whole predictions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_a_collective_overlaps_a_product_and_the_rest_is_exposed(device: DeviceF
 
 
 def test_products_that_run_at_one_time_share_their_last_waves(device: DeviceFile) -> None:
-    """The 144 tiles of one part fill two waves of 132 multiprocessors by half; those of eight parts fill nine waves."""
+    """The 144 tiles of one part fill about half of two waves of 132 multiprocessors. The tiles of eight parts fill nine
+    waves."""
     part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
     assert 8 * part > 1.3 * whole
     parts = [Product("bf16", 512, 9216, 18432, at_one_time=8)] * 8
@@ -92,9 +93,9 @@ def test_a_step_of_small_kernels_is_bound_by_the_host(device: DeviceFile) -> Non
 FORMULAS = [
     ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
     ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
-    # One rank in each of four nodes: one network adapter each.
+    # One rank in each of four nodes, each with one network adapter.
     ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
-    # All eight ranks of two nodes: eight adapters, 80 GB/s, slower than the node's 100.
+    # All eight ranks of two nodes use eight adapters with 80 GB/s, which is slower than the node's 100 GB/s.
     ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),
     ("all_to_all", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
     ("all_to_all", Placement(16, 8), 8 / 16 * 1e9 / 10e9 + 1e-6 * (20 + 5)),
@@ -171,7 +172,8 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
 
 
 def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
-    """The first rank has one layer of eight and ends last: most of its time is idle, which does not limit the step."""
+    """The first rank has one of eight layers and ends last. It is idle most of the time, but this does not limit the
+    step."""
     device = replace(read_device("h100"), step_overhead_ms=0.0, ranks_overhead_ms=0.0)
     step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1
@@ -199,7 +201,8 @@ OF_INDUCTOR = {
     "fp8 rowwise": ("fp8", "rowwise", 0.04),
     "experts": ("bf16", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", 0.16),
 }
-"""Runs of tests/fixtures/gpu_bytes.json: precision, recipe or flags, and the tolerance of element-wise bytes."""
+"""Runs in tests/fixtures/gpu_bytes.json: precision, recipe or flags, and tolerance for the bytes of element-wise
+kernels."""
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)
@@ -228,8 +231,8 @@ WIDE = (
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
 def test_collectives_that_overlap_with_products(precision: str) -> None:
-    """The parts of the products are concurrent GEMMs that do not add to an output, and no more FLOPs are computed. In
-    fp8, half of the bytes are gathered."""
+    """Each product is split into concurrent GEMMs that do not add to an output. The FLOPs stay the same. In fp8,
+    gathers move half as many bytes."""
 
     def events(flags: str) -> list[Event]:
         batch = MicroBatch.of(resolve(parse_args(f"{WIDE} {precision} {flags}".split()), 8))

@@ -1,4 +1,5 @@
-"""Updates before the gradient norm is known: bit-identical to a step that waits for the norm, rolled back or not."""
+"""Updates before the gradient norm is known are bit-identical to those of a step that waits for the norm, whether
+rolled back or not."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
-"""Ranks, flags, and how many of the first three steps are rolled back (if known), by name. The parity matrix has other
-layouts."""
+"""Number of ranks, flags, and number of the first three steps that are rolled back, if known, for each named case. The
+parity matrix tests other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -64,13 +65,13 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def waiting(config: RunConfig) -> RunConfig:
-    """Return the same configuration with every step waiting for the norm."""
+    """Return the same configuration, except that every step waits for the norm."""
     return config.with_options(PostValidationFlags())
 
 
 @contextmanager
 def verdicts() -> Iterator[list[bool]]:
-    """Record whether each update that did not wait was rolled back."""
+    """Record True for each early update that was rolled back, and False for each that was kept."""
     found: list[bool] = []
     true = PostValidatedOptimizer.validate
 
@@ -85,12 +86,12 @@ def verdicts() -> Iterator[list[bool]]:
 
 
 def always_ahead() -> AbstractContextManager[Any]:
-    """Make no step wait for the norm; normally, a step waits after a rollback."""
+    """Let no step wait for the norm. Normally, the step after a rollback waits."""
     return mock.patch.object(PostValidatedOptimizer, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
-    """Return the values that must be bit-identical."""
+    """Return the states and parameters that must be bit-identical."""
     pieces = run.optimizer.sharded_state()
     found: dict[str, Any] = {f"{p.key} {p.meta.name} {p.start}": p.data.detach().clone() for p in pieces}
     for model in run.stages.values():
@@ -101,7 +102,7 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
-    """Return `state_of` after some steps, with their results."""
+    """Train some steps, and return `state_of` together with the results of the steps."""
     interval = run.interval = Interval()
     if plant is not None:
         plant(run)
@@ -113,7 +114,7 @@ def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] |
 
 
 def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the names of values that differ by a bit."""
+    """Return the names of values that differ in any bit."""
     assert a.keys() == b.keys() and len(a) > 20
     return [key for key, value in a.items() if not _same(value, b[key])]
 
@@ -125,8 +126,8 @@ def _same(x: Any, y: Any) -> bool:
 def both(
     rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
 ) -> tuple[list[str], list[bool], list[bool]]:
-    """Train four steps with and without waiting for the norm. Return the differences between the two runs, whether each
-    step was rolled back, and whether each step was skipped."""
+    """Train four steps with and without waiting for the norm. Return the differences between the two runs, the
+    rolled-back flags, and the skipped flags of the steps."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
     with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:
@@ -152,7 +153,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
-    """Return the differences between four steps that wait, and two that do not, a checkpoint, and two more from it."""
+    """Return the differences between four waiting steps, and two steps that do not wait followed by two more from their
+    checkpoint."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
@@ -167,7 +169,7 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[
     with verdicts() as rolled_back, local_run(loading, rank, world_size) as run:
         assert run.progress.iteration == 2
         found = trained(run, 2)
-        assert rolled_back == [True]  # the step after a clipped one waits
+        assert rolled_back == [True]  # the step after a clipped step waits
     for state in (expected, found):
         del state["results"], state["losses"]
     return [key for key in different(expected, found) if not key.startswith("tally")]

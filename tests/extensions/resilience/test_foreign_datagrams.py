@@ -1,4 +1,4 @@
-"""Datagrams and connections of strangers: nothing that arrives at a port of a run ends or delays it."""
+"""Datagrams and connections of strangers: nothing that arrives at a port of a run ends or delays the run."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ STRANGERS = [
     b'{"a":' * 9000,
     *(DRAW.randbytes(DRAW.randrange(2000)) for _ in range(200)),
 ]
-"""Datagrams without the token."""
+"""Datagrams without the run's token."""
 
 VALUES: list[Any] = [None, True, -1, 7, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\udcff", [], [[]], [1.5]]
 VALUES += [{}, {"x": 1}, {"7": 1.0}, {"1": "1"}, {"1": float("inf")}, {"1": -float("inf")}, {"1": True}, {"²": 1.0}]
-"""Values of wrong types after a valid token. Some are valid for some fields."""
+"""Values that fields of a message with a valid token must not have. Some of these values are valid for some fields."""
 
 BEAT = {"from": 1, "ages": {"0": 0.1}, "end": ""}
 FINDINGS = {kind: {} for kind in KINDS} | {"gone": [], "fine": [1]}
 
 
 def with_token() -> list[bytes]:
-    """Return datagrams that begin with the token but are not messages."""
+    """Return datagrams that begin with the run's token but are not valid messages."""
     rest = [b"", b"{", b"3", b"[" * 5000, b'{"from":' * 7000, *STRANGERS]
     return [TOKEN.encode() + each for each in rest]
 
 
 def changed(message: dict[str, Any], right: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield the message without each of its fields, and with each wrong value of each field."""
+    """Yield variants of a message: each lacks one field, or has a wrong value in one field."""
     for field in message:
         yield {name: value for name, value in message.items() if name != field}
         for value in VALUES:
@@ -71,7 +71,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
     check_beat(unseal(TOKEN, seal(TOKEN, BEAT)), 2)
     check_findings(unseal(TOKEN, seal(TOKEN, FINDINGS)), 2)
     for data in STRANGERS:
-        for token in (TOKEN, ""):  # a token that is not known yet admits nobody
+        for token in (TOKEN, ""):  # nobody is admitted before the token is known
             with pytest.raises(ValueError, match="does not begin with the token"):
                 unseal(token, data)
     for data in with_token():
@@ -86,7 +86,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
 
 
 def attack(ports: list[int]) -> int:
-    """Send all of them to loopback ports, and return their number."""
+    """Send all hostile datagrams to loopback ports, and return the number of datagrams."""
     data = [*STRANGERS, *with_token(), *(seal(TOKEN, wrong) for wrong in (*WRONG_BEATS, *WRONG_FINDINGS))]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for each in data:
@@ -97,7 +97,8 @@ def attack(ports: list[int]) -> int:
 
 @contextmanager
 def heartbeat(peer: socket.socket, log: Path) -> Iterator[tuple[Any, int]]:
-    """Yield the heartbeat process of rank 0's host and its port. It knows `peer` as rank 1's host."""
+    """Start the heartbeat process of rank 0's host, and yield the process and its port. The process regards `peer` as
+    the host of rank 1."""
     words = [os.getpid(), 0, 2, 6.0, int(socket.AF_INET)]
     command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
     pipe = subprocess.PIPE
@@ -118,11 +119,11 @@ def test_a_heartbeat_ignores_counts_and_names_what_strangers_send(tmp_path: Path
         peer.bind(("127.0.0.1", 0))
         peer.settimeout(HANG)
         with heartbeat(peer, tmp_path / "log") as (process, port):
-            peer.recv(65536)  # it knows the token now
+            peer.recv(65536)  # the process now has the token
             count = attack([port])
             peer.sendto(seal(TOKEN, BEAT), ("127.0.0.1", port))
             while not unseal(TOKEN, peer.recv(65536))["ages"]:
-                pass  # until it has heard this host, after all these messages
+                pass  # wait until the process has received this message after all hostile ones
             assert process.poll() is None
             process.stdin.close()
             assert process.wait(HANG) == 0
@@ -136,7 +137,7 @@ def test_connections_never_close_the_door_of_a_heartbeat(tmp_path: Path) -> None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         with heartbeat(peer, tmp_path / "log") as (_, port):
-            for _ in range(300):  # more than a kernel queues for a process that accepts none
+            for _ in range(300):  # more connections than a kernel queues for a process that does not accept any
                 with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
                     assert connection.recv(1) == b""
 
@@ -162,7 +163,7 @@ def test_a_rank_ignores_what_strangers_send(capsys: pytest.CaptureFixture[str]) 
 
 
 def udp_ports() -> list[int]:
-    """Return all UDP ports of this machine, which any user can list."""
+    """Return all open UDP ports of this machine; any user can list these ports."""
     lines = [line for name in ("udp", "udp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return [int(line.split()[1].rpartition(":")[2], 16) for line in lines]
 

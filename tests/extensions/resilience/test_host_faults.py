@@ -1,5 +1,5 @@
-"""A cable that is unplugged, or works in one direction only: both hosts name each other long before collectives time
-out, and exit by themselves."""
+"""A cable is unplugged or works in only one direction: long before collectives time out, each host names the other and
+exits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deafen(box: Box) -> None:
 
 
 def datagrams(box: Box, host: int) -> tuple[int, int]:
-    """Return the numbers of UDP messages that the processes of a host have read and sent."""
+    """Return (number of received UDP messages, number of sent UDP messages) of all processes on a host."""
     lines = box.run(host, "cat", "/proc/net/snmp").splitlines()
     names, values = (line.split() for line in lines if line.startswith("Udp: "))
     counts = dict(zip(names, values, strict=True))
@@ -47,8 +47,7 @@ def datagrams(box: Box, host: int) -> tuple[int, int]:
 
 
 def await_heartbeats(box: Box) -> None:
-    """Wait until each host knows that the other one hears it: it has read a message that the other sent after hearing
-    this host."""
+    """Wait until each host has read a message that the other host sent after hearing from it."""
 
     def await_read(*numbers: int) -> None:
         wait_for(lambda: all(datagrams(box, host)[0] >= number for host, number in enumerate(numbers)))
@@ -75,7 +74,7 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
         while early and rank == 1 and not struck.exists():
             time.sleep(0.05)
         look(watch)
-        if watch._told == 2:  # hosts that its heartbeat knows
+        if watch._told == 2:  # hosts in the heartbeat's list
             told[rank].touch()
 
     def all_told() -> bool:
@@ -101,7 +100,7 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
             struck.touch()
             assert join(ranks) == [1, 1]
     one, other = (log.read_text() for log in logs)
-    if early:  # the other host may end before this host's own heartbeat finds the fault
+    if early:  # the other host may end before this host's heartbeat detects the fault
         assert one.count("RUN FAILED: ") == 1 and re.search(r"RUN FAILED: .*\bhost1\b", one), one
     else:
         assert one.count("RUN FAILED: host1 (rank 1 of 2)\n") == 1 and line in one, one

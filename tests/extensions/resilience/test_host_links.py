@@ -1,4 +1,4 @@
-"""Links between hosts as heartbeats see them: silent, deaf, slow and paused hosts, with a simulated clock."""
+"""Host links as seen by heartbeats: silent, deaf, slow and paused hosts, tested with a simulated clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TIMEOUT = 6.0
 
 
 class Cluster:
-    """Hosts with heartbeats. `lost` has pairs (from, to) whose messages are lost; `asleep` hosts do not run."""
+    """Hosts with heartbeats. `lost` contains pairs (from, to) between which messages are lost. Hosts in `asleep` do not
+    run."""
 
     def __init__(self, hosts: int) -> None:
         self.now, self.asleep, self.lost = 0.0, set[int](), set[tuple[int, int]]()
@@ -123,7 +124,7 @@ def test_the_last_message_counts_although_the_heartbeat_of_its_host_paused() -> 
     cluster.beat(2)
     cluster.lost = {(0, 1)}
     cluster.beat(TIMEOUT)
-    cluster.links[1].stood_still(5.0, cluster.now)  # so that it reports hearing this host a second ago
+    cluster.links[1].stood_still(5.0, cluster.now)  # so that host 1 reports that it heard host 0 a second ago
     cluster.links[0].hear(cluster.links[1].message(cluster.now, "lost"), 1, cluster.now)
     cluster.asleep = {1}
     cluster.beat(LINGER + 1)
@@ -167,7 +168,7 @@ def test_every_host_is_watched_and_a_large_world_is_not_watched_by_all(hosts: in
 
 
 class Ends:
-    """Stand-in for `FailureHandler` that collects the reports that would end this rank."""
+    """Replacement for `FailureHandler` that collects the reports that would otherwise end this rank."""
 
     def __init__(self) -> None:
         self.reports = list[str]()
@@ -177,7 +178,7 @@ class Ends:
 
 
 def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
-    """Return the watch of one of two hosts, not opened."""
+    """Return the unopened watch of one of two hosts."""
     board: Any = SimpleNamespace(store=None)
     return HostWatch(Launch(rank, 2, several_hosts=True), status, cast("Any", ends), board, TIMEOUT)
 
@@ -204,7 +205,7 @@ def test_a_rank_whose_run_has_ended_elsewhere_ends(
 
 
 class StoreBehindCable:
-    """Store that answers once the cable is repaired."""
+    """Store that answers only after the cable is repaired."""
 
     def __init__(self) -> None:
         self.mended = threading.Event()

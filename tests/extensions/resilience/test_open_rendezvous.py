@@ -1,4 +1,4 @@
-"""torchrun's rendezvous for hosts that may be lost: calls of a store that does not answer return."""
+"""torchrun's rendezvous for hosts that may be lost: calls return even if the store does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lease on a --save folder: held by one run, and free once that run has ended, was killed, or does not renew it."""
+"""Lease on a --save folder: one run holds the lease, which becomes free when the run ends, is killed, or does not renew
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_machine(folder: Path) -> None:
-    """Change the file so that it looks like that of a process on a machine that this one cannot inspect."""
+    """Make the lease file look like that of a process on another machine, which this machine cannot inspect."""
     file = folder / ".lease"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"namespace": "elsewhere", "host": "far"}))
 
@@ -90,7 +91,7 @@ def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_path: Path, stopped: bool) -> None:
-    """A living process trains, although its disk may delay the renewals."""
+    """A living process counts as training, even if its disk delays renewals."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -140,7 +141,8 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp
 
 @pytest.fixture
 def held(tmp_path: Path) -> tuple[SaveLease, Path, list[LeaseError]]:
-    """Return a lease that only `check` renews, its folder, and the errors by which it was lost."""
+    """Return a lease that only `check` renews, the lease's folder, and the list of errors by which the lease was
+    lost."""
     folder, errors = tmp_path / "save", list[LeaseError]()
     lease = SaveLease(folder, errors.append)
     lease.acquire()
@@ -155,7 +157,7 @@ Held = tuple[SaveLease, Path, list[LeaseError]]
 
 
 def test_a_lease_that_is_gone_from_its_folder_is_lost(held: Held) -> None:
-    """Another run has taken the lease, finished, and released it."""
+    """Another run took the lease, finished, and released it."""
     lease, folder, errors = held
     lease.check()
     (folder / ".lease").unlink()
@@ -210,11 +212,11 @@ def test_a_lease_that_a_deletion_of_the_folder_removes_first_is_not_lost(
 
 
 def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder's disk was unmounted: saves would fill the disk of the mount point."""
+    """The folder's disk was unmounted, so saves would fill the disk of the mount point."""
     lease, folder, errors = held
     assert lease._place is not None
     lease._place.file_system += 1
-    lease.check()  # mounted again, with the lease in it
+    lease.check()  # the disk is mounted again, and the lease is in the folder
     shutil.rmtree(folder)
     for _ in range(2):
         with pytest.raises(OSError, match="is on a different file system than at the start: mount its disk again"):
@@ -252,14 +254,15 @@ class Deletes(Callback):
 
 
 def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
-    """Run six iterations with a save every two; the third one executes `what` with the folder as `path`."""
+    """Run six iterations and save every two. The third iteration executes the code `what`, in which `path` is the
+    folder."""
     (tmp_path / "deletes.py").write_text(DELETES.format(what=what))
     flags = f"{TINY} --train-iters 6 --log-interval 1 --save {tmp_path / 'save'} --save-interval 2 --no-async-save"
     return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)
 
 
 def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) -> None:
-    # The rename is atomic, so the run never sees the folder without its lease.
+    # The rename is atomic, so the run never sees the folder without the lease.
     save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path.rename(path.with_name('gone')))", tmp_path, 0)
     assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
     assert read_latest(save) == 6 and [record["iteration"] for record in read_records(save / "metrics.jsonl")] == [
@@ -275,7 +278,7 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
 
 
 class Objects(Storage):
-    """Storage in memory. `before` runs once before the next replacement and stands for another run's actions."""
+    """Storage in memory. `before` runs once before the next replacement and simulates another run's actions."""
 
     content_of: ClassVar[dict[str, bytes]] = {}
     before: ClassVar[list[Callable[[], None]]] = []
@@ -321,7 +324,7 @@ def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: py
     assert not Objects.content_of
     first.acquire()
     first.check()
-    first._closed.set()  # ends its own renewals
+    first._closed.set()  # ends the lease's own renewals
     time.sleep(0.1)
     Objects.content_of[str(URL / LEASE)] = first._next().replace(first._owner["token"].encode(), b"other")
     with pytest.raises(LeaseError, match="and has taken over while this run was suspended"):

@@ -1,4 +1,4 @@
-"""Files that stop or save a run: noticed, removed, and without an error for the thread that looks for them."""
+"""Files that make a run stop or save are noticed and removed, without errors in the thread that looks for them."""
 
 from __future__ import annotations
 

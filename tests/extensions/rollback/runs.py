@@ -25,14 +25,14 @@ AT = 90
 
 
 def poisoned(folder: Path) -> str:
-    """Write documents that count up, and one with other tokens, which no earlier text has. Returns the prefix."""
+    """Write documents that count up, and one document with tokens that occur in no earlier text. Returns the prefix."""
     noise = np.random.default_rng(1).integers(20, 50, 18)
     documents = [noise if number == AT else np.arange(9) for number in range(DOCUMENTS)]
     return write_documents(folder / "data", documents)
 
 
 class Run:
-    """Run with its own --save folder."""
+    """Training run with its own --save folder."""
 
     def __init__(self, folder: Path, data: str, flags: str = "", ranks: int = 1) -> None:
         self.save, self.ranks = folder / "save", ranks
@@ -41,11 +41,11 @@ class Run:
         self.flags = [*MODEL, "--data-path", data, "--save", str(self.save), "--load", str(self.save), *flags.split()]
 
     def start(self, flags: str = "", ranks: int | None = None, code: int = 0) -> str:
-        """Run to the end, and return the output."""
+        """Run to the end, and return the printed output."""
         return run_forked(ranks or self.ranks, [*self.flags, *flags.split()], self.screen, code)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name."""
+        """Return the run's events with this name."""
         lines = (self.save / "run_events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == name]
 

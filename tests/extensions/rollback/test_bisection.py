@@ -18,7 +18,7 @@ SPIKE, SEQUENCE, DOCUMENTS = 14, 8, 100
 
 
 def written(folder: Path, bad: Collection[int]) -> str:
-    """Write documents of one sample each, some with other tokens."""
+    """Write documents of one sample each, some of which have unusual tokens."""
     noise = np.random.default_rng(1)
     documents = [noise.integers(20, 50, SEQUENCE) if number in bad else range(SEQUENCE) for number in range(DOCUMENTS)]
     folder.mkdir()
@@ -27,7 +27,7 @@ def written(folder: Path, bad: Collection[int]) -> str:
 
 @pytest.fixture(scope="module")
 def of_step(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Return the documents of the step."""
+    """Return the documents in the batch of a step."""
     folder = tmp_path_factory.mktemp("sound")
     run = Run(folder / "run", written(folder / "data", ()))
     run.start("--exit-interval 12")

@@ -1,4 +1,4 @@
-"""Decision that follows from a spike and the flags."""
+"""Decision after a spike, depending on the flags."""
 
 from __future__ import annotations
 

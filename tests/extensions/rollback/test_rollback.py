@@ -1,5 +1,5 @@
-"""A run that rolls back at a spike is bitwise equal to one that was told to skip these batches, from any source of
-states."""
+"""A run that rolls back at a spike, to states from any source, is bitwise equal to a run with flags that skip the same
+batches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_goodput_names_steps_that_were_taken_back(interval: int, data: str, tmp_
 
 
 def ends_after_going_back(rank: int) -> None:
-    """Prepare a rank that is killed once, before the first step after a rollback."""
+    """Patch a rank so that it is killed once, before the first step after a rollback."""
     os.environ[HOST], made = f"host{rank}", training.train_step
 
     def step(run: TrainingRun) -> None:
@@ -108,7 +108,8 @@ def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:
 
 
 def resumes_before_the_spike(folder: Path, data: str) -> None:
-    """Assert that a run that has lost its memory rolls back to the disk, and computes the state of iteration 12."""
+    """Assert that a run without copies in memory rolls back to a checkpoint on disk and computes the same state at
+    iteration 12."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --save-interval 5")
     told.start("--iterations-to-skip 13 14")
     run.start("--exit-interval 13")
@@ -122,8 +123,8 @@ def test_a_run_that_lost_its_memory_goes_back_to_the_disk(data: str, tmp_path: P
 
 
 def resumes_after_the_rollback(folder: Path, data: str) -> None:
-    """Assert that a checkpoint saved in the middle of skipped batches records them, and resumes under another
-    layout."""
+    """Assert that a checkpoint saved between skipped batches records the skipped batches, and that it resumes under
+    another layout."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --rollback-batches 4")
     told.start("--iterations-to-skip 13 14 15 16")
     run.start("--exit-interval 15")

@@ -1,4 +1,4 @@
-"""Sinkhorn routing and random choices; tests/pure/test_moe.py compares all routing methods with plain
+"""Sinkhorn routing and random expert choices. tests/pure/test_moe.py compares all routing methods with plain
 implementations."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
         return max(int(experts[:, j].flatten().bincount(minlength=8).max()) for j in range(B))
 
     balanced, plain = layer.router(x, context(B)).experts, layer.eval().router(x, context(B)).experts
-    assert most(balanced) <= 12 < 20 < most(plain)  # an even share is 8
+    assert most(balanced) <= 12 < 20 < most(plain)  # with even shares, each expert would get 8
     assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
 
 

@@ -1,4 +1,4 @@
-"""Piecewise schedules have the rates of their formulas, and branches continue exactly from the run that they left."""
+"""Piecewise schedules follow their formulas, and branches continue exactly from the original run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rates(text: str, *samples: float, total: float = 1000) -> list[float]:
 
 
 def of_run(flags: str) -> list[float]:
-    """Return the rates of each step in a run of 20 steps, with 80 samples of 8 tokens."""
+    """Return the learning rate of each step in a run of 20 steps, with 80 samples of 8 tokens."""
     flags = f"{TINY} --train-samples 80 --lr 0.02 --min-lr 0.002 {flags}".replace("--train-iters 4", "")
     plan = plan_of(resolve_legal(parse_args(words(flags)), 1))
     return [plan.schedule().lr_at(4 * step) for step in range(21)]
@@ -53,7 +53,8 @@ def test_shapes() -> None:
 
 
 def test_a_power_law_is_that_of_the_consumed_samples() -> None:
-    """PowerLR (arXiv 2408.13359): min(peak, b a n^-0.51), where b a = peak knee^0.51, then a decay."""
+    """The PowerLR schedule (arXiv 2408.13359) is min(peak, b a n^-0.51) with b a = peak knee^0.51, followed by a
+    decay."""
     text = "warm-up 1%, power rest exponent -0.51 after 200 samples, linear 10% to 0"
     assert rates(text, 5, 10, 200) == [1, 2, 2]
     assert rates(text, 400, 900) == pytest.approx([2 * 2**-0.51, 2 * 4.5**-0.51])
@@ -83,7 +84,8 @@ def test_pieces_are_the_schedules_that_have_names(text: str, flags: str) -> None
 
 
 def test_a_schedule_goes_by_samples_under_a_ramp(tmp_path: Path) -> None:
-    """The text of a file replaces its name; a step of another size advances by its own samples."""
+    """The content of the schedule file replaces its name, and a step with a different batch size advances by its own
+    number of samples."""
     file = tmp_path / "schedule.txt"
     file.write_text("warm-up 8 samples  # a comment\nhold 50%\n\n1-sqrt rest\n")
     flags = f"{TINY} --train-samples 80 --lr-schedule-file {file}".replace("--train-iters 4", "")
@@ -186,7 +188,7 @@ BRANCH = "--decay-tokens 100 --decay-shape linear --save-interval 2"
 
 
 def trained(folder: Path, flags: str) -> list[dict[str, float]]:
-    """Train, and return the records of steps."""
+    """Train, and return the metric records of the steps."""
     argv = f"{RUN} {flags} --save {folder}".split()
     run_forked(1, [*argv, "--lr-schedule", STABLE], folder.with_suffix(".screen"))
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -1,5 +1,5 @@
-"""Short convolutions: FLOPs and the compiled region. The tests of Hugging Face families compare logits, gradients and
-greedy text."""
+"""Short convolutions: Short convolution: FLOPs and the compiled region. The tests of Hugging Face families compare
+logits, gradients and greedy text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVOLUTION = model_of("convolution")
 
 
 def test_flops() -> None:
-    """Only the two projections are products; the convolution is not."""
+    """Only the two projections count as products; the convolution does not."""
     assert mixer_flops(CONVOLUTION, "C") == 6 * 4 * CONVOLUTION.hidden_size**2
 
 

@@ -1,4 +1,4 @@
-"""Simulator compared with published bubble rates, and action lists that cannot run."""
+"""Pipeline simulator: comparison with published bubble rates, and action lists that cannot run."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.schedules import B, F, build_schedule
 from megatron.core.pipeline_parallel.walk import DeadlockError, Timed
 from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak, simulate
 
-# arXiv 2401.10241, tables 5 and 6, the 1.5B model on 8 stages: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
+# The 1.5B model on 8 stages in tables 5 and 6 of arXiv 2401.10241: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
 PUBLISHED = [
     (24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
     (32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
@@ -52,8 +52,8 @@ def test_micro_batches_in_flight_at_the_peak():
 
 
 def test_passes_in_turns_compute_while_the_other_exchanges():
-    """F takes 1 1 1 and B 2 2 2, with all-to-alls in between: F0 B0 F1 B1 F2 B2. They wait only where an all-to-all
-    outlasts the other pass."""
+    """The three parts of F take 1 each and those of B take 2 each, with all-to-alls in between: F0 B0 F1 B1 F2 B2. A
+    pass waits only if its all-to-all takes longer than the other pass."""
     pair = (F(1, 1), B(1, 0))
     times = {0.5: (9, 0), 1: (9, 0), 1.5: (10, 1), 3: (15, 6)}
     for exchange, (time, waited) in times.items():

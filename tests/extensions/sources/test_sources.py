@@ -1,4 +1,4 @@
-"""Data sets written by other libraries, used as training data: their documents, errors and resumed runs."""
+"""Training on data sets written by other libraries: documents, errors and resumed runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = [np.random.default_rng(n).integers(0, 49, n % 23 + 1) for n in range(60)]
 
 
 def saved(folder: Path, column: str, values: Sequence[object]) -> str:
-    """Write a folder with `save_to_disk`, in two files."""
+    """Write a data set of two files with `save_to_disk`."""
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_dict({"id": list(range(len(values))), column: values})
     made.save_to_disk(str(folder / "saved"), num_shards=2)
@@ -38,7 +38,7 @@ def saved(folder: Path, column: str, values: Sequence[object]) -> str:
 
 
 def rows(folder: Path, column: str, values: Sequence[object]) -> str:
-    """Write two files that `datasets` reads."""
+    """Write two files in a format that the package `datasets` reads."""
     pytest.importorskip("datasets")
     import pyarrow
     from pyarrow import parquet
@@ -51,7 +51,7 @@ def rows(folder: Path, column: str, values: Sequence[object]) -> str:
 
 
 def web_shards(folder: Path, column: str, values: Sequence[object]) -> str:
-    """Write two tar files, with text as members and token ids in JSON."""
+    """Write two tar files in which texts are members and token ids are JSON."""
     webdataset = pytest.importorskip("webdataset")
     for number, part in enumerate((values[:10], values[10:])):
         with webdataset.TarWriter(str(folder / f"shard-{number}.tar")) as writer:
@@ -86,7 +86,7 @@ BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
-    """Yield a function that puts local files into object storage and returns their URL; the host's cache is empty."""
+    """Yield a function that puts local files into object storage and returns their URL. The host's cache is empty."""
     pytest.importorskip("s3fs")
     load()
     monkeypatch.setattr(CACHE, "folder", tmp_path / "copies")
@@ -110,7 +110,7 @@ def made(
     cache: Path | None = None,
     **options: object,
 ) -> str:
-    """Return the prefix of the dataset that a run makes from a path."""
+    """Return the prefix of the indexed dataset that a run makes from a path."""
     config = DatasetConfig(data_cache_path=cache and str(cache)).with_options(TextDataConfig(**options))  # type: ignore[arg-type]
     kind = data_kind_of(path)
     assert kind is not None and path in kind.describe("--data-path", path)
@@ -137,7 +137,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path, maker: Callable[..., st
 
 @pytest.mark.parametrize("maker", [saved, rows, web_shards])
 def test_files_on_urls_are_those_of_the_disk(tmp_path: Path, maker: Callable[..., str], stored: Put) -> None:
-    """A stream of such files can also continue at any place."""
+    """A stream of these files can also continue from any position."""
     local = maker(tmp_path, "input_ids", IDS)
     url = stored(local)
     found, expected = (made(path, TokenizerConfig(), 50, cache=tmp_path / "tokens") for path in (url, local))
@@ -149,7 +149,7 @@ def test_files_on_urls_are_those_of_the_disk(tmp_path: Path, maker: Callable[...
     for number in (1, 30, len(whole) - 1):
         again = list(documents.read_from(json.loads(json.dumps(whole[number][0]))))
         assert [value.tolist() for _, value in again] == [value.tolist() for _, value in whole[number:]]
-    if maker is web_shards:  # copies of the other formats are read as local files
+    if maker is web_shards:  # files of the other formats are copied and read as local files
         flags = f"{TINY} --data-path {url} --dataset-type stream".replace("--mock-data", "")
         run_forked(2, [*flags.split(), "--storage-cache", str(tmp_path / "copies")], tmp_path / "screen")
 

@@ -1,5 +1,5 @@
-"""Compressed attention compared with a plain implementation, its indexer's loss, and memory. The tests of Hugging Face
-families compare logits and gradients with those of DeepSeek-V4."""
+"""Compressed attention: comparison with a plain implementation, the indexer's loss, and memory. The tests of Hugging
+Face families compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ HEADS, GROUPS, ROTARY, WINDOW, TOPK, BASE = 8, 4, 4, 3, 2, 500.0
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
-    """Return x [..., d] with its last channels rotated by `tables` at each position."""
+    """Return x [..., d] with its last channels rotated at each position by the angles in `tables`."""
     cos, sin = tables
     turned = apply_rotary_interleaved(x[..., -ROTARY:], cos, -sin if back else sin)
     return torch.cat((x[..., :-ROTARY], turned), dim=-1)
 
 
 def literal_keys(compressor: Any, x: Tensor, start: int, stop: int, tables: Any) -> tuple[list[Tensor], list[int]]:
-    """Return the compressed keys of tokens `start` to `stop` of a text x [s, h], and the last token that each is made
-    from."""
+    """Return the compressed keys of tokens `start` to `stop` of a text x [s, h], and the last token that contributes to
+    each key."""
     kv, gate = x @ compressor.linear_wkv.weight.t(), x @ compressor.linear_wgate.weight.t()
     ratio, width, found, ends = len(compressor.ape), compressor.width, [], []
     for first in range(start, stop - ratio + 1, ratio):
@@ -56,8 +56,8 @@ def literal_keys(compressor: Any, x: Tensor, start: int, stop: int, tables: Any)
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> tuple[Tensor, Tensor, int]:
-    """Return the output of a layer for x [s, b, h], computed token by token, the sum of divergences, and their
-    number."""
+    """Compute a layer for x [s, b, h] token by token, and return the output, the sum of divergences and the number of
+    divergences."""
     out, total, count = torch.zeros_like(x), x.new_zeros(()), 0
     sinks = layer.core.softmax_offset
     for sample in range(x.shape[1]):
@@ -113,7 +113,8 @@ CASES = [
 def test_gradients_match_the_literal_form(
     number: int, chunk: int, packed: bool, sparse_loss: bool, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 0 has only windows, layer 1 selected keys of two windows, layer 2 all keys of 3 tokens."""
+    """Layer 0 has only window attention. Layer 1 also attends to selected keys of two windows, and layer 2 to all keys
+    of 3 tokens each."""
     monkeypatch.setattr(compressed_attention, "CHUNK", chunk)
     options: dict[str, Any] = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss}
     if recompute:
@@ -124,7 +125,7 @@ def test_gradients_match_the_literal_form(
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Layers save operands, outputs, selected keys and gradients of the index."""
+    """Layers save operands, outputs, selected keys and gradients of the indexer."""
     assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 
@@ -139,7 +140,7 @@ def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
 
 @pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
 def test_channels_without_position_follow_from_value_channels(flags: str, expected: int) -> None:
-    """A key also serves as a value."""
+    """Each key also serves as the value."""
     variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
     config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)
     assert config.options(LatentAttentionFlags).qk_head_dim == expected

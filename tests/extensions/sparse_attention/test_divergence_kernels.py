@@ -1,4 +1,5 @@
-"""Kernels of the indexer's loss: Triton's, interpreted, compared with plain torch, and compiled for GPUs."""
+"""Kernels of the indexer's loss: interpreted Triton kernels are compared with plain torch, and the kernels are compiled
+for GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.tiny import TINY
 from tests.triton_cases import apart, compiled, stack_of, stack_tool
 
 Drawn = tuple[Case, int, int]
-"""Attention case, and the heads and channels of the indexer."""
+"""Attention case with the numbers of heads and channels of the indexer."""
 
 PLAIN: Drawn = Case(documents=True), 3, 20
 MOST: tuple[Drawn, ...] = (
@@ -73,7 +74,7 @@ def tensors_of(found: tuple[Tensor, Index]) -> tuple[Tensor, ...]:
 
 
 def interpreted_divergence() -> Any:
-    """Return the kernels with small blocks, on the CPU."""
+    """Return the Triton kernels with small blocks for interpretation on the CPU."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, divergence, divergence_triton
 
     kernels: Any = divergence
@@ -104,7 +105,7 @@ def check(cases: Sequence[Drawn]) -> None:
 @pytest.mark.grid("seeds", [range(2)], [range(12)])
 @apart(interpret=True)
 def test_interpreted_kernels_match_plain_torch(seeds: Sequence[int]) -> None:
-    """Divergence and all gradients agree for odd sizes, sets of keys, documents and both orders of summation."""
+    """The divergence and all gradients agree for odd sizes, sets of keys, documents and both orders of summation."""
     check([*MOST, *map(drawn, seeds)])
 
 
@@ -126,7 +127,7 @@ def test_edited_kernels_differ(names: Sequence[str]) -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out() -> None:
-    """The comparison is that at the start of a run, on the operands of its layers."""
+    """The test makes the comparison that a run makes at its start, on the operands of its layers."""
     interpreted()
     kernels = interpreted_divergence()
     flags = f"{TINY} --num-layers 2 --seq-length 16 --vocab-size 12 --bf16 --multi-latent-attention {RUNS['dsa']}"
@@ -151,7 +152,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
 def test_kernels_compile_to_tensor_core_instructions(heads: Sequence[int], capabilities: Sequence[int]) -> None:
-    """The width is that of DeepSeek-V3.2's indexer. The kernels fit into the registers."""
+    """The indexer has the width of DeepSeek-V3.2's. The compiled kernels fit into the registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 
     for capability in capabilities:

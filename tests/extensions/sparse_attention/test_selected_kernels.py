@@ -1,4 +1,5 @@
-"""Kernels of attention to selected keys: Triton's, interpreted, compared with plain torch, and compiled for GPUs."""
+"""Kernels of attention to selected keys: interpreted Triton kernels are compared with plain torch, and the kernels are
+compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ SCALE = 0.3
 
 
 class Case(NamedTuple):
-    """Attention problem: the last n queries of a sequence."""
+    """Attention problem with the last n queries of a sequence."""
 
     n: int = 5
     s: int = 40
@@ -50,8 +51,8 @@ class Case(NamedTuple):
     values: int = 20
     samples: int = 2
     sets: tuple[tuple[int, int | None], ...] = ((11, None),)
-    """For each set of keys, the number of keys that a query attends to, and the window that they are in; None for
-    selected keys."""
+    """Number of keys that a query attends to in each set of keys, and the window of these keys, or None for selected
+    keys."""
     sinks: bool = False
     documents: bool = False
     dtype: torch.dtype = torch.float32
@@ -72,7 +73,8 @@ MANY = [
 
 
 def keys_of(case: Case, count: int, window: int | None, generator: torch.Generator) -> Keys:
-    """Return the keys of one set that the queries attend to. The first queries attend to fewer keys than the others."""
+    """Return the keys in one set to which the queries attend. The first queries attend to fewer keys than the
+    others."""
     places = torch.arange(case.s - case.n, case.s)[:, None].repeat(1, case.samples)
     places[0] = min(1, case.s - 1)
     begins = (places - torch.arange(case.samples) - 8).clamp(min=0) if case.documents else torch.zeros_like(places)
@@ -109,7 +111,7 @@ def operands(case: Case) -> Operands:
 
 
 def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
-    """Compute the result with torch, in fp32 from the same operands."""
+    """Compute the reference result from the same operands with torch in fp32."""
     q, sinks, seen, k, grad = given
     q, grad, k = q.float(), grad.float(), tuple(x.float() for x in k)
     found = attend_to_selected(q, sinks, seen, k, SCALE, case.values, True)
@@ -117,7 +119,7 @@ def plain(case: Case, given: Operands) -> tuple[Attended, tuple[Tensor, ...]]:
 
 
 def interpreted() -> Any:
-    """Return the kernels with small blocks, on the CPU."""
+    """Return the Triton kernels with small blocks for interpretation on the CPU."""
     from megatron.extensions.attention.sparse_attention.kernels import attention, attention_triton
 
     multiply_bf16()
@@ -147,7 +149,8 @@ def tensors_of(found: tuple[Attended, tuple[Tensor, ...]]) -> Iterator[Tensor]:
 
 
 def weights_by_both(kernels: Any, case: Case, given: Operands, found: Attended) -> tuple[Tensor, Tensor]:
-    """Return the weights of selected keys, summed over heads, from the kernel and from plain torch in fp32."""
+    """Return the attention weights of selected keys, summed over heads, from the kernel and from plain torch in
+    fp32."""
     q, sinks, seen, k, _ = given
     queries, picked = seen[-1]
     beside = None
@@ -183,8 +186,8 @@ def check(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_plain_torch(cases: str) -> None:
-    """Forward and all gradients agree for odd sizes, sets of keys, windows, documents and sinks, with additions and
-    with ordered sums."""
+    """Outputs and all gradients agree for odd sizes, sets of keys, windows, documents and sinks, both with atomic
+    additions and with ordered sums."""
     check(FEW if cases == "few" else MANY)
 
 
@@ -209,7 +212,8 @@ MUTANTS = {
 
 @contextmanager
 def with_edit(edited: str, old: str, new: str) -> Iterator[None]:
-    """Reload the kernel modules, one with an edit. Triton reads their sources when they first run."""
+    """Reload the kernel modules, one of them with an edit. Triton reads the source of a kernel when the kernel first
+    runs."""
     package = import_module("megatron.extensions.attention.sparse_attention.kernels")
     with tempfile.TemporaryDirectory() as folder:
         for part in ("rows", "key_sums", "attention", "selection", "divergence"):
@@ -245,7 +249,7 @@ RUNS = {
 @pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
 @apart(interpret=True)
 def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
-    """The comparison is that at the start of a run, on the operands of its layers."""
+    """The test makes the comparison that a run makes at its start, on the operands of its layers."""
     kernels = interpreted()
     kernels.suits = lambda q, width: True
     kernels.adds_gradients = lambda device, keys, count: True
@@ -271,8 +275,7 @@ def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
 
 
 def check_selection(device: str) -> None:
-    """Check the scores, and the selected keys down to the last one: with equal scores, zeros of both signs, and few
-    keys."""
+    """Check the scores and every selected key, with equal scores, zeros of both signs, and few keys."""
     from megatron.extensions.attention.sparse_attention.kernels import selection
 
     generator = torch.Generator().manual_seed(3)
@@ -313,8 +316,8 @@ def interpreted_selection() -> None:
 
 
 def check_on_gpu() -> None:
-    """Check widths of real models. Gradients of keys that are summed in a second pass have the same bits in every
-    run."""
+    """Check the kernels with the widths of real models. Key gradients that are summed in a second pass have the same
+    bits in every run."""
     from megatron.extensions.attention.sparse_attention.kernels import attention
 
     check_selection("cuda")
@@ -361,7 +364,8 @@ TYPES: dict[str, Any] = {
 }
 OF_KEYS = {"WIDTH": 576, "VALUES": 512, "SLICES": 3, "HEADS": 32}
 MOST_STACK = {80: 0, 90: 520, 100: 16}
-"""Largest number of bytes that a thread spills. On Hopper, these are operand descriptors, created before the loop."""
+"""Largest number of bytes that a thread spills. On Hopper, threads spill operand descriptors, which are created before
+the loop."""
 
 
 @pytest.mark.grid(
@@ -406,7 +410,7 @@ def test_kernels_compile_to_tensor_core_instructions(kernels: Sequence[str], cap
 @pytest.mark.grid("capabilities", [[90]], [[80, 90, 100]])
 @apart(interpret=False)
 def test_kernels_of_selection_compile(capabilities: Sequence[int]) -> None:
-    """At most two registers are spilled."""
+    """The compiled kernels spill at most two registers."""
     from megatron.extensions.attention.sparse_attention.kernels import selection_triton as triton
 
     types = {**dict.fromkeys(("q", "k", "weights"), "*bf16"), "out": "*fp32", "sizes": ("i32",) * 4}

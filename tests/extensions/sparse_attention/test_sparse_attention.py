@@ -1,4 +1,4 @@
-"""Sparse attention compared with the dense formula with other keys masked, the indexer's loss, ties, and saved
+"""Sparse attention: comparison with dense attention that masks all other keys, the indexer's loss, ties, and saved
 tensors."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COEFF, SCALE = 0.7, 1.3
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer, computed by dense attention with a mask from a sort in Python, and the sum of
+    """Return the output of a layer, computed by dense attention with a mask that is sorted in Python, and the sum of
     divergences."""
     whole = MultiLatentAttention._latents(layer, x)
     q, k, v = MultiLatentAttention._heads(layer, Latents(*whole), context)
@@ -89,8 +89,8 @@ def layer_and_context(config: TransformerConfig, packed: bool, number: int = 0) 
 
 
 def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Tensor, count: int) -> None:
-    """Assert that outputs, gradients and the indexer's loss, a sum over `count` tokens, equal those of a plain
-    implementation."""
+    """Assert that outputs, gradients and the indexer's loss equal those of a plain implementation. The loss is a sum
+    over `count` tokens."""
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     inputs = dict(layer.named_parameters()) | {"x": x}
     names = [name for name in inputs if "indexer" not in name]
@@ -114,7 +114,7 @@ def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Ten
 def test_gradients_match_the_dense_formula_with_a_mask(
     recompute: str | None, sparse_loss: bool, packed: bool, chunk: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 keys are as many as there are tokens, which is multi-latent attention."""
+    """Selecting 16 keys of 16 tokens is the same as multi-latent attention."""
     monkeypatch.setattr(sparse_attention, "CHUNK", chunk)
     options = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss, "dsa_indexer_topk": topk}
     config = with_fields(SPARSE, options)
@@ -203,7 +203,7 @@ def test_variants_of_some_layers_and_letters() -> None:
 
 
 def test_memory_grows_linearly_with_the_sequence() -> None:
-    """Layers save operands, outputs, selected keys and gradients of the index."""
+    """Layers save operands, outputs, selected keys and gradients of the indexer."""
     assert kept_in_bf16(replace(SPARSE, seq_length=512)) <= 2 * kept_in_bf16(replace(SPARSE, seq_length=256))
 
 
@@ -216,7 +216,7 @@ MODEL = (
 
 
 def logged(rank: int, world_size: int, flags: str, steps: int = 2) -> tuple[list[float], list[str]]:
-    """Return the logged indexer loss of each step, and the parameters that the steps have changed."""
+    """Return the logged indexer loss of each step, and the names of the parameters that the steps changed."""
     config = resolve(parse_args((MODEL + flags).split()), world_size)
     with local_run(config, rank, world_size) as run:
         (losses,) = (meter for meter in run.meters if isinstance(meter, IndexerTallies))
@@ -244,7 +244,7 @@ VARIANTS = (
 
 
 def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
-    """Return the changes of parameters in one step of plain gradient descent, and the sums of the indexer's loss."""
+    """Return the parameter changes of one step of plain gradient descent, and the sums of the indexer's loss."""
     config = resolve(parse_args((WIDE + flags).split()), world_size)
     with local_run(config, rank, world_size) as run:
         (losses,) = (meter for meter in run.meters if isinstance(meter, IndexerTallies))
@@ -256,8 +256,8 @@ def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_in_fp8_follows_bf16(variant: str) -> None:
-    """Linear layers run in fp8, but the projection of latents, whose weights multiply queries and outputs, stays in
-    bf16."""
+    """Linear layers run in fp8. The projection of latents stays in bf16, because its weights multiply queries and
+    outputs."""
     flags = f"{variant} --optimizer sgd --sgd-momentum 0 --lr 10"
     (plain,) = run_world(1, trained, flags)
     (found,) = run_world(1, trained, f"{flags} --fp8-format hybrid --fp8-recipe tensorwise")
@@ -277,7 +277,7 @@ def test_every_layout_logs_the_same_loss(loss: str) -> None:
 
 
 def test_a_warm_up_trains_the_indexer_alone() -> None:
-    """With dense attention and everything else frozen, the indexer learns which keys attention uses."""
+    """With dense attention and all other parameters frozen, the indexer learns which keys attention uses."""
     flags = "--dsa-indexer-topk 16 --freeze ^(?!.*indexer) --lr 3e-2 --weight-decay 0 --train-iters 40"
     ((losses, changed),) = run_world(1, logged, flags, 40)
     assert changed and all(".indexer." in name for name in changed)
@@ -285,7 +285,7 @@ def test_a_warm_up_trains_the_indexer_alone() -> None:
 
 
 def test_a_default_that_has_changed_stays_the_checkpoints(tmp_path: Path) -> None:
-    """This applies to features that a run has, unless the flag is given."""
+    """Only features that the run uses get a notice, and only if their flag is not given."""
     sparse = "--multi-latent-attention --experimental-attention-variant dsa"
     for flags, kept in ((sparse, True), ("", False)):
         saved = parse_args(f"{TINY} {flags}".split())

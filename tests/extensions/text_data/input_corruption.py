@@ -1,17 +1,17 @@
-"""Randomly damaged files of text, tokens and vocabularies: readers report the damage in a clear line, or read them
-correctly.
+"""Randomly damaged files of text, tokens and vocabularies: readers either report the damage in a clear line or read the
+files correctly.
 
-Each trial damages one file and lets a tool or a training run's data read it in a separate process with limited memory
-and time. It fails if that process
+Each trial damages one file. A tool or a training run's data code then reads the file in a separate process with limited
+memory and time. It fails if that process
 
 - ends with an error other than a user error (a traceback), with a signal, or not at all;
 - prints a message that does not name the file;
 - loses documents silently: in formats with checksums, any difference is a loss; in others, all documents that the
-  damage did not touch must be present, except its two neighbours. If a file was truncated, the part before the cut
-  must be correct.
+  damage did not touch must be present, except its two neighbours. If a file was truncated, the data before the cut must
+  be read correctly.
 
-No format has a checksum of token ids or vocabularies: ids must be within the vocabulary, and the data must have as many
-tokens as it states.
+No format has a checksum of token ids or vocabularies. Ids must therefore be within the vocabulary, and the number of
+tokens must be as stated in the file.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parquet(texts: Sequence[str]) -> bytes:
 
 
 def arrow(texts: Sequence[str], as_file: bool = False) -> bytes:
-    """Return an Arrow stream, or a file whose strings may be long."""
+    """Return an Arrow stream, or an Arrow file whose strings may be long."""
     import pyarrow as pa
 
     rows, out = pa.table({"text": pa.array(texts, pa.large_string() if as_file else pa.string())}), io.BytesIO()
@@ -114,20 +114,20 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def content_of(name: str, texts: Sequence[str]) -> bytes:
-    """Return the content of a file with this name that holds the texts."""
+    """Return the content of a file with this name and these texts."""
     suffix, *compression = Path(name).suffixes
     return COMPRESS["".join(compression)](FORMATS[suffix](texts))
 
 
 CHECKED = (".parquet", *(f".jsonl{compression}" for compression in COMPRESS if compression))
-"""Formats with checksums of their contents."""
+"""Formats with checksums of the contents."""
 
 DAMAGED = (".jsonl", ".json", ".csv", ".txt", ".arrow", *CHECKED)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Content after damage to bytes [start, stop) of the original."""
+    """File content in which bytes [start, stop) of the original are damaged."""
 
     name: str
     content: bytes
@@ -136,8 +136,8 @@ class Damage:
 
 
 def _in_another_encoding(dice: Random, data: bytes) -> bytes:
-    """Convert text as an editor that saves in another encoding would, or other bytes as a program that takes them for
-    text would."""
+    """Convert the content as an editor does that saves text in another encoding, or as a program does that mistakes
+    bytes for text."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -152,7 +152,7 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "remove": lambda dice, lost, behind: b"",
     "insert": lambda dice, lost, behind: dice.randbytes(dice.randrange(1, 9)),
     "double": lambda dice, lost, behind: behind,
-    # A record as long as a file may be that has lost its line ends.
+    # A record as long as a whole file that has lost its line ends.
     "huge": lambda dice, lost, behind: (
         dice.choice((b"x", b"[", b"\0", b'"', b'{"text":')) * (1 << dice.randrange(16, 22))
     ),
@@ -160,7 +160,8 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "encoding": lambda dice, lost, behind: _in_another_encoding(dice, lost),
     "other": lambda dice, lost, behind: content_of(f"a{dice.choice(DAMAGED)}", TEXTS[2:9]),
 }
-"""Replacement of the lost bytes for each kind of damage, given these bytes and those from there on."""
+"""Function for each kind of damage that returns replacement bytes, given the damaged bytes and all bytes from there
+on."""
 
 
 def damaged(dice: Random, data: bytes) -> Damage:
@@ -174,17 +175,17 @@ def damaged(dice: Random, data: bytes) -> Damage:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of input, with its reader and its judge."""
+    """One kind of input, with its reader and the check of the reader's result."""
 
     name: str
     files: Mapping[str, bytes]
-    """Files by name; the first one is damaged."""
+    """Contents of the files by name. The first file is damaged."""
 
     read: Callable[[Path], Any]
-    """Function that reads the files of a folder, in a separate process."""
+    """Function that reads the files in a folder. It runs in a separate process."""
 
     judge: Callable[[Damage, Any], str | None] = lambda damage, found: None
-    """Function that returns what is wrong with the result, or None."""
+    """Function that describes the error in a result, or returns None if the result is correct."""
 
 
 def _documents(prefix: str) -> list[str]:
@@ -193,7 +194,7 @@ def _documents(prefix: str) -> list[str]:
 
 
 def _tool(main: Callable[[Sequence[str]], int], *argv: object) -> None:
-    """Run a tool. Raises ValueError with its output if its exit code is not 0."""
+    """Run a tool. Raises ValueError with the tool's output if its exit code is not 0."""
     said = io.StringIO()
     with redirect_stderr(said), redirect_stdout(io.StringIO()):
         code = main([str(word) for word in argv])
@@ -230,7 +231,7 @@ def _text_trial(suffix: str, by: str) -> Trial:
 
 
 def _samples(prefix: str) -> list[list[int]]:
-    """Return the samples that a training run would read."""
+    """Return the samples that a training run reads."""
     config = DatasetConfig(data_path=(prefix,), split="90,10,0", data_cache_path=str(Path(prefix).parent / "cache"))
     made = build_datasets(config, seq_length=32, seed=3, sizes=(60, 5, 0), eod=256, vocab_size=257)
     return [split.text(n).tolist() for split in made if split is not None for n in range(len(split))]
@@ -277,7 +278,7 @@ def _first(name: str, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
 
 
 def _tokenizer_trials(kind: str, files: Mapping[str, bytes], **flags: str) -> list[Trial]:
-    """Return one trial per file; `flags` are the configuration fields of the files."""
+    """Return one trial per file. `flags` are the configuration fields that contain the files."""
 
     def read(folder: Path) -> tuple[int, list[int]]:
         config = TokenizerConfig(tokenizer_type=kind, **{field: str(folder / name) for field, name in flags.items()})
@@ -295,7 +296,7 @@ def _tokenizer_trials(kind: str, files: Mapping[str, bytes], **flags: str) -> li
 
 
 def _tokenizers(folder: Path) -> list[Trial]:
-    """Train small tokenizers and return their trials."""
+    """Train small tokenizers, and return trials that damage their files."""
     (folder / "b.jsonl").write_bytes(json_lines(TEXTS * 3))
     _tool(train_tokenizer, "--input", folder / "b.jsonl", "--output-prefix", folder / "sp", "--vocab-size", 300)
     bpe = byte_level(TEXTS * 3, ["<|endoftext|>"], 320)
@@ -313,11 +314,11 @@ def _tokenizers(folder: Path) -> list[Trial]:
 
 
 TOO_LITTLE = "SentencePiece: Vocabulary size"
-"""Beginning of an error that is not about a file, but about its size."""
+"""Beginning of an error message about the size of a file rather than the file itself."""
 
 
 def _training_trial(suffix: str) -> Trial:
-    """Return a trial of train_tokenizer, which can only be judged by how it ends."""
+    """Return a trial of train_tokenizer. The only thing to check is how the tool ends."""
     name = f"a{suffix}"
 
     def read(folder: Path) -> None:
@@ -327,7 +328,7 @@ def _training_trial(suffix: str) -> Trial:
 
 
 def trials(folder: Path) -> list[Trial]:
-    """Return trials of all kinds of input with all their readers. The folder receives the files made for them."""
+    """Return trials of all kinds of input with every reader. The files for the trials are created in the folder."""
     found = [_text_trial(suffix, by) for suffix in DAMAGED for by in ("preprocess_data", "data-path")]
     found += [*_token_trials(folder), *_tokenizers(folder)]
     return [*found, _training_trial(".jsonl"), _training_trial(".parquet")]
@@ -339,7 +340,7 @@ def _limit_memory(rank: int) -> None:
 
 
 def run_trial(trial: Trial, dice: Random, folder: Path) -> tuple[str, str]:
-    """Return (whether the damage was reported, read, or failed; what is wrong, if anything)."""
+    """Return (outcome: damage reported, file read, or failure; description of the failure, or None)."""
     name = next(iter(trial.files))
     damage = damaged(dice, trial.files[name])
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Data tools as a user runs them, outside the repository."""
+"""Data tools run by a user outside the repository."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def content(prefix):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Write four files of 3 documents: plain, gzip, and zstandard in two frames."""
+    """Write four files of 3 documents each, some of them plain, with gzip, and with zstandard in two frames."""
     import zstandard
 
     texts = [f"document {i}\n" + "é" * (i * 500) for i in range(12)]
@@ -185,7 +185,7 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
-    """The pool would not know of such a worker."""
+    """A process pool would not notice that such a worker has ended."""
 
     class Pool:
         def __init__(self, *_):
@@ -214,7 +214,7 @@ def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
     assert [(pool.started, pool.ended) for pool in pools] == [(True, True)]
 
 
-# train_tokenizer, and the whole workflow
+# train_tokenizer and the whole workflow
 
 
 def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
@@ -304,7 +304,7 @@ def test_merge_refuses_what_does_not_fit(tmp_path):
 
 
 def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
-    """The case is a blend; `tests/pure/test_data_order.py` has all cases."""
+    """The data is a blend; `tests/pure/test_data_order.py` has all other cases."""
     case = next(case for case in CASES if case["blend"][1])
     prefixes, weights = case["blend"]
     paths = [value for weight, prefix in zip(weights, prefixes, strict=True) for value in (weight, FIXTURES / prefix)]
@@ -344,7 +344,7 @@ def test_inspect_describes_and_finds_damage(tmp_path):
 @pytest.mark.parametrize("before", [[], ["<|begin|>"], ["<|endoftext|>"]])
 @pytest.mark.parametrize("backend", ["tokenizers", "gigatoken"])
 def test_a_document_ends_with_one_eod(tmp_path, before, backend):
-    """The tokenizer adds EOD itself."""
+    """The tokenizer itself appends EOD."""
     if backend == "gigatoken":
         pytest.importorskip("gigatoken")
     (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n')

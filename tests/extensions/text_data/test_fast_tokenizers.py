@@ -1,4 +1,4 @@
-"""gigatoken replaces tokenizers only if its ids are equal."""
+"""gigatoken replaces the package tokenizers only if both return the same ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def saved(folder: Path, around: bool) -> HuggingFaceTokenizer:
-    """Return a byte-level BPE like GPT-2's, which puts two special tokens around a text if `around`."""
+    """Return a byte-level BPE tokenizer like GPT-2's. With `around`, it puts special tokens before and after each
+    text."""
     from tokenizers import processors
 
     tokenizer = byte_level(TEXTS[:10], ["<|endoftext|>", "<s>"], 700)
@@ -68,7 +69,7 @@ def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
 
 
 def test_gpt2_files(folder: Path) -> None:
-    """GPT-2's tokenizer reads <|endoftext|> in a text as plain text."""
+    """GPT-2's tokenizer treats <|endoftext|> within a text as plain text."""
     from tokenizers import ByteLevelBPETokenizer
 
     trainer = ByteLevelBPETokenizer()

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle samples: documents are only rearranged, by draws that depend on the sample's number."""
+"""Fill-in-the-middle samples only rearrange documents, by random draws that depend on the sample number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Plain(TextDataset):
-    """Dataset with samples of whole documents, and one that the end of the sample cuts."""
+    """Dataset whose samples consist of whole documents and a document that the end of the sample cuts off."""
 
     fingerprint = "plain"
 
@@ -65,8 +65,8 @@ def documents(text: NDArray[np.int64], at: int = END) -> list[list[int]]:
 
 
 def restored(ids: list[int]) -> list[int]:
-    """Return the original of a rearranged document, in either order: if the suffix comes first, no prefix precedes
-    it."""
+    """Return the original of a document that was rearranged in either order. If the suffix comes first, no prefix
+    precedes it."""
     if not ids or ids[0] != PREFIX:
         return ids
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
@@ -80,12 +80,12 @@ def test_documents_are_rearranged_and_nothing_else(tokenizer: Tokenizer) -> None
         before, after = documents(dataset.inner.text(number)), dataset.text(number)
         assert len(after) == LENGTH + 1
         found = documents(after[: len(after) - int((after == PAD).sum())])
-        for whole, ids in zip(before, found[:-1], strict=False):  # the last one may be cut
+        for whole, ids in zip(before, found[:-1], strict=False):  # the last document may be cut
             assert restored(ids) == whole
             kinds.append("spm" if ids[:2] == [PREFIX, SUFFIX] else "psm" if ids[0] == PREFIX else "plain")
     shares = {kind: kinds.count(kind) / len(kinds) for kind in set(kinds)}
     assert shares["plain"] == pytest.approx(0.3, abs=0.05)
-    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # plus those whose prefix is empty by chance
+    assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # plus documents whose prefix is empty by chance
 
 
 def test_a_sample_depends_on_seed_and_number_alone(tokenizer: Tokenizer) -> None:

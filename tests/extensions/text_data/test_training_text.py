@@ -1,4 +1,4 @@
-"""Text files as training data: cached tokens, keys, names of sources, logged samples."""
+"""Text files as training data: cached tokens, JSON keys, source names and logged samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TEXTS = ["", "x" * 70_000, *DOCUMENTS]
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield a bucket of an S3 server on this machine."""
+    """Yield a bucket on a local S3 server."""
     moto = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     import boto3
@@ -83,7 +83,7 @@ def samples(prefix: str) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the dataset that the tool makes from the documents."""
+    """Return the dataset that the preprocessing tool makes from the documents."""
     folder = tmp_path_factory.mktemp("written")
     (folder / "a.jsonl").write_bytes(json_lines(TEXTS))
     flags = ("--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out"), "--append-eod")
@@ -142,7 +142,7 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, ca
 
 
 def test_content_decides_whether_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Name, place and modification time do not matter."""
+    """The name, folder and modification time of a text file do not matter."""
     cache, state = str(tmp_path / "cache"), (10**18, 10**18)
 
     def tokens(folder: str, text: str, name: str = "a.txt") -> list[int]:
@@ -171,7 +171,7 @@ def test_changed_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCapture
         caplog.clear()
         assert tokenized(str(path)) == prefix and Path(prefix + suffix).read_bytes() == content
         assert f"{prefix}{suffix} has changed since it was written; tokenizing again" in caplog.text
-    os.utime(prefix + ".bin")  # a copy has another time and the same content
+    os.utime(prefix + ".bin")  # a copy has the same content and a different modification time
     caplog.clear()
     assert tokenized(str(path)) == prefix and not caplog.text
     assert sorted(each.name for each in Path(prefix).parent.parent.iterdir()) == [
@@ -205,7 +205,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path: Path, mo
 
 
 def test_another_revision_of_a_tokenizer_gives_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is a name in the Hugging Face cache, or has files next to its tokenizer.json."""
+    """The tokenizer is either a name in the Hugging Face cache, or a folder with other files next to tokenizer.json."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -253,14 +253,15 @@ def test_the_code_of_a_users_tokenizer_is_a_part_of_it(tmp_path: Path, monkeypat
 
 
 def source_names(rank: int, world_size: int, data: list[str]) -> set[str]:
-    """Return the source names of a run's first samples."""
+    """Return the source names of the first samples of a run."""
     model = TINY.replace("--mock-data", "--tokenizer-type ByteTokenizer --split 1,0,0").replace("50", "257").split()
     with running([*model, "--data-path", *data], rank, world_size) as run:
         return {run.data.train.dataset.origin(number).partition(":")[0] for number in range(8)}
 
 
 def test_origins_name_the_source_of_the_flags(tmp_path: Path) -> None:
-    """The origin is not the tokenized data set, whose name all text shares; names are unique."""
+    """The origin is the text file, because the tokenized data sets of all text have the same name. Source names are
+    unique."""
     for name in ("one/a.jsonl", "two/a.jsonl", "b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(json_lines(["x" * 90] * 9))
@@ -342,7 +343,7 @@ def test_samples_without_documents_are_named(tmp_path: Path) -> None:
 
 
 def logged_run(rank: int, world_size: int, data: list[str], log: str) -> tuple[str, list[str]]:
-    """Return the sample log of a run of two steps, and the texts of the second."""
+    """Return the sample log of a run of two steps, and the texts of the second step."""
     model = TINY.replace("--mock-data", "--tokenizer-type ByteTokenizer --split 1,0,0").replace("50", "257").split()
     with ExitStack() as resources:
         argv = [*model, "--seq-length", "32", "--train-iters", "2", "--sample-log", log, "--data-path", *data]
@@ -382,7 +383,7 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("a-*"))
     assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2
-    with pytest.raises(ValueError, match=said):  # also if the tokens are made now
+    with pytest.raises(ValueError, match=said):  # also if the run itself tokenizes the text
         tokenized(str(path))
 
 
@@ -390,7 +391,7 @@ def test_text_is_recognized_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
     for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
         check_kind(tmp_path, "", name, kind)
-    # would ask the store
+    # would access the object store
     monkeypatch.setattr("megatron.core.dist_checkpointing.path_kind._is_dataset", lambda path: False)
     assert data_kind_of(tmp_path / "b") is data_kind_of("s3://bucket/folder") is TEXT and data_kind_of("none") is None
     assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
@@ -407,7 +408,7 @@ def test_tools_and_plans_tell_text_too(tmp_path: Path) -> None:
 
 @pytest.mark.grid("seed", [7], range(30))
 def test_damage_is_reported_or_harmless(seed: int, tmp_path: Path) -> None:
-    """The test uses one file of each kind of input."""
+    """The test uses one file for each kind of input."""
     (tmp_path / "made").mkdir()
     found = [
         run_trial(trial, Random(f"{seed} {number}"), tmp_path / f"damaged-{number}")

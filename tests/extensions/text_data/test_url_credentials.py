@@ -1,4 +1,4 @@
-"""Credentials in data URLs: used for the connection, and written nowhere."""
+"""Credentials in data URLs are used for the connection but written nowhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRETS = (PASSWORD, "hunter2@secret", SIGNATURE)
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget all URLs given to this process."""
+    """Forget all URLs that were given to this process."""
     monkeypatch.setattr(url_credentials, "_URLS", {})
     monkeypatch.setattr(url_credentials, "_SECRETS", set())
 
@@ -105,7 +105,7 @@ def test_saved_urls_ask_for_their_credentials() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Server of a text file for clients with the password or the signature."""
+    """Server that sends a text file to clients with the password or the signature."""
 
     protocol_version = "HTTP/1.1"
     text = b'{"text": "some words of a document"}\n' * 60

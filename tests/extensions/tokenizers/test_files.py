@@ -1,5 +1,5 @@
-"""Tokenizers with files: decoding restores the text, special tokens have the ids of Megatron's, and errors name the
-mistake."""
+"""Tokenizers with files: decoding restores the text, special tokens have the same ids as Megatron's, and errors name
+the mistake."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(folder):
-    """Return a model trained by the tool, which has <EOD>."""
+    """Return a SentencePiece model trained by the tool. It has an <EOD> token."""
     (folder / "text.txt").write_text(TEXT * 50)
     command = [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), "--input", str(folder / "text.txt")]
     command += ["--vocab-size", "300", "--output-prefix", str(folder / "own")]
@@ -142,7 +142,7 @@ def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):
     from tokenizers import Tokenizer, models
 
     name, cache = "some-lab/Model-1.5", tmp_path / "hub"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # HF_HUB_CACHE and HF_HOME are read on import
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # HF_HUB_CACHE and HF_HOME are read during import
     monkeypatch.chdir(tmp_path)
     said = r"--tokenizer-model some-lab/Model-1\.5: .* run hf download some-lab/Model-1"
     with pytest.raises(ValueError, match=said) as e:
@@ -185,7 +185,7 @@ def test_mistakes_are_named(kind, kwargs, messages):
         assert message in str(caught.value)
 
 
-# Files of a Hugging Face folder
+# Tests of files in a Hugging Face folder
 
 CUT = {
     "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 2},
@@ -355,7 +355,7 @@ def write_parts(folder, **parts):
 
 
 def template(*ids, pattern="<A"):
-    """Return a post-processor that adds these ids at each "<" of the pattern, and the text at each "A"."""
+    """Return a post-processor that inserts these ids at each "<" in the pattern, and the text at each "A"."""
     parts = {"<": {"SpecialToken": {"id": "<s>", "type_id": 0}}, "A": {"Sequence": {"id": "A", "type_id": 0}}}
     around = [parts[letter] for letter in pattern]
     special = {"<s>": {"id": "<s>", "ids": list(ids), "tokens": ["<s>"] * len(ids)}}

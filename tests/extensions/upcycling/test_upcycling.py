@@ -18,12 +18,12 @@ MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-
 TRAINING = """--cpu --fp32 --mock-data --global-batch-size 4 --eval-iters 0 --num-workers 0 --log-interval 1
     --save-interval 1"""
 STILL = "--lr 1e-30 --train-iters 1"
-"""Flags of a step too small to change any weight: the saved weights equal the initial ones."""
+"""Flags of a step that is too small to change any weight, so that the saved weights equal the initial weights."""
 
 
 @pytest.fixture(scope="module", params=["gelu", "swiglu"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder of a dense checkpoint trained for one step, and the flags of its model."""
+    """Return the folder of a dense checkpoint that was trained for one step, and the model's flags."""
     folder = tmp_path_factory.mktemp("dense") / "dense"
     model = MODEL + (" --swiglu --disable-bias-linear" if request.param == "swiglu" else "")
     run_forked(1, f"{model} {TRAINING} --lr 0.1 --train-iters 1 --save {folder}".split(), folder.with_name("screen"))
@@ -64,7 +64,8 @@ def test_equal_to_the_dense_model_at_step_0(dense: tuple[Path, str], experts: st
 
 
 def test_layouts_start_alike_with_noise_and_resume(dense: tuple[Path, str], tmp_path: Path) -> None:
-    """Noise is drawn by name and position. The same command resumes the run, and its experts diverge."""
+    """Noise depends only on the parameter name and the position of the element. Repeating the command resumes the run,
+    and its experts diverge."""
     folder, model = dense
     experts = "--num-experts 4 --moe-router-topk 2 --moe-use-upcycling --moe-upcycling-noise 0.5"
     found = []
