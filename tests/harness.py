@@ -1,4 +1,4 @@
-"""Shared test tools: forked gloo worlds, training runs in them, and the context of single layers."""
+"""Shared test helpers: forked gloo worlds, training runs in these worlds, and contexts for single layers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["Snapshot", "local_run", "run_world", "running", "tp_context", "train
 
 
 def running(argv: Sequence[str], rank: int, world_size: int) -> AbstractContextManager[TrainingRun]:
-    """Return `local_run` of a valid command line."""
+    """Return a `local_run` for a valid command line."""
     return local_run(resolve_legal(parse_args(argv), world_size), rank, world_size)
 
 
 def train_to_the_end(
     rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[TrainingRun], object] = lambda run: None
 ) -> None:
-    """Train on one rank as `pretrain_gpt.py` does; `prepare` gets the run beforehand."""
+    """Train on one rank as `pretrain_gpt.py` does. `prepare` is called with the run before training."""
     with ExitStack() as resources:
         run = resources.enter_context(running(argv, rank, world_size))
         prepare(run)
@@ -41,7 +41,7 @@ def train_to_the_end(
 
 
 def plant_nan(run: TrainingRun, iteration: int) -> None:
-    """Make the gradients of the final norm NaN in the step after iteration `iteration`, and in no other step."""
+    """Set the gradients of the final norm to NaN in the step after iteration `iteration` only."""
     progress = run.progress
     for model in run.stages.values():
         for name, (param, _) in model.named_metas().items():
@@ -52,6 +52,6 @@ def plant_nan(run: TrainingRun, iteration: int) -> None:
 def tp_context(
     state: ParallelState, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **more: Any
 ) -> TPContext:
-    """Return the context to build a layer on the CPU in the layout `state`; `more` are other fields of `TPContext`."""
+    """Return the context for building a CPU layer under the layout `state`. `more` sets other fields of `TPContext`."""
     more.setdefault("queue", WeightGradQueue())
     return TPContext(state, sequence_parallel, dtype, torch.device("cpu"), **more)

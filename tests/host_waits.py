@@ -1,7 +1,8 @@
 """Calls of this thread that would make a GPU wait for the host, or the host for a GPU, detected on any device.
 
-`HostWaits` lists three kinds of calls: those that read tensor values into Python, those whose result shapes depend on
-values (torch asks the device for them), and those that create a tensor of Python numbers (its copy to a device blocks).
+`HostWaits` lists three kinds of calls. Calls of the first kind read tensor values into Python. The second kind has
+result shapes that depend on values, which torch must read from the device. The third kind creates tensors of Python
+numbers, whose copies to a device block.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ OPERATIONS = {
     *("unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount", "repeat_interleave"),
     *("lift_fresh", "lift_fresh_copy"),
 }
-"""Names in torch.ops.aten; for repeat_interleave, the variant with a tensor of repeats."""
+"""Names of operations in torch.ops.aten. For repeat_interleave, this is the overload with a tensor of repeats."""
 
 METHODS = ("tolist", "numpy", "cpu")
-"""Methods that reach the values without one of these operations, or use it only if the tensor is on a device."""
+"""Tensor methods that read values without one of the recorded operations, or with such an operation only if the tensor
+is on a device."""
 
 
 class HostWaits(TorchDispatchMode):
-    """Mode that records every such call as `file:function what` in `found`, by the product's innermost function. Calls
-    below one of the functions `ignored` do not count. `calls` counts all operations by name."""
+    """Dispatch mode that records every call that could wait in `found`, as `file:function what`. The function is the
+    innermost function of the library. Calls within the functions named in `ignored` do not count. `calls` counts all
+    torch operations by name."""
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
         super().__init__()

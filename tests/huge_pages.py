@@ -1,7 +1,7 @@
-"""Memory of this process gathered into huge pages, so that its forks need not copy a table entry per 4 KiB.
+"""Collect the memory of this process into huge pages, so that forks need not copy one page table entry per 4 KiB.
 
-Forked worlds share the modules that the tests have imported, some 300 MB. With small pages, Linux copies 80,000 entries
-at each fork and walks through them again when the rank exits.
+Forked worlds share the modules that the tests have imported, about 300 MB. With small pages, Linux copies 80,000 page
+table entries at each fork and walks through these entries again when the rank exits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MADV_COLLAPSE = 25
 
 
 def collapse_private_memory() -> int:
-    """Collapse each aligned 2 MiB of this process's private anonymous memory that Linux can collapse, and return how
-    many there were: 0 without Linux 6.1 or later."""
+    """Collapse this process's private anonymous memory into 2 MiB pages where Linux can do so, and return the number of
+    collapsed pages. The number is 0 before Linux 6.1."""
     maps = Path("/proc/self/maps")
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not maps.exists():

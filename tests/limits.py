@@ -1,7 +1,7 @@
 """Time limits for everything that a test waits for.
 
-A limit ends a hang and never judges speed: it is far above the time that a slow, busy machine needs. Tests that are
-expected to wait (for a timeout of the product) use a short timeout of the product instead.
+A limit ends a hang but never judges speed. Each limit is far above the time that a slow, busy machine needs. Tests that
+must wait for a timeout of the library set that timeout to a short time instead.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 HANG = 600.0
-"""Seconds that a test waits for a process, a file or a line of output."""
+"""Seconds that a test waits for a process, a file or a line of output before it fails."""
 
 
 def wait_for(condition: Callable[[], Any], ranks: Sequence[Any] = (), screen: Callable[[], str] = lambda: "") -> Any:
-    """Return the value of `condition()` as soon as it is true. Asserts that this happens within `HANG` seconds and that
-    the processes `ranks`, which print to `screen()`, run until then."""
+    """Return the value of `condition()` as soon as it is true. Asserts that the condition becomes true within `HANG`
+    seconds, and that the processes `ranks` run until then. `screen()` returns the output of these processes."""
     limit = time.monotonic() + HANG
     while not (found := condition()):
         assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), screen()

@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts layers on one rank, and a plain implementation of them, token by token."""
+"""Tiny mixture-of-experts layers on one rank, and a plain implementation that computes them token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_layer(
     dtype: torch.dtype = torch.float64,
     sequence_parallel: bool = False,
 ) -> MoELayer:
-    """Return a layer with random weights that do not depend on the layout, and an uneven bias."""
+    """Return a layer with an uneven expert bias and random weights that do not depend on the layout."""
     state = state or ParallelState()
     config = replace(config, init_method_std=0.4)
     ctx = tp_context(state, sequence_parallel, dtype, initial=config.initial)
@@ -47,7 +47,7 @@ def build_layer(
 
 
 def varied(bias: Tensor, state: ParallelState) -> Tensor:
-    """Return distinct bias values that are the same under each layout."""
+    """Return distinct expert bias values that are the same under every layout."""
     meta = bias.meta  # type: ignore[attr-defined]
     offset, shape = meta.box(state.coords)
     whole = torch.linspace(-0.5, 0.5, meta.numel, dtype=bias.dtype).sin().view(meta.global_shape)
@@ -64,8 +64,8 @@ def projected(layer: Any, x: Any) -> Tensor:
 
 
 def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (output, auxiliary loss per token, kept assignments [s, b, E]) of x [s, b, h], computed one token and one
-    expert at a time."""
+    """Compute a layer for x [s, b, h] one token and one expert at a time, and return (output, auxiliary loss per token,
+    kept assignments [s, b, E])."""
     s, b, _ = x.shape
     count, k = config.moe_choices, config.moe_router_topk
     logits = F.linear(x, layer.router.weight, layer.router.bias)
@@ -125,7 +125,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     auxiliary = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
     for kind, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
         counts = unbiased.sum(0)
-        shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # of samples 0 to j
+        shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # the shares over samples 0 to j
         if kind == "seq_aux_loss":
             shares = counts / (k * s)
         loss = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
@@ -146,8 +146,8 @@ def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
 
 
 def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -> dict[int, Tensor]:
-    """Return the weight of each chosen expert for a token with logits [E]: its share among the remaining experts near
-    it."""
+    """Return the weight of each chosen expert for a token with logits [E]. The weight is the expert's softmax share
+    among the remaining experts with similar logits."""
     left, found, eps = list(range(len(logits))), {}, named_value(run_of(config), "moe_sparsemixer_eps")
     for e in best:
         top = logits[e].item()
@@ -159,7 +159,7 @@ def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -
 
 
 def sinkhorn_matrix(logits: Tensor) -> Tensor:
-    """Return exp(logits) [s, E] of one sequence, with rows and columns divided by their sums in turn."""
+    """Return exp(logits) [s, E] of one sequence after alternately normalizing rows and columns by their sums."""
     matrix = logits.exp()
     for _ in range(16):
         matrix = matrix / matrix.sum(1, keepdim=True)
@@ -168,7 +168,7 @@ def sinkhorn_matrix(logits: Tensor) -> Tensor:
 
 
 def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | None = None) -> Tensor:
-    """Compute the MLP of an expert, or of the shared expert, with its biases if there are any."""
+    """Compute the MLP of an expert or of the shared expert, including biases if there are any."""
     swiglu = FusedActivation("swiglu", False)
     functions = {"swiglu": swiglu, "gelu": F.gelu, "squared_relu": squared_relu, "quick_geglu": gated_by_quick_gelu}
     for linear, function in ((part.linear_fc1, functions[config.activation]), (part.linear_fc2, lambda y: y)):
@@ -178,7 +178,7 @@ def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | Non
 
 
 def gated_by_quick_gelu(x: Tensor) -> Tensor:
-    """Apply the gated activation of gpt-oss, with its bounds and its offset."""
+    """Apply gpt-oss's gated activation with its clamps and its offset."""
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     return (up + 1) * gate * (gate * 1.702).sigmoid()

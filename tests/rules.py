@@ -1,8 +1,8 @@
 """Tables of configuration rules: flags, and the problems that validation reports for them.
 
-A line that begins at the margin is a case: flags added to those of the last line `base: FLAGS`, after `N ranks:` if
-there are several, and after `[EXTENSION]` if one is needed. Each indented line below gives the beginning of a problem
-or notice, or `... ` and a part of it. A case without such lines is valid.
+An unindented line is a case. It contains flags that are added to those of the last line `base: FLAGS`, after `N ranks:`
+if there are several, and after `[EXTENSION]` if one is needed. Each indented line below a case is the beginning of a
+problem or notice, or `... ` and a part of one. A case without such lines is valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINE = re.compile(r"(?:(?P<ranks>\d+) ranks: )?(?:\[(?P<extension>\w+)\] )?(?P<f
 
 
 def problems(flags: str, world_size: int = 1, base: str = BASE) -> list[str]:
-    """Return the messages about a configuration: refusals, then notices."""
+    """Return the messages about a configuration: problems, then notices."""
     config = parse_args([*base.split(), *flags.split()])
     resolved = resolve(config, world_size)
     assert validate(config, world_size) == validate(resolved, world_size)
@@ -31,7 +31,7 @@ def problems(flags: str, world_size: int = 1, base: str = BASE) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table."""
+    """Case in a table of configuration rules."""
 
     base: str
     ranks: int
@@ -44,7 +44,7 @@ class Case:
 
 
 def read_table(path: Path) -> Iterator[Case]:
-    """The cases of a table."""
+    """Return the cases of a table."""
     base, heads, told = "", list[tuple[str, str]](), list[list[str]]()
     for line in path.read_text().splitlines():
         if line.startswith("base: "):

@@ -1,4 +1,4 @@
-"""Flags of a model that trains in a moment on the CPU; flags that come later on a command line override them."""
+"""Flags of a model that trains in a moment on the CPU. Later flags on a command line override these flags."""
 
 TINY = (
     "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --mock-data "

@@ -1,4 +1,5 @@
-"""Triton kernels without a GPU: interpreted on CPU tensors, and compiled for GPUs that are absent."""
+"""Tests of Triton kernels without a GPU: kernels are interpreted on CPU tensors, or compiled for GPUs that are not
+present."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from tests.apart import python_apart
 
 
 def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in a separate process: Triton decides only once whether to interpret, and keeps the conversions of the
-    first GPU that it compiles for. Parameters of the test must be reproduced by their repr."""
+    """Run a test in a separate process: Triton decides only once per process whether to interpret, and it keeps the
+    conversions of the first GPU for which it compiles. The test's parameters must be values that can be recreated from
+    their repr."""
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -36,8 +38,8 @@ def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def end_loops_at_loaded_numbers() -> None:
-    """Make the interpreter accept an array of one element as a loop bound, as a GPU does: from numpy 2.5 on, such an
-    array is not an integer."""
+    """Make the interpreter accept an array of one element as a loop bound, as a GPU does. Since numpy 2.5, such an
+    array does not count as an integer."""
     from triton.runtime import interpreter
 
     theirs = interpreter._patch_lang_tensor
@@ -50,8 +52,8 @@ def end_loops_at_loaded_numbers() -> None:
 
 
 def round_to_fp8_as_torch() -> None:
-    """Make the interpreter round fp32 to fp8 and bf16 as torch does: its own rounding to fp8 loses the carry out of the
-    mantissa, and it truncates to bf16."""
+    """Make the interpreter round fp32 to fp8 and bf16 as torch does. The interpreter's own rounding to fp8 loses the
+    carry out of the mantissa, and its conversion to bf16 truncates."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -94,8 +96,8 @@ def multiply_bf16() -> None:
 def compiled(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
 ) -> Any:
-    """Compile a kernel for a GPU. Pointers and numbers are multiples of 16, as in large layers. The types of an operand
-    may be those of a tuple; None and numbers stand for themselves."""
+    """Compile a kernel for a GPU. Pointers and integer arguments are assumed to be multiples of 16, as in large layers.
+    An operand may be a tuple of types. None and numbers are constants."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -122,14 +124,14 @@ def compiled(
 
 
 def run_on_cpu(*operators: Any) -> None:
-    """Let GPU operators run on CPU tensors, interpreted."""
+    """Let GPU operators run on CPU tensors in Triton's interpreter."""
     for operator in operators:
         operator.register_kernel("cpu", operator._init_fn)
 
 
 def stack_tool() -> str | None:
-    """Return the path of Triton's program that reports the resources of a compiled kernel, or None if it is not
-    installed."""
+    """Return the path of the program in Triton that reports the resources of a compiled kernel, or None if the program
+    is missing."""
     try:
         import triton
 
@@ -139,7 +141,7 @@ def stack_tool() -> str | None:
 
 
 def stack_of(built: Any) -> int:
-    """Return the stack bytes per thread of a compiled kernel: in a kernel without arrays, these are spilled
+    """Return the stack bytes per thread of a compiled kernel. In a kernel without arrays, these are spilled
     registers."""
     tool = stack_tool()
     assert tool is not None
@@ -152,7 +154,7 @@ def stack_of(built: Any) -> int:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if tensors have the same dtype, shape and bits; all NaNs count as equal."""
+    """Return True if two tensors have the same dtype, shape and bits. All NaNs count as equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]

@@ -1,4 +1,4 @@
-"""Test programs that touch CUDA, each in a separate process, so that other tests can fork."""
+"""Separate processes for test programs that touch CUDA, so that other tests can still fork."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def multiplies_in_fp8() -> bool:
 
 
 def assert_agrees(program: str) -> None:
-    """Run a program, and assert that it prints "agree" at its end."""
+    """Run a program, and assert that its output ends with "agree"."""
     done = python_apart("-c", program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")

@@ -1,4 +1,5 @@
-"""One sum over all ranks: `torchrun ... tests/gpu/first_sum.py nccl`, the shortest program that NCCL can refuse."""
+"""A single sum over all ranks: `torchrun ... tests/gpu/first_sum.py nccl`, the shortest program with which one can see
+whether NCCL works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`--extension` for runs on a GPU: a compiled region that exceeds its limit of variants is an error. torch would run it
-uncompiled."""
+"""`--extension` for runs on a GPU: a compiled region that exceeds its recompile limit raises an error. By default,
+torch would run the region uncompiled."""
 
 from __future__ import annotations
 

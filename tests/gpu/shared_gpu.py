@@ -1,4 +1,4 @@
-"""Worlds of tests/gpu: over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
+"""Worlds for tests/gpu, over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Ranks:
-    """Backend of a test's ranks, and the device of their tensors."""
+    """Backend of the ranks in a test, and the device of the ranks' tensors."""
 
     backend: str = "gloo"
     device: str = "cpu"
@@ -23,7 +23,8 @@ GLOO, SHARED_GPU, NCCL = Ranks(), Ranks("gloo", "cuda"), Ranks("nccl", "cuda")
 
 
 def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Return NCCL on the first GPU, or gloo on the CPU in a trial. Skips the test unless --nccl-on-one-gpu is given."""
+    """Return NCCL on the first GPU, or gloo on the CPU in a trial run without a GPU. Skips the test unless
+    --nccl-on-one-gpu is given."""
     asked = request.config.getoption("--nccl-on-one-gpu")
     if asked is None:
         pytest.skip("needs --nccl-on-one-gpu")
@@ -35,7 +36,7 @@ def nccl_ranks(request: pytest.FixtureRequest) -> Ranks:
 
 
 def ranks_of(request: pytest.FixtureRequest, ranks: Ranks) -> Ranks:
-    """Return `ranks` if they can run here; skip the test otherwise."""
+    """Return `ranks` if this machine can run them; otherwise, skip the test."""
     if ranks == NCCL:
         return nccl_ranks(request)
     if ranks.device == "cuda" and torch.cuda.device_count() == 0:

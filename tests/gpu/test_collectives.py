@@ -1,6 +1,6 @@
-"""Every collective of `megatron.core.collectives`, forward and backward, compared with its definition on each backend.
+"""Every collective of `megatron.core.collectives` and its backward pass, compared with the definition on each backend.
 
-Operands hold integers, so that sums have the same bits in every order of their terms.
+Operands contain integers, so that sums have the same bits in any order of terms.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tests.gpu.shared_gpu import GLOO, NCCL, SHARED_GPU, Ranks, ranks_of
 ROWS, WIDTH = 6, 40
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 ON_STREAMS = 20
-"""Number of collectives in flight at once while GEMMs run on another stream."""
+"""Number of collectives that are in flight at the same time while GEMMs run on another stream."""
 
 
 def operand(rank: int, rows: int, dtype: torch.dtype = torch.float64, salt: int = 0) -> Tensor:
-    """Return integers [rows, WIDTH] from -8 to 8: sums over eight ranks are exact in bf16."""
+    """Return integers [rows, WIDTH] from -8 to 8, whose sums over eight ranks are exact in bf16."""
     generator = torch.Generator().manual_seed(97 * salt + rank)
     return torch.randint(-8, 9, (rows, WIDTH), generator=generator).to(dtype)
 
 
 def counts(rank: int, size: int) -> list[int]:
-    """Return the number of rows that a rank sends to each other rank; some are 0."""
+    """Return the number of rows that a rank sends to each rank. Some of these numbers are 0."""
     return [(3 * rank + 2 * other) % 4 for other in range(size)]
 
 
 def differentiated(function: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: Axis, salt: int) -> list[Tensor]:
-    """Return [function(x), gradient of x for a random gradient of the result]."""
+    """Return [result of the function, gradient of x for a random gradient of the result]."""
     x = x.detach().requires_grad_()
     y = function(x, axis)
     generator = torch.Generator().manual_seed(1000 * salt + axis.rank)
@@ -45,7 +45,7 @@ def differentiated(function: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: 
 
 
 def ring(x: Tensor, axis: Axis) -> Tensor:
-    """Return the tensor that arrives after two steps around the ring, the first of which receives into a given
+    """Send x two steps around the ring, and return the tensor that arrives. The first step receives into a preallocated
     tensor."""
     into = torch.empty_like(x)
     first = collectives.RingExchange(x, axis, tag=3, into=into).wait()
@@ -53,7 +53,7 @@ def ring(x: Tensor, axis: Axis) -> Tensor:
 
 
 def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
-    """Return the results of every collective on this rank, on the host."""
+    """Return this rank's results of every collective as CPU tensors."""
     axis = Axis(dist.group.WORLD, rank, size, tuple(range(size)), dist.get_backend() != "nccl")
     found = dict[str, Tensor]()
     for dtype in DTYPES:
@@ -89,8 +89,8 @@ def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
 
 
 def _in_flight(part: Tensor, axis: Axis) -> Tensor:
-    """Start sums one after another while GEMMs run, on a side stream if there is a GPU, and wait for them in another
-    order."""
+    """Launch sums one after another while GEMMs run, on a side stream if there is a GPU, and wait for the sums in a
+    different order."""
     square = torch.eye(512, dtype=part.dtype, device=part.device)
     side = torch.cuda.Stream() if part.is_cuda else None
     if side is not None:
@@ -107,7 +107,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
 
 
 def expected(rank: int, size: int) -> dict[str, Tensor]:
-    """Compute the results by definition, from the operands of all ranks."""
+    """Return the results for a rank as defined, computed from the operands of all ranks."""
     found, ranks = dict[str, Tensor](), range(size)
     for dtype in DTYPES:
         wholes, parts = ([operand(r, size * ROWS, dtype) for r in ranks], [operand(r, ROWS, dtype, 1) for r in ranks])
@@ -143,7 +143,7 @@ def expected(rank: int, size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", [GLOO, SHARED_GPU, NCCL], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_match_their_definitions(ranks: Ranks, size: int, request: pytest.FixtureRequest) -> None:
-    """All ranks get bit-identical results."""
+    """Ranks whose results must be equal get bit-identical results."""
     here = ranks_of(request, ranks)
     results = run_world(size, computed, here.device, backend=here.backend)
     for rank, found in enumerate(results):

@@ -61,8 +61,8 @@ def test_kernel_with_dropout(
 
 
 def test_masks_of_the_kernel_with_dropout() -> None:
-    """The masks are equal bit by bit: without scores, an output is zero where the weight of the key that its value
-    marks is dropped."""
+    """The dropout masks are equal bit by bit. All scores are equal and each value marks its key, so an output is zero
+    where the weight of that key is dropped."""
     n, heads, width = 512, 4, 128
     q = torch.zeros(n, 2, heads, width, device="cuda", dtype=torch.bfloat16)
     masks = replace(MASKS, sample_index=MASKS.sample_index.cuda())

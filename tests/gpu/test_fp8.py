@@ -1,4 +1,4 @@
-"""fp8 on GPUs: every GEMM compared with that of the dequantized operands, and training compared with bf16 and with the
+"""fp8 on GPUs: every GEMM is compared with a GEMM of the dequantized operands, and training with bf16 and with the
 CPU."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gated delta rule on a GPU: torch's chunked form, and the kernels of flash-linear-attention if it is installed,
-compared with the recurrence in fp64."""
+"""Gated delta rule on a GPU: the chunked form in torch, and flash-linear-attention's kernels if installed, are compared
+with the recurrence in fp64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS = ((0, 3, 70, 130), (0, 64))
 
 
 def operands() -> list[Tensor]:
-    """Return q, k, v, g, beta in fp64: 200 tokens, 2 samples, 2 key heads for 4 heads."""
+    """Return q, k, v, g and beta in fp64 for 200 tokens, 2 samples, 4 heads and 2 key heads."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -40,7 +40,7 @@ def number() -> Tensor:
 
 
 def results(rule: str, packed: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return the output and the gradients of all operands, in fp64 on the CPU."""
+    """Return the output and the gradients of all operands as fp64 CPU tensors."""
     q, k, v, g, beta = (x.to(device, dtype).requires_grad_() for x in operands())
     tokens = (q, k, v, g if dtype == torch.float64 else g.float(), beta)
     counts = number().to(device) if packed else None

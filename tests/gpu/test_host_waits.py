@@ -1,7 +1,8 @@
-"""A step on a GPU never makes the host wait, as torch's own checks show. It runs in a separate process, like all tests
-here.
+"""A training step on a GPU never makes the host wait, as checked by torch itself. It runs in a separate process, like
+all tests here.
 
-The checks do not see the wait for the event of the previous step's outcome, which is intended (`StepGuard.settle`).
+The checks do not detect the wait for the event of the previous step's outcome (`StepGuard.settle`). This wait is
+intended.
 """
 
 from __future__ import annotations

@@ -31,12 +31,14 @@ from tests.parity.matrix.design import pairwise
 
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 MOST, MOST_OF_NCCL = 30, 12
-"""Combinations per world; the 30 of one rank include every choice. NCCL messages between ranks on one GPU are slow."""
+"""Number of combinations per world size. The 30 combinations for one rank include every choice. NCCL messages between
+ranks on one GPU are slow."""
 
 MOST_OF_TRIALS = 2
 
 ON_HOST = ("sin", "cos", "exp", "log1p")
-"""Functions that devices round differently; the tests compute them on the host in fp32 for every model dtype."""
+"""Functions that round differently on different devices. The tests compute these functions on the host in fp32 for
+every model dtype."""
 
 
 def on_host(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -49,8 +51,8 @@ def on_device(device: str) -> Callable[[RunConfig, int, int], Runtime]:
 
 
 def train_all(rank: int, world_size: int, combinations: Sequence[Combination], ranks: Ranks, folder: Path) -> None:
-    """Write the results of each combination, or why it has none. One process runs them all, because each process has to
-    initialize the GPU."""
+    """Write the results of each combination to a file, or the traceback if the combination fails. One process per rank
+    runs all combinations, because initializing the GPU in each process takes long."""
     if ranks.device == "cuda":
         torch.cuda.set_device(0)
         for name in ON_HOST:
@@ -65,7 +67,7 @@ def train_all(rank: int, world_size: int, combinations: Sequence[Combination], r
                 config = resolve_legal(parse_args(flags), world_size)
                 found: object = train_on_rank(rank, world_size, config, 2 - unseen, False, unseen)
             except Exception as error:
-                if world_size > 1:  # the other ranks wait for this one
+                if world_size > 1:  # the other ranks would wait for this rank
                     error.add_note(f"combination: {combination}")
                     raise
                 found = traceback.format_exc()
@@ -73,7 +75,7 @@ def train_all(rank: int, world_size: int, combinations: Sequence[Combination], r
 
 
 def differing(world_size: int, ranks: Ranks, folder: Path, most: int) -> Iterator[str]:
-    """Yield the combinations of a world whose results differ from one process's, and how."""
+    """Yield a description of each combination whose results differ from those of one process."""
     combinations = covering([each for each in pairwise() if each.world_size == world_size])[:most]
     run_world(world_size, train_all, combinations, ranks, folder, backend=ranks.backend)
     for number, combination in enumerate(combinations):

@@ -1,4 +1,4 @@
-"""Runs of several ranks over NCCL that share one GPU, each as if it were alone on its host (--nccl-on-one-gpu).
+"""Runs of several NCCL ranks that share one GPU, each as if it were on a separate host (--nccl-on-one-gpu).
 
 Losses equal those of one process on the CPU under every kind of layout. Checkpoints load under another layout. A killed
 rank, or ranks that disagree about a collective, end the run with a message that names them.
@@ -58,13 +58,13 @@ def losses(metrics: Path) -> list[float]:
 
 
 def model_of(flags: str) -> list[str]:
-    """Return the flags of a layout that change the model too."""
+    """Return those flags of a layout that also change the model."""
     untied = ["--untie-embeddings-and-output-weights"] if "--untie-embeddings-and-output-weights" in flags else []
     return [*untied, *(EXPERTS.split() if EXPERTS in flags else [])]
 
 
 def alone(metrics: Path, *flags: str) -> list[float]:
-    """Return the losses of one process on the CPU."""
+    """Return the losses of a one-process run on the CPU."""
     python_apart("pretrain_gpt.py", *FLAGS, *flags, "--cpu", "--metrics-file", str(metrics), code=0)
     return losses(metrics)
 

@@ -1,5 +1,5 @@
-"""Activations that autograd keeps on a GPU, where norms and attention save other tensors than on the CPU, compared with
-the plan."""
+"""Planned activations compared with those that autograd keeps on a GPU, where norms and attention save different
+tensors than on the CPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MODELS = {
 @pytest.mark.parametrize("kind", ["none", "full", "core_attn", "all"])
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_activations_match_the_plan(name: str, kind: str) -> None:
-    """Agreement is within one percent: kernels keep a few more numbers, such as states of random generators. Nothing is
-    compiled, because the memory of compiled regions is not visible."""
+    """The plan agrees within one percent. Kernels keep a few additional values, such as random generator states.
+    Nothing is compiled, because the test cannot see the memory of compiled regions."""
     model = replace(MODELS[name], **RECOMPUTE[kind])
     batch = MicroBatch(model, ModelParallelConfig(bf16=True, compile=False), 2, "cuda")
     kept, on_host = kept_by(batch, WHOLE, ParallelState())

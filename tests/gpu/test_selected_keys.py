@@ -1,4 +1,4 @@
-"""Attention to selected keys by GPU kernels, compared with plain torch in fp32, and its order of additions."""
+"""GPU kernels for attention to selected keys: comparison with plain torch in fp32, and the order of additions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Training on GPUs compared with training on the CPU. Each run is a separate process, so that this one never touches
-CUDA and other tests can fork."""
+"""Training on GPUs compared with training on the CPU. Each run is a separate process, so that the pytest process never
+touches CUDA and other tests can fork."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def losses(metrics: Path, processes: int, *flags: str) -> list[float]:
 
 
 def gradient_norms(metrics: Path, *flags: str) -> dict[str, float]:
-    """Return the norms of the first step's gradients by parameter."""
+    """Return the gradient norms of the first step by parameter name."""
     found, _ = records(metrics, 1, *flags, "--train-iters", "1", "--log-layer-stats", "1")
     return {name: values["grad_norm"] for name, values in found["parameters"].items()}
 
 
 def records(metrics: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
-    """Return the records that a run writes to `metrics`."""
+    """Train, and return the records that the run writes to `metrics`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = python_apart(*launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +54,7 @@ SP = "--tp 2 --sequence-parallel"
     [
         (1, "--fp32", 1e-3),
         (1, "--bf16", 2e-2),
-        (1, "--fp16 --initial-loss-scale 4096", 2e-2),  # an overflowing scale would skip the first steps
+        (1, "--fp16 --initial-loss-scale 4096", 2e-2),  # an overflowing loss scale would skip the first steps
         *((1, f"--bf16 --attention-backend {backend}", 2e-2) for backend in ("flash", "cudnn", "unfused")),
         *((2, flags, 1e-3) for flags in (SP, "--pp 2", "--dp 2", "--cp 2", "--dp 2 --cuda-graph-impl local")),
         needs("overlap", 2, f"{SP} --tp-comm-overlap", 1e-3),
@@ -95,9 +95,9 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
     ],
 )
 def test_graphs_and_offloading_train_alike(flags: str, more: str, tolerance: float, tmp_path: Path) -> None:
-    """CUDA graphs and offloaded activations are bit-identical."""
+    """Runs with CUDA graphs and offloaded activations are bit-identical to runs without them."""
     shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
-    if FUSIONS not in more:  # each process would choose the fastest one at its start
+    if FUSIONS not in more:  # each process would choose its fastest kernel at startup
         shared += ["--no-fusions", *([] if "--fp32" in flags else ["--attention-backend", "flash"])]
     plain = losses(tmp_path / "plain.jsonl", 1, *shared)
     assert losses(tmp_path / "other.jsonl", 1, *shared, *more.split()) == pytest.approx(plain, rel=tolerance, abs=0)
@@ -139,7 +139,7 @@ MIXERS = {
     ],
 )
 def test_each_parameter_has_the_gradient_of_the_cpu(flags: str, tolerance: float, tmp_path: Path) -> None:
-    """The losses of a few steps hardly show whether a parameter gets its gradient."""
+    """The losses of a few steps hardly show whether every parameter receives its gradient."""
     model = [flag for flag in flags.split() if flag not in ("--fp32", "--bf16")]
     on_cpu = gradient_norms(tmp_path / "cpu.jsonl", *model, "--cpu")
     assert min(on_cpu.values()) > 0

@@ -1,15 +1,15 @@
-"""Proof that the parity matrix can fail: each reduction is broken on purpose, and the matrix must report it.
+"""Mutation tests of the parity matrix: each reduction is broken on purpose, and the matrix must report the error.
 
-A mutant edits the source of product functions for one comparison; the one-process reference is computed beforehand from
-the unedited product. `mutants.txt`, here and in the folders of extensions, describes a mutant by these lines:
+A mutant edits the source of library functions for one comparison. The one-process reference is computed beforehand with
+the unedited library. `mutants.txt`, here and in the folders of extensions, describes a mutant by these lines:
 
     NAME: COMBINATION
       MODULE.FUNCTION
       - text that occurs once in the source of the function
       + text in its place, further lines with the same indentation
 
-The combination exercises the edited code. ` with FLAGS` after it adds flags of parts that are no choice of the matrix.
-Modules are those of the package megatron.
+The combination must exercise the edited code. ` with FLAGS` after the combination adds flags of features that are not
+choices of the matrix. Module names are relative to the package megatron.
 
     python -m tests.parity.mutants                  every mutant with its combination: one line per mutant
     python -m tests.parity.mutants 'Sinks' Rotary   those whose names begin so
@@ -38,11 +38,11 @@ INSTALLED = {extension.name for extension in BUILT_IN}
 OF_EXTENSIONS = (Path(__file__).parents[1] / "extensions" / name / "mutants.txt" for name in sorted(INSTALLED))
 FILES = [Path(__file__).with_suffix(".txt"), *filter(Path.exists, OF_EXTENSIONS)]
 STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
-"""Errors of a mutant whose text no longer matches the source, rather than of the product."""
+"""Types of errors that mean that a mutant's text no longer fits the source, rather than an error of the library."""
 
 
 class Mutant(NamedTuple):
-    """Edits (old, new) by function, and a combination and further flags that exercise the edited code."""
+    """Edits (old, new) by function, with a combination and additional flags that exercise the edited code."""
 
     edits: dict[str, list[tuple[str, str]]]
     combination: Combination
@@ -50,7 +50,7 @@ class Mutant(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """True if no extension that the mutant needs is deleted."""
+        """True if all extensions that the mutant needs are installed."""
         gone = [each for each in self.edits if each.startswith("extensions.") and each.split(".")[2] not in INSTALLED]
         return self.combination.is_there and not gone
 
@@ -86,7 +86,7 @@ def function_of(path: str) -> tuple[Any, FunctionType]:
 
 
 def edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """Return the code of a function with its source edited, within the same closure."""
+    """Return the code object of a function after editing its source, with the same closure variables."""
     source = dedent(inspect.getsource(function))
     for old, new in edits:
         before, found, behind = source.partition(old)
@@ -108,7 +108,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Plant a mutant in the product."""
+    """Plant a mutant in the library within the context."""
     places = [(*function_of(path), edits) for path, edits in mutant.edits.items()]
     kept = [(found, function, function.__code__) for found, function, _ in places]
     try:
@@ -129,8 +129,8 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 
 
 def seen(name: str, combination: Combination) -> str | None:
-    """Return the difference that the matrix reports for a combination with the mutant planted, or None if it notices
-    nothing."""
+    """Return the difference that the matrix reports for a combination with a planted mutant, or None if it reports
+    none."""
     mutant = MUTANTS[name]
     reference(combination.alone, mutant.flags)
     with planted(mutant):

@@ -1,4 +1,4 @@
-"""Steps with NaN, Inf or spikes: reported and skipped, under a layout and in one process."""
+"""Steps with NaN, Inf or spikes are reported and skipped, both under a layout and in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOE = (
     "--moe-router-enable-expert-bias"
 )
 SAMPLE = 13
-"""Sample in the second step, which has samples 8 to 15, and in its third micro-batch."""
+"""A sample of the third micro-batch in the second step, which consists of samples 8 to 15."""
 
 
 def config_of(flags: str, world_size: int = 1) -> RunConfig:
@@ -55,7 +55,7 @@ class _BadGradient(torch.autograd.Function):
 
 
 def plant(kind: str, run: TrainingRun) -> None:
-    """Break the MLP of layer 2 for one sample, in its forward or backward pass, or the gradient of a weight."""
+    """Break the forward or backward pass of layer 2's MLP for one sample, or the gradient of a weight."""
     for model in run.stages.values():
         for layer in model.decoder.layers:
             if layer.number != 2:
@@ -75,7 +75,7 @@ def plant(kind: str, run: TrainingRun) -> None:
 
 
 def tensors(run: TrainingRun) -> list[torch.Tensor]:
-    """Return this rank's weights, states and moments."""
+    """Return this rank's weights, model states and optimizer moments."""
     found = [param for model in run.stages.values() for param in model.parameters()]
     return [tensor.detach().clone() for tensor in (*found, *(piece.data for piece in run.optimizer.sharded_state()))]
 
@@ -116,7 +116,7 @@ def test_a_step_skipped_automatically_equals_one_skipped_by_the_user(world_size:
 def rates(
     rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
 ) -> list[tuple[float, float, int]]:
-    """Return (learning rate, weight decay, samples) of each step that the user does not exclude."""
+    """Return (learning rate, weight decay, number of samples) of each step, except those that the user's flags skip."""
     with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
@@ -138,8 +138,8 @@ SCHEDULE = "--lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-
 
 
 def expected_rates(updates: list[int]) -> list[Any]:
-    """Return the expected rates of steps after the given numbers of updates: warm-up over two, linear decay to the
-    40th, and a ramp of weight decay."""
+    """Return the expected rates after the given numbers of updates: a warm-up over two updates, a linear decay until
+    update 40, and a ramp of the weight decay."""
     lrs = [1e-2 * (n / 2 if n <= 2 else (40 - n) / 38) for n in updates]
     return [pytest.approx((lr, 0.4 * n / 40, 8), rel=1e-12) for lr, n in zip(lrs, updates, strict=True)]
 
@@ -160,7 +160,7 @@ def test_the_schedule_does_not_advance_in_skipped_steps(flags: str, kind: str | 
 
 @pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_the_batch_size_ramp_counts_skipped_steps() -> None:
-    """A step takes 4 samples until 8 are consumed, and 8 afterwards."""
+    """The batch size is 4 until 8 samples are consumed, and 8 afterwards."""
     flags = MODEL.replace("--train-iters 40", "--train-samples 320")
     flags += " --rampup-batch-size 4 4 8 --no-check-for-nan-in-loss-and-grad"
     config = resolve_legal(parse_args(flags.split()), 1)
@@ -237,7 +237,8 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
 
 
 def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
-    """Return (message, advice) of the step that ends a run with the given results of registered searches."""
+    """Return (message, advice) of the step that ends a run in which the registered searches return the given
+    results."""
 
     class Searches(Callback):
         def __init__(self, finding: StepFinding | None) -> None:

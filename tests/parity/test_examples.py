@@ -1,5 +1,5 @@
-"""Every example in examples/: training under several layouts compared with one process, by the command that readers
-would use."""
+"""Every example in examples/ is trained under several layouts and compared with one process, with the command that
+readers would use."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ EXAMPLES = {
     "template.py": "--activation-func my_activation --my-slope 0.2",
     "trainable_swish.py": "--activation-func trainable_swish",
 }
-"""Flags that select the registered part of each example."""
+"""Flags that select the component that each example registers."""
 
 PART = ["dp2-to-tp2-sp-pp2-dp2"]
-"""Rows of the default run, with two layers; --whole runs all rows with four."""
+"""Layouts of the default run, which uses two layers. --whole runs all layouts with four layers."""
 
 DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "sandwich_norm.py", "trainable_swish.py"]
-"""Examples with their own gradients, which are also compared with finite differences."""
+"""Examples that define gradients, which are also compared with finite differences."""
 
 
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Return exit code and rows of the command. It also asks for rows that only this example has."""
+    """Return the exit code and the rows of the parity command. The command also requests rows that only this example
+    has."""
     path = folder / "rows.json"
     command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []
@@ -71,7 +72,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], tmp_path: Path) -> None:
     own = ["tp2-sp-pp2-dp2-eager-1f1b"] if name == "eager_1f1b.py" and rows else []
-    # its ranks round the zero gradients of key biases differently
+    # the ranks round the zero gradients of key biases differently
     own += ["tp2-sp"] if name == "lion.py" and rows else []
     own += ["finite-differences"] if name in DIFFERENTIABLE and rows else []
     flags = EXAMPLES[name] + (" --num-layers 2" if rows else "")
@@ -141,7 +142,7 @@ def test_a_table_of_roles_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
-    """The result is bit-identical under the same layout, and equal up to rounding under another."""
+    """After a resume, the result is bit-identical under the same layout and equal up to rounding under another."""
     flags = f"{TINY} --extension examples/{name}.py --optimizer {name} --fp64 --num-attention-heads 4 --seq-length 16 "
     flags += "--vocab-size 64 --hidden-size 32 --eval-iters 0 --lr 1e-2 --log-interval 1 --train-iters 4 "
     flags += "--disable-bias-linear --lr-decay-style constant"
@@ -163,7 +164,7 @@ def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
 
 
 def test_a_custom_mixer_has_a_letter_and_generates() -> None:
-    """It also handles packed documents, and texts given in parts."""
+    """The example also handles packed documents, and texts that are given in parts."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
     config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
     assert [kind.linear for kind in config.layers] == ["moving_average", None, None, "moving_average"]
@@ -209,14 +210,15 @@ def test_each_part_of_the_template_works(tmp_path: Path) -> None:
 
 
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
-    """Return output and metrics of a run in one process."""
+    """Return the output and metrics of a one-process run."""
     metrics = folder / "metrics.jsonl"
     done = run_program("pretrain_gpt.py", *MODEL.split(), *flags.split(), "--metrics-file", metrics, code=0)
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
-    """Without learning, nothing improves after the first evaluation, and one token in four is left out of the loss."""
+    """The learning rate is too small for improvements after the first evaluation. The loss excludes one of four
+    tokens."""
     flags = (
         "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
         "--loss-func goldfish --goldfish-h 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "
@@ -268,7 +270,8 @@ def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:
-    """The loss is that of the whole model; frozen parameters do not contribute to the gradient norm."""
+    """The loss is the same with and without frozen parameters, but frozen parameters do not contribute to the gradient
+    norm."""
     flags = "--num-layers 3 --lr 1e-2 --train-iters 2 --eval-iters 0"
     (tmp_path / "free").mkdir()
     _, frozen = train(f"--config examples/freeze_embedding.yaml {flags}", tmp_path)

@@ -1,4 +1,4 @@
-"""Custom parts compute the same under every layout."""
+"""Custom components compute the same results under every layout."""
 
 from __future__ import annotations
 

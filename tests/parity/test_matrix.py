@@ -1,8 +1,8 @@
-"""Parity matrix. The core suite covers most of its choices. Campaigns run a part of all combinations, and prove that
-the matrix can fail.
+"""Parity matrix. Parity matrix: the core suite covers most choices. Campaigns run some of the other combinations and
+prove that the matrix detects errors.
 
---whole runs all of it; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for each
-combination or mutant.
+--whole runs the whole matrix; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for
+each combination or mutant.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
-"""Number of combinations of `every_choice` in the core suite: small worlds with most of the choices."""
+"""Number of combinations of `every_choice` in the core suite. They use small worlds and include most choices."""
 
 MORE = 18
-"""Number of further combinations run as campaigns, which include three in five of all pairs of choices. --whole covers
-every pair."""
+"""Number of additional combinations that run as campaigns and include three in five of all pairs of choices. --whole
+covers every pair."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)
@@ -64,6 +64,6 @@ def test_every_choice_is_covered() -> None:
 
 
 def test_the_command_knows_every_choice() -> None:
-    """This includes the choices of extensions, which a program has to load."""
+    """The printed choices include those of extensions, which a program has to load."""
     listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

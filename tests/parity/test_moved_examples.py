@@ -1,6 +1,7 @@
-"""Each example gives the same plan, run, checkpoint and conversion with --extension and as a built-in extension.
+"""Each example gives the same plan, losses, checkpoint and conversion with --extension as it gives as a built-in
+extension.
 
-No part is trusted because of the location of its file.
+No code is trusted because of the location of its file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FLAGS = {
     "memory_storage.py": "",
 }
 
-# Runs in the folder of a library, which is imported once: prints the plan, trains, and converts the result.
+# Program that runs in the folder of a library, which it imports once. It prints the plan, trains, and converts the
+# result.
 TRIAL = """
 import io, json, multiprocessing, os, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -90,7 +92,7 @@ def moved_library(folder: Path) -> Path:
 
 
 def tried(library: Path, results: Path, *, built_in: bool) -> dict[str, dict[str, Any]]:
-    """Return by example: the output of the commands, the losses, and the saved tensors."""
+    """Run all examples, and return the output of the commands, the losses and the saved tensors of each."""
     results.mkdir()
     saves = {example: results / Path(example).stem for example in FLAGS}
     cases = []

@@ -1,7 +1,7 @@
-"""Overlapped data parallelism computes bit for bit what waiting would, however slow the network is.
+"""Overlapped data parallelism computes the same bits as waiting for every collective, however slow the network is.
 
-A gather that happens only when somebody waits for it is the slowest possible network: code that reads a parameter
-without waiting then sees the previous step's value.
+The slowest possible network is simulated by gathers that happen only when code waits for them: code that reads a
+parameter without waiting sees the value of the previous step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUTS = [
 
 
 class Late:
-    """Collective that happens when it is waited for."""
+    """Collective that runs only when `wait` is called."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
@@ -72,7 +72,7 @@ def slow_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.grid("case", LAYOUTS[::3], LAYOUTS)
 def test_no_parameter_is_read_before_it_has_arrived(case: tuple[int, str, str], slow_gather: None) -> None:
-    """The third step, after two whose results nobody read, is bit-identical to the same step without overlap."""
+    """After two steps whose results are not read, the third step is bit-identical to the same step without overlap."""
     world_size, layout, overlap = case
     argv = [*COMMON.split(), *layout.split()]
     waiting, found = (train_in_world(world_size, [*argv, *more.split()], 1, unseen=2) for more in ("", overlap))
@@ -109,7 +109,7 @@ def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> N
 
 
 def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]]:
-    """Return (reductions started, all reductions) after the backward passes of each of three steps."""
+    """Return (started reductions, all reductions) at the end of the backward passes in each of three steps."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         train, found = run.pipeline.train, []
 
@@ -119,7 +119,7 @@ def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]
             return losses
 
         run.pipeline.train = train_and_count  # type: ignore[method-assign]
-        for size in (4, 8, 2):  # the number of micro-batches differs in each step, as in a ramp-up
+        for size in (4, 8, 2):  # the number of micro-batches differs from step to step, as in a ramp-up
             run.batch_sizes = replace(run.batch_sizes, final=size)
             train_step(run)
         run.optimizer.finish_param_sync()

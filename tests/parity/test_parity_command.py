@@ -1,4 +1,5 @@
-"""python -m megatron.testing.parity passes for a correct model, names the fault in a wrong one, and hides nothing."""
+"""python -m megatron.testing.parity passes for a correct model, names the fault in a wrong model, and hides no
+errors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-laye
 
 
 class Scaled(torch.autograd.Function):
-    """Identity in the forward pass; multiplies the gradient by a factor in the backward pass."""
+    """Function that is the identity in the forward pass and multiplies the gradient by a factor in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -40,7 +42,7 @@ class Scaled(torch.autograd.Function):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
-    """Give the MLP's input a wrong gradient."""
+    """Layer whose MLP input gets a wrong gradient."""
     forward = mlp.MLP.forward
 
     def broken(self: mlp.MLP, x: Tensor, *rest: Any) -> Tensor:
@@ -51,7 +53,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
 
 
 def verdicts(out: str) -> dict[str, str]:
-    """Return the text after the number of ranks in each row."""
+    """Return the text after the number of ranks in each row, keyed by the row's name."""
     rows = [line.split(maxsplit=2) for line in out.splitlines() if line.split()[1:2] and line.split()[1].isdigit()]
     return {name: rest for name, _, rest in rows}
 
@@ -81,7 +83,7 @@ def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture
 def test_a_wrong_gradient_is_named(
     only_under_tp: bool, row: str, equal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The gradient is wrong under one layout, or under every layout."""
+    """The gradient is wrong either under one layout or under every layout."""
     plant(monkeypatch, only_under_tp)
     assert main(["--layouts", row, equal, "--", "--num-layers", "2"]) == 1
     found = verdicts(capsys.readouterr().out)
@@ -90,7 +92,7 @@ def test_a_wrong_gradient_is_named(
 
 
 class SumOfWeights(Callback):
-    """Callback that sums the main weights of all steps; the sum is the same under every layout unless a mistake is
+    """Callback that sums the main weights over all steps. The sum is the same under every layout unless a mistake is
     planted."""
 
     mistake = ""
@@ -206,7 +208,7 @@ def test_the_error_of_the_first_rank_counts() -> None:
 
 
 def test_elements_that_only_rounding_moves_are_compared_apart() -> None:
-    """The sign of a gradient of 1e-17 is meaningless; a gradient of exactly 0 means that the weight does not change."""
+    """The sign of a gradient of 1e-17 is meaningless, but a gradient of exactly 0 leaves the weight unchanged."""
 
     def snapshot(tiny: float, moved: float) -> Snapshot:
         values = {"initial weight w": [0.0, 0.0], "step 1 gradient w": [1.0, tiny], "step 1 weight w": [-0.1, moved]}

@@ -1,4 +1,5 @@
-"""Recomputation changes no bit: neither with any choice of modules nor under schedules that defer weight gradients."""
+"""Recomputation changes no bit of the results, for any choice of modules and under schedules that defer weight
+gradients."""
 
 from __future__ import annotations
 

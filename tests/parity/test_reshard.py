@@ -1,8 +1,8 @@
-"""Checkpoints of real models, each saved under one layout and loaded under others with the same bits. --whole tests all
-pairs.
+"""Checkpoints of real models, each of which is saved under one layout and loaded bit for bit under others. --whole
+tests all pairs.
 
-Under each layout, a model is trained for one step in bf16 and saved; rounding makes each checkpoint different from the
-others. Then other layouts load them (`megatron.testing.reshard`). Parameters, fp32 main parameters, both moments of
+Under each layout, a model is trained for one step in bf16 and saved. Because of rounding, all checkpoints differ. Then
+other layouts load these checkpoints (`megatron.testing.reshard`). Parameters, fp32 main parameters, both moments of
 Adam, the momentum of Muon and expert biases must be bit-identical.
 """
 
@@ -29,7 +29,8 @@ STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_
 
 @pytest.mark.parametrize("family", list(MODELS))
 def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
-    """Each layout loads the previous one's checkpoint; then the first loads the last one's, or all load all."""
+    """Each layout loads the checkpoint of the previous layout, and the first loads that of the last. With --whole,
+    every layout loads every checkpoint."""
     whole, checkpoints = pytestconfig.getoption("--whole"), Checkpoints(tmp_path)
     names = list(LAYOUTS[family])
     names = names if whole or len(names) < 3 else names[::3]
@@ -50,7 +51,7 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytest
 
 
 def test_states_load_into_fewer_bits(tmp_path: Path) -> None:
-    """Main parameters are bit-identical, and moments are as close as their formats allow; the second moment is stored
+    """Main parameters are bit-identical, and moments are as close as their formats allow. The second moment is stored
     as its square root. With stored remainders, parameters halfway between two bf16 numbers are rounded away from
     zero."""
     checkpoints, model = Checkpoints(tmp_path), f"{COMMON} {MODELS['experts']}"

@@ -1,4 +1,4 @@
-"""Command line: its frozen surface, translation of Megatron's flags, files, and errors."""
+"""Command line: the frozen set of flags, translation of Megatron-LM's flags, files, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 
 
 
 def surface() -> str:
-    """Return one line per spelling: the value it sets, or the kind of value it takes."""
+    """Return one line per flag spelling, with the field that it sets and the kind of its value."""
     lines = []
     for spelling, (flag, on) in spelling_table().items():
         kind = ("on" if on else "off") if flag.kind is bool else flag.kind.__name__ + ("..." if flag.spec.many else "")
@@ -50,7 +50,8 @@ def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def index() -> str:
-    """Return one line per built-in extension with flags: its name and their spellings."""
+    """Return one line for each built-in extension that has flags, with the extension's name and the spellings of its
+    flags."""
     prefix, spellings = f"{extensions.__name__}.", dict[str, list[str]]()
     for spelling, (flag, _) in spelling_table().items():
         module = sections()[flag.section].__module__
@@ -70,14 +71,14 @@ def index() -> str:
 
 
 def _extension_of(place: str) -> str | None:
-    """Return the built-in extension whose `flags.py` registers a part at `FILE:LINE`, or None if the library registers
-    it."""
+    """Return the built-in extension to which the place of a registration, `FILE:LINE`, belongs, or None if it is the
+    library."""
     folder = Path(place.rpartition(":")[0]).parent
     return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 
 
 def test_surface_is_frozen() -> None:
-    """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; record it in the
+    """User scripts rely on the names of flags. `python -m tests.pure.test_arguments` accepts a change; record it in the
     changelog."""
     installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
     lines = GOLDEN.read_text().splitlines(keepends=True)
@@ -138,7 +139,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
     ):
         assert line in lines
-    # The validation problems are listed too, except those that follow from a misspelt flag.
+    # Validation problems are listed too, except those that follow from a misspelt flag.
     assert any(line.startswith("world size 8: must be a multiple of TP 3") for line in lines)
     assert any(line.startswith("--num-attention-heads: is required") for line in lines)
     assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
@@ -146,8 +147,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "\t", "a\x1bb", "a\nb", "\x7f"])
 def test_no_flag_takes_a_value_that_cannot_be_seen(text: str) -> None:
-    """A variable of the shell that is not set gives an empty value, and `$'\\t'` white space. Neither is dropped, nor
-    read as a path or a name."""
+    """A variable of the shell that is not set gives an empty value, and `$'\\t'` white space. Such a value is neither
+    dropped nor read as a path or a name."""
     takers = [flag for flag in all_flags() if flag.kind is not bool and not (flag.spec.empty_is_none and not text)]
     named = [flag.name for flag in takers] + [name for name, option in options().items() if option.usage]
     reader = FlagReader()
@@ -312,7 +313,7 @@ def test_saved_configuration_reads_back(tmp_path: Path) -> None:
     save_config(config, tmp_path / "deep" / "run.yaml")
     again = parse_args(["--config", str(tmp_path / "deep" / "run.yaml")])
     assert resolve(again, 8) == config
-    # The file states the batch but no ranks, so that it also serves another layout.
+    # The file states the batch size but not the number of ranks, so that it also works with another layout.
     assert again.training.global_batch_size == 8
     assert validate(again, 4) == validate(resolve(again, 4), 4) == []
     text = (tmp_path / "deep" / "run.yaml").read_text()

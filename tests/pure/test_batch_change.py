@@ -1,4 +1,4 @@
-"""Runs that resume with another batch size: their length, batch sizes and learning rate from then on."""
+"""Runs that resume with a different batch size: their length, batch sizes and learning rates from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pure.test_batch_size import SCHEDULES, walk
 def test_resumed_sizes_continue_from_the_position(
     parts: list[tuple[BatchSizes, int]], last: BatchSizes, more: int
 ) -> None:
-    """Each part of the run has its own batch sizes and records the changes for the next part."""
+    """Each part of the run has different batch sizes and records the changes for the next part."""
     iterations, consumed, past = 0, 0, ()
     positions = []
     for sizes, steps in [*parts, (last, more)]:
@@ -59,7 +59,8 @@ def config_of(style: str, unit: str, size: int, more: str = "") -> RunConfig:
 
 
 def resumed(before: RunPlan, iteration: int, config: RunConfig) -> tuple[RunPlan, int]:
-    """Return the plan of a run resumed with `config` after `iteration` iterations, and its position in the schedule."""
+    """Return the plan of a run that resumes with `config` after `iteration` iterations, and the run's position in the
+    schedule."""
     consumed = before.sizes.samples(iteration)
     past = before.sizes.points(iteration, consumed)
     plan = plan_of(resolve(replace(config, past_batches=past), 1))
@@ -106,8 +107,8 @@ def test_a_run_given_in_samples_keeps_its_schedule_by_sample(style: str, size: i
 @pytest.mark.parametrize("ramp", ["--rampup-batch-size 4 4 60", "--step-batch-size-schedule 0:4,960:8"])
 @pytest.mark.parametrize("style", STYLES[:4])
 def test_a_ramp_can_be_left(ramp: str, style: str) -> None:
-    """A run can leave the ramp in its middle or after its end. The run ends after as many iterations, at the end of its
-    schedule."""
+    """A run can leave the ramp in its middle or after its end. The run still ends after the same number of iterations,
+    at the end of its schedule."""
     size = 8 if "rampup" in ramp else 0
     text = config_of(style, "iters", 8, ramp) if size else _with_schedule(style, ramp)
     whole = plan_of(text)
@@ -127,7 +128,8 @@ def _with_schedule(style: str, ramp: str) -> RunConfig:
 
 
 def test_a_change_of_the_unit_keeps_the_place_in_the_schedule() -> None:
-    """The run changes from 8 to 4 after 16 of 40 iterations, then does the same by samples, and changes back."""
+    """The run changes its batch size from 8 to 4 after 16 of 40 iterations, then counts in samples instead of
+    iterations, and changes back."""
     first = plan_of(config_of(STYLES[0], "iters", 8))
     second, position = resumed(first, 16, config_of(STYLES[0], "iters", 4))
     assert position == 16 * 4

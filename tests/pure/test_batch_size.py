@@ -1,4 +1,4 @@
-"""Batch size over a run, compared with a step-by-step simulation."""
+"""Batch size over the course of a run, compared with a step-by-step simulation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_length_of_a_run(length: str, samples: int | None, iterations: int | Non
 
 @pytest.mark.parametrize(("given", "used"), [(100, 96), (96, 96), (9, 8), (7, 7)])
 def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: int) -> None:
-    """The batch is rounded to a multiple of micro-batch size 2 * DP 4. A smaller batch stays as it is and is
+    """The batch is rounded to a multiple of micro-batch size 2 * DP 4. A smaller batch is not rounded and is
     refused."""
     flags = f"--micro-batch-size 2 --global-batch-size {given} --decrease-batch-size-if-needed"
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used

@@ -44,7 +44,7 @@ STATE = ParallelState()
 
 @dataclass
 class Run:
-    """Model and optimizer whose steps use made-up gradients."""
+    """Model and optimizer whose steps use artificial gradients."""
 
     config: RunConfig
     callbacks: Sequence[Callback] = ()
@@ -83,7 +83,7 @@ class Run:
 
 
 def config(root: Path, **changes: object) -> RunConfig:
-    """Return a configuration with changed fields of CheckpointConfig or whole changed sections."""
+    """Return a configuration in which fields of CheckpointConfig, or whole sections, are changed."""
     sections = {name: changes.pop(name) for name in ("model", "parallel", "optimizer", "training") if name in changes}
     base = RunConfig(
         model=LLAMA,
@@ -95,7 +95,7 @@ def config(root: Path, **changes: object) -> RunConfig:
 
 
 def refuses(match: str, root: Path, **changes: object) -> None:
-    """Assert that a run with these changes loads nothing from a folder and says why."""
+    """Assert that a run with these configuration changes refuses to load from a folder, with a matching message."""
     with pytest.raises(ValueError, match=match):
         Run(config(root, **changes)).load()
 
@@ -193,7 +193,7 @@ def test_a_run_restarts_with_its_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
 def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
-    """The weights include the expert biases, which no gradient updates but which are part of the model."""
+    """The weights include the expert biases, which are part of the model although no gradient updates them."""
     one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))
@@ -244,7 +244,8 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
 
 
 def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
-    """The error names the way to add tokens. With --finetune, padding rows become tokens, and a message says so."""
+    """The error message says how to add tokens. With --finetune, padding rows become tokens, which a message
+    reports."""
     Run(config(tmp_path)).save(Progress(1, 8))
     tokens = LLAMA.vocab_size or 0
     more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)
@@ -308,7 +309,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def list_anew(folder: Path) -> None:
-    """Rewrite the manifest to match the files as they are, as an attacker would."""
+    """Rewrite the manifest to match the current files, as an attacker would."""
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     sums = {path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in files}
     write_manifest(folder, sums)
@@ -386,7 +387,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 class Keeps(Callback):
-    """Callback whose state is a list, for example of samples that it has seen."""
+    """Callback whose state is a list, for example of samples that the callback has seen."""
 
     def __init__(self, kept: Any, name: str = "") -> None:
         super().__init__(RunConfig())
@@ -422,7 +423,7 @@ def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
 def test_a_state_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
     _, payload = run.checkpoint().contents(Progress(1, 8))
-    callback.kept.append(2)  # while the checkpoint is being written in the background
+    callback.kept.append(2)  # while the checkpoint is written in the background
     assert payload["callbacks"] == {"Keeps": [1]}
 
 

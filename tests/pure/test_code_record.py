@@ -1,4 +1,5 @@
-"""Record of code that the user's own runs have used: it decides which checkpoint files may name code again."""
+"""Record of the code that the user's own runs used. It determines which checkpoint files may name code that is loaded
+again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron.training.extensions import ExtensionError, load_saved_extensions
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an extension that writes a file when it runs, recorded for the run in the folder `run`."""
+    """Create an extension that writes a file when it is imported, record it for the run in the folder `run`, and return
+    it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "own.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
@@ -150,8 +152,8 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
 
 
 def test_no_run_takes_names_of_code_from_a_checkpoint(tmp_path: Path) -> None:
-    """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler take the model, the schedule and the tokenizer.
-    They do not take task files, which may run code."""
+    """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler restore the model, the schedule and the tokenizer.
+    They do not restore task files, which may run code."""
     fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]
     saved = with_named(RunConfig(), {field: (str(tmp_path / "tasks"),) for field in fields})
     (tmp_path / "iter_0000001").mkdir()

@@ -45,7 +45,7 @@ def count(given: GivenOptions, world_size: int | None) -> Command | None:
 
 @pytest.fixture(autouse=True)
 def counted() -> None:
-    """Register only this command, as if no built-in extension had commands."""
+    """Register only the test's command, as if no built-in extension had commands."""
     COMMANDS._entries.clear()
     options = {
         "--count": Option("Count the ranks.", command=True),
@@ -93,7 +93,7 @@ def test_problems_of_a_command_are_reported_with_all_others(capsys: pytest.Captu
 def test_a_run_without_a_batch_size_is_one_problem(
     flags: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rules for files still apply, with batches of one sample."""
+    """The rules for files still apply. The batch size is one sample."""
     assert ended(flags) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert said.startswith(f"  {problem}")

@@ -1,4 +1,4 @@
-"""Tokens that a context-parallel rank holds, and its attention tiles: every visible pair is computed once."""
+"""Tokens and attention tiles of context-parallel ranks: every unmasked pair is computed once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_tiles_cover_the_visible_keys(seed: int) -> None:
 
 
 def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
-    """Assert that the diagonal tile of a query precedes its other tiles."""
+    """Assert that the diagonal tile of a query comes before the query's other tiles."""
     own = {(tile.sample, row) for tile in tiles if tile.diagonal for row in tile.queries}
     for tile in tiles:
         if tile.diagonal:
@@ -111,7 +111,7 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:
-    """In every ring step except the first, a rank runs one kernel."""
+    """In every ring step except the first, a rank launches one kernel."""
     spans = [rank_spans(32, rank, 4) for rank in range(4)]
     for rank, queries in enumerate(spans):
         for source, keys in enumerate(spans):
@@ -126,7 +126,7 @@ def test_neighbouring_full_tiles_are_joined() -> None:
 
 
 def test_far_documents_cost_nothing() -> None:
-    """A rank has no tiles with keys of other documents, and diagonal tiles are as small as the documents."""
+    """A rank has no tiles with keys of other documents, and its diagonal tiles are no larger than the documents."""
     spans = [rank_spans(64, rank, 4) for rank in range(4)]
     documents = (tuple(range(0, 64, 8)),)
     for rank in range(4):

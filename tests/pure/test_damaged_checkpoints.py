@@ -1,4 +1,5 @@
-"""Damage of every kind to checkpoint files is found and reported, and the newest whole checkpoint is loaded instead."""
+"""Every kind of damage to checkpoint files is detected and reported, and the newest intact checkpoint is loaded
+instead."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def save_at(root: Path, iteration: int, elements: int = 400) -> Path:
 
 
 def load(root: Path) -> tuple[int | None, list[str]]:
-    """Load a checkpoint, check its tensor, and return (iteration, messages)."""
+    """Load a checkpoint, check the loaded tensor, and return (iteration, messages)."""
     said: list[str] = []
     checkpoint = choose_checkpoint(root, Axis(), said.append)
     if checkpoint is None:
@@ -161,7 +162,7 @@ def test_something_else_in_the_place_of_latest(root: Path) -> None:
 
 
 def test_checkpoints_moved_away_and_linked_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
-    """A save replaces and deletes links as it does folders, and leaves their targets alone."""
+    """A save replaces and deletes links just like folders, and leaves the links' targets alone."""
     moved = tmp_path_factory.mktemp("moved")
     for number in (10, 20, 30):
         name = f"iter_00000{number}"
@@ -205,7 +206,7 @@ def test_everything_in_the_folder_is_listed(root: Path) -> None:
 
 
 def test_a_full_disk_is_named_as_the_reason(root: Path) -> None:
-    """A limit on the file size stands in for a full disk: the write fails in the middle of torch's."""
+    """A limit on the file size simulates a full disk: writing fails in the middle of torch's write."""
     with largest_file(100_000), pytest.raises(CheckpointError, match="File too large"):
         save_at(root, 40, elements=1_000_000)
     assert read_latest(root) == 30 and load(root) == (30, [])
@@ -268,4 +269,4 @@ def test_a_start_does_not_hold_the_records_of_a_long_run(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert len(path.read_text().splitlines()) == 1990
-    assert highest < 300_000  # the file has 2 MB
+    assert highest < 300_000  # the file is 2 MB large

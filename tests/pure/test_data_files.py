@@ -1,4 +1,4 @@
-"""Data files of checkpoints are byte-identical to those of torch.save, though torch pickles and unpickles only a few of
+"""Checkpoint data files are byte-identical to those of torch.save, although torch pickles and unpickles only a few of
 many similar tensors."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.parallel_state import Axis
 
 @pytest.fixture(autouse=True, params=[False, True])
 def crc32(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Switch checksums in archives on and off; checkpoints are written without them."""
+    """Switch checksums in archives on and off. Checkpoints are written without checksums."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(request.param)
     yield
@@ -68,7 +68,7 @@ def test_many_equal_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(data_files.torch, "save", counted)
     tensors = {f"model.{i}": torch.full((4, 2) if i % 2 else (3,), float(i)) for i in range(100)}
     save(tmp_path, 1, {k: ShardedBoxes(t.shape, [((0,) * t.dim(), t)]) for k, t in tensors.items()}, {}, Axis())
-    assert calls[0] == 2 * 3  # two kinds: the first tensor and two for the template of each
+    assert calls[0] == 2 * 3  # for each of two kinds, the first tensor and two for the template
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in tensors.items())
 
@@ -84,7 +84,7 @@ KINDS: list[tuple[torch.dtype, tuple[int, ...]]] = [
 
 
 def saved(root: Path, count: int) -> dict[str, Tensor]:
-    """Save random tensors of each kind and return them."""
+    """Save random tensors of each kind, and return the tensors."""
     generator, found = torch.Generator().manual_seed(1), {}
     for number in range(count):
         for place, (dtype, shape) in enumerate(KINDS):
@@ -103,7 +103,7 @@ def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 def loaded(root: Path, like: dict[str, Tensor]) -> dict[str, bytes] | str:
-    """Return the bits that a new reader loads, or the error."""
+    """Return the bits that a new reader loads, or its error message."""
     targets = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
     try:
         Checkpoint(root / "iter_0000001").load({key: whole(tensor) for key, tensor in targets.items()}, Axis())
@@ -121,12 +121,11 @@ def test_many_equal_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(torch, "load", counted)
     assert loaded(tmp_path, tensors) == bits_of(tensors)
-    assert calls[0] == 4 + 5  # four small kinds and the large one
+    assert calls[0] == 4 + 5  # for the four small kinds, and for the large one
 
 
 def test_other_bytes_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are truncated or have a changed byte load the same values, or raise the same error, as with torch
-    alone."""
+    """Files that are truncated or have a changed byte give the same values or the same error as with torch alone."""
     tensors, chance = saved(tmp_path, 3), random.Random(1)
     (path,) = (tmp_path / "iter_0000001").glob("*.distcp")
     data = path.read_bytes()

@@ -1,5 +1,5 @@
-"""Order of samples: equals Megatron-LM's in recordings of it, and a plain implementation of the rule on any data. A run
-that is extended takes each token of an epoch as an input once."""
+"""The order of samples equals Megatron-LM's in recorded cases, and a plain implementation of the rule on any data. An
+extended run uses each token of an epoch as an input exactly once."""
 
 import json
 from collections import Counter
@@ -39,7 +39,7 @@ def test_samples_match_megatron_lm(case, tmp_path):
         data_path=blend_flag(*case["blend"]), split=case["split"], data_cache_path=str(tmp_path / "cache")
     )
     recorded = np.load(FOLDER / f"{case['name']}.npz")
-    for _ in range(2):  # first built, then read back from the cache
+    for _ in range(2):  # the index is first built, then read back from the cache
         datasets = build_datasets(config, seq_length=case["seq"], seed=case["seed"], sizes=tuple(case["sizes"]))
         for split, dataset in datasets._asdict().items():
             assert (dataset is None) == (split not in recorded.files)
@@ -77,7 +77,7 @@ def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
 
 @contextmanager
 def blocks_of(draws, lead, cells):
-    """Shrink the blocks, so that a blend consists of many blocks."""
+    """Use blocks so small that a blend consists of many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells), ("STREAM", 3 * draws)):
             patch.setattr(indices, name, value)
@@ -104,9 +104,9 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     total = int(lengths.sum())
     plan = indices.plan_epochs(total, samples, seq_length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indices, "STREAM", 5)  # parts that end in the middle of documents
+        patch.setattr(indices, "STREAM", 5)  # the parts end in the middle of documents
         forms = []
-        for many in (0, 10**9):  # by document ends, then by sample starts
+        for many in (0, 10**9):  # first by document ends, then by sample starts
             patch.setattr(indices, "MANY_SAMPLES", many)
             parts = indices.gpt_index_parts(lengths, range(len(lengths)), plan, seq_length, seed)
             forms.append(indices.GPTIndex(*parts))
@@ -121,8 +121,8 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
         assert plan.samples >= samples
     assert (np.bincount(index.document_index, minlength=len(lengths)) == plan.epochs).all()
     assert sorted(index.shuffle_index.tolist()) == list(range(plan.samples))
-    # A token is (document, position in it). The loop writes out the stream and compares it with the samples of the
-    # index.
+    # A token is represented as (document, position in the document). The loop compares the stream of all tokens with
+    # the samples of the index.
     stream = [(document, place) for document in index.document_index for place in range(lengths[document])]
     for sample in range(plan.samples + 1):
         position, offset = index.start(sample, seq_length)
@@ -131,7 +131,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
 
 
 def test_positions_past_2_31_tokens():
-    """Five documents of 2**30 tokens would overflow int32 sums."""
+    """The token count of five documents of 2**30 tokens would overflow int32."""
     lengths = np.full(5, 2**30, np.int32)
     seq_length = 2**28
     plan = indices.plan_epochs(5 * 2**30, None, seq_length)
@@ -197,7 +197,7 @@ def test_a_split_in_quotes() -> None:
 
 
 def source_of_lengths(folder: Path, lengths: list[int]) -> IndexedDataset:
-    """Return a dataset of documents with these lengths in which every token has its own id."""
+    """Return a dataset of documents with these lengths in which every token has a different id."""
     ends = np.cumsum(lengths)
     documents = map(np.arange, ends - lengths, ends)
     return IndexedDataset(write_documents(folder / "x", documents, "<i4"))
@@ -222,7 +222,7 @@ def test_a_longer_plan_keeps_the_order_and_appends_to_it(tmp_path: Path) -> None
     assert inputs(longer, len(begun)) == inputs(begun, len(begun)) and len(longer) >= 90
     again = order_of(indexed, tmp_path).view(SampleFormat(4), [30, 90, 70])
     assert inputs(again, len(begun)) == inputs(begun, len(begun))
-    # All tokens except those at the end of each segment are taken equally often; there are 100 tokens, and 24 or 49
-    # samples of 4.
+    # All tokens except those at the end of each segment occur equally often. There are 100 tokens, and 24 or 49 samples
+    # of 4 tokens.
     counts = Counter(inputs(longer, len(longer)))
     assert set(counts.values()) <= {len(inputs(longer, len(longer))) // 100 + n for n in (-1, 0, 1)}

@@ -1,5 +1,5 @@
-"""Samples that a rank takes: they depend neither on the layout, nor on the workers, nor on the iteration at which the
-run resumed."""
+"""The samples of a step depend neither on the layout, nor on the workers, nor on the iteration at which the run
+resumed."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from tests.limits import wait_for
 
 
 class Numbers:
-    """Dataset whose sample i holds i; counts the reads of each process."""
+    """Dataset whose sample i contains i. It counts the reads in each process."""
 
     def __init__(self, size):
         self.size = size
@@ -36,7 +36,8 @@ class Numbers:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_grow_and_steps_jump(workers):
-    """The steps ramp up, resume elsewhere and repeat a step, while prefetching runs past each of these."""
+    """The batch size grows, the position jumps, and a step is repeated. Each time, prefetching has already read further
+    samples."""
     steps = [(0, 6), (6, 6), (12, 18), (30, 12), (60, 6), (66, 6), (66, 6), (10, 6)]
     with closing(DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=3, num_workers=workers)) as iterator:
         for consumed, batch in steps:

@@ -1,4 +1,4 @@
-"""Threads that have ended for Python and for the kernel."""
+"""Detection of threads that have ended both for Python and for the kernel."""
 
 from __future__ import annotations
 

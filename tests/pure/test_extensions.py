@@ -1,6 +1,6 @@
-"""Extensions: loading, their own flags, and the messages for those that fail.
+"""Extensions: loading, flags of extensions, and messages about extensions that fail.
 
-Registries are never emptied, so each case runs in its own process, in most cases a fork.
+Registries are never emptied, so each case runs in a separate process, usually a fork.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
     "plan of a device": (RAISES, f"{PLAN} --device h100", 6, "ValueError: deep"),
     "search": (NOPE, f"{PLAN} --device h100 --suggest", 6, LACKS_NOPE),
 }
-"""Source of an extension, flags, and the line number and text of its only message."""
+"""Source of a faulty extension, flags, and the line number and text of the only message about it."""
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())

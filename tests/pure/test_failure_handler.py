@@ -1,5 +1,5 @@
-"""A process that has begun to exit does exit, even if a part of the exit hangs or fails. Also tests the advice of its
-report."""
+"""A process that has begun to exit finishes exiting, even if a part of the exit hangs or fails. Also tests the advice
+in the failure report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "corr
 
 
 class NoBoard:
-    """Store that never answers: it calls `answer` instead."""
+    """Unavailable store that calls `answer` for each request instead."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer, self.peers = answer, dict[int, Any]()
@@ -61,7 +61,8 @@ def gone() -> None:
 
 
 def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHandler], object]) -> str:
-    """Return the output of a process that exits through `end` with such a store. Asserts that it exits with code 1."""
+    """Return the output of a process that exits by calling `end` with an unavailable store. Asserts that the process
+    exits with code 1."""
 
     def run() -> None:
         os.dup2(os.open(folder / "screen", os.O_WRONLY | os.O_CREAT), 2)
@@ -103,7 +104,7 @@ def test_a_second_thread_ends_a_process_whose_first_one_hangs(tmp_path: Path, mo
         handler.unreachable(FAILURE, [1])
 
     assert ended(tmp_path, hang, end).count("RUN FAILED: rank 1 of 2\n") == 1
-    assert (tmp_path / "closed").exists()  # though a function before it hangs
+    assert (tmp_path / "closed").exists()  # the file exists although an earlier function hangs
 
 
 @pytest.mark.parametrize("what", ["a report", "an error in it"])
@@ -135,7 +136,7 @@ def fails(error: BaseException) -> Callable[[], object]:
 def test_advice_follows_the_cause(tmp_path: Path) -> None:
     (tmp_path / "own_bug.py").write_text("def bug():\n    {}['absent']\n")
     load_extensions([str(tmp_path / "own_bug.py")])
-    assert advice(lambda: load_extensions(["absent.py"])) == ""  # a user error is printed without advice
+    assert advice(lambda: load_extensions(["absent.py"])) == ""  # user errors are printed without advice
     assert advice(fails(MemoryError())) == ADVICE["memory"]
     assert advice(fails(RuntimeError("connection closed by peer"))) == ADVICE["collective"]
     assert advice(sys.modules["extension_own_bug"].bug).startswith(
@@ -159,7 +160,7 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert memory.endswith("then start the same command again within 10 minutes: it resumes from copies")
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
-    away = str(tmp_path / "away")  # a folder that was saved to and is missing now
+    away = str(tmp_path / "away")  # a folder to which the run saved and that is now missing
     mount = f"mount or restore --save {away}, where this run saved iteration 5; then start the same command again"
     assert start_again(CheckpointConfig(save=away, load=away), saved=5) == mount
     assert start_again(CheckpointConfig(save=away), saved=5) == f"{mount} with --load {away}"
@@ -176,7 +177,7 @@ def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_disk() -> Iterator[tuple[BaseException, bool]]:
-    """Return (error, whether it is reported without a traceback)."""
+    """Yield pairs of an error about disks and a flag that is true if the error is reported without a traceback."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.npy")
     yield CheckpointError("checkpoint of iteration 4 was not saved"), True
     yield full, True
@@ -195,7 +196,7 @@ def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool)
 
 @contextmanager
 def no_more_files() -> Iterator[int]:
-    """Keep this process from opening more files within the block. Yields its limit."""
+    """Prevent this process from opening more files within the context. Yields its limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
     held = [os.open(os.devnull, os.O_RDONLY)]
@@ -212,7 +213,7 @@ def no_more_files() -> Iterator[int]:
 
 
 def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
-    """The cause is named whether Python, a library or an error of ours that follows from it reports it."""
+    """The report names the cause, whether Python, a library, or a resulting error of this program reports it."""
     options, stacks = CheckpointConfig(save=str(tmp_path)), StackDump()
     stacks.open(tmp_path / "stacks", 0)
     errors: list[BaseException] = []
@@ -234,7 +235,8 @@ def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.CaptureFixture[str]) -> None:
-    """Python would wait for the daemon without limit. A fork does not end the daemons of its parent."""
+    """Without the kill, Python would wait for the daemon forever. A forked process does not end the daemons of its
+    parent."""
 
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the handler of an earlier test
@@ -269,7 +271,7 @@ def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.Capt
 
 
 def test_children_of_a_process_that_fails_end_with_it(tmp_path: Path) -> None:
-    """This includes a child that ignores SIGTERM, but not one with its own session."""
+    """The killed processes include a child that ignores SIGTERM, but not a child with its own session."""
 
     def run() -> None:
         stubborn = (

@@ -1,5 +1,5 @@
 """Facts that fields state about other flags (`no_effect_without`, `off_without`, `needs`, `excludes`), and bounds of
-numbers: each one is violated and then satisfied."""
+numbers: the tests violate and then satisfy each fact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
 NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field not in ("apply_layernorm_1p", "norm_parameters")]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes if c.parts[0].split()[0] in spelling_table()]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
-"""Conditions on several flags or on a device, as free text."""
+"""Conditions that are stated as free text, on several flags or on a device."""
 
 BROKEN_BY = {
     "GPUs": "--cpu",
@@ -37,17 +37,17 @@ BROKEN_BY = {
     "--moe-router-topk above 1": "--moe-router-score-function sigmoid --moe-router-topk 1",
     "--eval-iters above 0": "--eval-iters 0",
 }
-"""Flags that violate conditions that hold by default."""
+"""Flags that violate a condition, for conditions that are true by default."""
 
 
 def given(flag: Flag) -> str:
-    """Return the flag with a value other than its default."""
+    """Return the flag and a value other than the default as command-line text."""
     other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
     return flag.name if flag.kind is bool else f"{flag.name} {other[0] if other else SAMPLES[flag.kind]}"
 
 
 def asked(condition: Condition) -> str:
-    """Return flags that satisfy a condition, or the first of several."""
+    """Return flags that satisfy a condition, or its first alternative."""
     name, *rest = condition.parts[0].split(" or ")[0].split()
     if name == "--rope-type":
         return "--rope-type yarn --position-embedding-type rope"
@@ -75,7 +75,7 @@ def ids(pairs: list[tuple[Flag, Condition]]) -> list[str]:
 def test_no_effect_without(flag: Flag, condition: Condition) -> None:
     needed = condition.parts[0]
     broken = BROKEN_BY.get(needed, "")
-    if flag.name in needed:  # giving the flag itself satisfies the condition, as --num-experts does for its section
+    if flag.name in needed:  # setting the flag itself satisfies the condition, as with --num-experts and its section
         assert not lines(flag)
     else:
         line = f"{given(flag)}: has no effect without {needed}; add {needed}, or remove {flag.name}"
@@ -126,7 +126,7 @@ def test_excludes(flag: Flag, condition: Condition) -> None:
 
 
 def edges(flag: Flag) -> Iterator[tuple[float, bool]]:
-    """Yield numbers on both sides of a flag's bounds, and whether each is legal."""
+    """Yield (number, True if valid) for numbers on both sides of each flag's bounds."""
     spec, step = flag.spec, 1 if flag.kind is int else 1e-6
     if not spec.bounded and flag.section not in EXTENSION_SECTIONS:
         spec = FlagSpec(at_least=0) if flag.default == 0 else FlagSpec(above=0)
@@ -150,7 +150,7 @@ def test_bounds(flag: Flag, value: float, is_legal: bool) -> None:
     text = f"{value:.10g}" if flag.kind is float else str(int(value))
     try:
         found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
-    except ValueError as error:  # numbers that may also be words are refused while they are parsed
+    except ValueError as error:  # flags that accept numbers or words refuse wrong numbers during parsing
         found = str(error).splitlines()
     assert bool(found) != is_legal, found
     assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])

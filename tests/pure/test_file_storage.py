@@ -1,4 +1,4 @@
-"""Storage of files: URL paths, operations built on five methods, and the local disk."""
+"""Storage of files: File storage: URL paths, operations that are built from five methods, and the local disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.file_storage import (
 
 
 class Objects(Storage):
-    """Storage that keeps files in a dictionary. After `cut` writes and removals, each further one fails."""
+    """Storage that keeps files in a dictionary. After `cut` writes and removals, every further write or removal
+    fails."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -64,7 +65,7 @@ ROOT_URL = located("tested://bucket/run")
 
 @pytest.fixture
 def objects() -> Objects:
-    """Return the storage of tested://, emptied."""
+    """Empty the storage of tested://, and return it."""
     found = storage_of(ROOT_URL)
     assert isinstance(found, Objects)
     found.content, found.reads, found.cut = {}, [], 1 << 30

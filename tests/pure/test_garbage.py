@@ -1,4 +1,4 @@
-"""--manual-gc: garbage is collected only at its interval."""
+"""--manual-gc: garbage is collected only at the given interval."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.main(['--help'])", "tools.common.run_tool(lambda: 0)"])
 def test_a_program_ends_without_looking_for_garbage(program: str) -> None:
-    """A last collection takes seconds once torch is imported, and a preempted job has only half a minute."""
+    """At exit, a final collection would take seconds because torch is imported, and a preempted job has only half a
+    minute."""
     last = "atexit.register(lambda: print('skipped:', gc.get_freeze_count() > 0))"
     shown = python_apart("-c", f"import atexit, gc; {last}; import pretrain_gpt, tools.common; {program}", code=0)
     assert shown.stdout.splitlines()[-1] == "skipped: True"

@@ -1,4 +1,4 @@
-"""GPT model as a plain module in one process."""
+"""GPTModel as a plain module in one process."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ ROPE = replace(LLAMA, hidden_size=64, kv_channels=8)
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_interpolated_positions_are_divided(scaled: bool) -> None:
-    """With a factor of 4, position 4i becomes position i, also where Llama 3.1 scales frequencies."""
+    """With an interpolation factor of 4, position 4i is treated as position i, even where Llama 3.1 scales
+    frequencies."""
     config = replace(ROPE, use_rope_scaling=scaled, rope_scaling_original_max_position_embeddings=16)
     at = torch.arange(6)
     longer = replace(config, rotary_seq_len_interpolation_factor=4)

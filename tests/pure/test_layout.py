@@ -134,7 +134,7 @@ def test_the_ranks_that_hold_a_tied_embedding() -> None:
 
 
 class ByTimes:
-    """Custom split: the first rank is slow and gets one layer."""
+    """The first rank is slow and gets one layer in this custom split."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:

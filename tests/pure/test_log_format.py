@@ -1,4 +1,4 @@
-"""Console lines, which parsers of Megatron-LM's log must not misread."""
+"""Console lines that parsers of Megatron-LM's log must not misread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_log_file_has_the_lines_of_the_terminal() -> None:
 
 
 def test_a_step_without_loss_prints_none() -> None:
-    """A parser finds neither a number nor a word in place of one."""
+    """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
     line = console.progress_line(skipped, 100)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line

@@ -1,5 +1,5 @@
-"""Output layer and loss in chunks of tokens compute the same as in one piece: losses, gradients and GEMMs, with less
-memory."""
+"""The output layer and the loss in chunks of tokens have the same losses, gradients and GEMMs as in one piece, and need
+less memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_size_is_a_number_or_auto() -> None:
 
 
 class Found(NamedTuple):
-    """Results of one pass."""
+    """Results of one forward and backward pass."""
 
     loss: Tensor
     token_losses: Tensor
@@ -61,7 +61,8 @@ class Found(NamedTuple):
 def trained(
     model: TransformerConfig, chunk: int, main_grad: bool, seed: float = 1.0, parallel: ModelParallelConfig = FP64
 ) -> Found:
-    """Train on one micro-batch. Gradients are summed by autograd, or into a `main_grad` that held ones before."""
+    """Run the forward and backward passes of one micro-batch. Gradients are accumulated by autograd, or in a
+    `main_grad` that initially contains ones."""
     built = GPTModel(model, replace(parallel, loss_chunk_tokens=chunk)).train()
     seen: list[Tensor] = []
     built.loss_watchers.append(lambda losses, batch: seen.append(losses))

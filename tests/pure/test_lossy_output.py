@@ -1,4 +1,4 @@
-"""Lines that cannot be written are dropped and counted; they end no run."""
+"""Lines that cannot be written are dropped and counted; they do not end the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_letters_that_the_output_lacks_are_escaped(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_whose_output_is_full_trains_and_saves(fails: bool, tmp_path: Path) -> None:
-    """A run that fails exits with its own code, not with that of a flush."""
+    """A failed run exits with its own exit code, not with that of a failed flush."""
 
     def full(rank: int) -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""--load of a path without a checkpoint: which runs start from scratch, and which errors the others report."""
+"""--load of a path without a checkpoint: some runs start from scratch, and the others report errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCH = Launch()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, launch: Launch = LAUNCH) -> list[str]:
-    """Return the problems of a command line, except the model flags that --load would provide."""
+    """Return the problems of a command line, without those about model flags that --load would provide."""
     with pytest.raises(SystemExit) as ended:
         prepare(command_line([*RUN, *argv], launch), launch)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Counts of parameters, FLOPs and bytes, compared with published models and with the model that is built."""
+"""Counts of parameters, FLOPs and bytes, compared with published models and with real models."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ SPANS = [*(Span(window=tokens) for tokens in (1, 7, 31, 32)), *(Span(chunk=token
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
 def test_spans_count_visible_keys(span: Span) -> None:
-    """The continuous count equals the exact one up to half a token, like the causal half of the square."""
+    """The approximate mean number of visible keys equals the exact number up to half a token, as in causal attention,
+    where half of the matrix counts."""
     exact = sum(min(i % (span.chunk or 32) + 1, span.window or 32) for i in range(32)) / 32
     assert span.mean(32) == pytest.approx(exact, abs=0.5) and Span().mean(32) == 16

@@ -1,4 +1,5 @@
-"""One mixture-of-experts layer in one process: the layer compared with a plain implementation, and its parts alone."""
+"""One mixture-of-experts layer in one process: comparison of the layer with a plain implementation, and tests of its
+parts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.rules import problems
 S, B = 16, 3
 CPU = torch.device("cpu")
 SCALE = 1.7
-"""Stands for seed * valid tokens / tokens of the batch."""
+"""Gradient scale of auxiliary losses, which in training is seed * valid tokens / tokens of the batch."""
 
 
 def random_input(config: TransformerConfig, seed: int = 0) -> Tensor:
@@ -63,7 +64,7 @@ def test_the_layer_matches_its_plain_implementation(case: str, dispatcher: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
-    """The values of spare rows do not matter: no GEMM and no gradient uses them, and the outputs are finite."""
+    """The values of spare rows do not matter: no GEMM and no gradient uses these rows, and the outputs are finite."""
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
     x[8:] = torch.nan
     segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)
@@ -92,8 +93,8 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
 
 
 def test_tally_and_states_of_a_step() -> None:
-    """The bias follows the assignments that experts accepted, as in Megatron-LM, which drops tokens before it counts.
-    The logged load counts all assignments."""
+    """The bias update counts the assignments that experts accepted, as in Megatron-LM, which drops tokens before
+    counting. The logged load counts all assignments."""
     config = replace(DEEPSEEK, moe_expert_capacity_factor=0.7)
     layer, x = build_layer(config), random_input(config)
     balance = layer.router.balance
@@ -102,7 +103,7 @@ def test_tally_and_states_of_a_step() -> None:
     for number in range(2):
         layer(x, context(B, SCALE, number)).sum().backward()
     layer.eval()
-    layer(x, context(B, SCALE)).sum().backward()  # an evaluation counts nothing
+    layer(x, context(B, SCALE)).sum().backward()  # an evaluation does not count loads
     assigned = end_step([balance], Axis())[0, :8]
     assert assigned.sum() == 2 * S * B * config.moe_router_topk
     signs = torch.sign(accepted.mean() - accepted)
@@ -113,7 +114,8 @@ def test_tally_and_states_of_a_step() -> None:
 
 
 def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
-    """Return the gradient of the auxiliary loss alone. All forward passes precede all backward passes, as in GPipe."""
+    """Return the router's gradient from the auxiliary loss alone. All forward passes precede all backward passes, as in
+    GPipe."""
     layer.router.balance.begin_step()
     layer.zero_grad()
     outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]
@@ -137,8 +139,8 @@ def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
 
 
 def test_the_loss_uses_running_means_for_any_micro_batch_size() -> None:
-    """The loads of sample n are those of samples 0 to n. With one sample per micro-batch, this is Megatron-LM's running
-    mean."""
+    """The loads for sample n include samples 0 to n. With one sample per micro-batch, these loads are Megatron-LM's
+    running mean."""
     layer = build_layer(AUXILIARY)
     x = torch.cat([random_input(AUXILIARY, seed).detach() for seed in range(2)], dim=1)  # six samples
     logits = x @ layer.router.weight.T
@@ -206,7 +208,7 @@ def test_16_bit_layers_route_in_fp32() -> None:
     assert torch.equal(choice.experts, logits.topk(2).indices)
 
 
-# The model and its counts
+# The whole model and its counts
 
 
 def moe_model(**changes: Any) -> TransformerConfig:
@@ -226,7 +228,7 @@ def test_planned_parameters_are_those_that_train(biased: bool) -> None:
 
 
 class Doubled(TorchFunctionMode):
-    """Torch function mode that computes in fp64 wherever a program asks for fp32."""
+    """Torch function mode that computes in fp64 wherever code requests fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
@@ -234,7 +236,7 @@ class Doubled(TorchFunctionMode):
 
 
 def test_cached_states_do_not_depend_on_the_first_callers_mode() -> None:
-    """Values read from a model on the meta device are cached for all callers."""
+    """The states are read from a model on the meta device and cached for all callers."""
     with Doubled(), Doubled():
         found = model_states(moe_model(seq_length=48))
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64, "the modes are active again"

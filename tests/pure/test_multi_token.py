@@ -1,4 +1,5 @@
-"""Multi-token prediction in one process: compared with the formula in plain torch, and which later tokens count."""
+"""Multi-token prediction in one process: comparison with the formula in plain torch, and the choice of the later tokens
+that count."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.
 
 
 def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Return the main loss sum and the sums of both depths: the formula of arXiv 2412.19437 with the model's norms,
-    projections and layers. The loop over single tokens decides which of them count."""
+    """Return the main loss sum and the loss sums of both prediction depths. They follow the formula of arXiv 2412.19437
+    with the model's norms, projections and layers. A loop over single tokens determines which tokens count."""
     b, s = batch.tokens.shape
     words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids
@@ -34,7 +35,8 @@ def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tens
             later = torch.arange(s) + k
             inside = later < s
             later = later.clamp(max=s - 1)
-            # Tokens after the end do not matter: their loss does not count, and no earlier token attends to them.
+            # Tokens beyond the end of the sample do not matter: their loss does not count, and no earlier token attends
+            # to them.
             embedded = words[batch.tokens[:, later] * inside] + table[positions[:, later] * inside]
             pair = torch.cat((module.enorm(embedded.transpose(0, 1)), module.hnorm(x)), -1)
             x = module.transformer(module.eh_proj(pair), BatchContext.of(batch))
@@ -50,7 +52,8 @@ def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tens
 
 
 def same_document(batch: Batch, row: int, i: int, k: int) -> bool:
-    """Return True if the label k places after token i's own is in the same document, as far as the sample shows."""
+    """Return True if the label k places after token i's own label is in the same document, as far as the sample
+    shows."""
     if batch.document_ids is None:
         return True
     last = min(i + k + 1, batch.tokens.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Status file that tells a script the state of a run, and the exit code that launchers get."""
+"""Status file that reports the state of a run to scripts, and the exit code for launchers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_begins_and_ends(tmp_path: Path) -> None:
 
 
 def test_ends_are_events_of_the_run(tmp_path: Path) -> None:
-    """Events are written next to the checkpoints even if no script asks for a status, but not before that folder
+    """Events are written to the checkpoint folder even if no script requests a status file, but not before the folder
     exists."""
     save = tmp_path / "save"
     for code in (ExitCode.FAILED, ExitCode.TO_BE_RESUMED, ExitCode.KILLED + 9):
@@ -70,7 +70,8 @@ def test_a_run_that_ends_before_it_begins(
 ) -> None:
     file = tmp_path / "outcome"
     monkeypatch.setenv(VARIABLE, str(file))
-    with pytest.raises(SystemExit), early_end_told(Launch(2 + local_rank, 4, local_rank)):  # on the second host too
+    # Ranks of the second host write the file too.
+    with pytest.raises(SystemExit), early_end_told(Launch(2 + local_rank, 4, local_rank)):
         raise SystemExit(code)
     assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")
 

@@ -1,4 +1,4 @@
-"""Output files are either whole or absent. Output never replaces devices, pipes and links."""
+"""Output files are either complete or absent. Output never replaces devices, pipes and links."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """/dev/stdout is such a link, to a file if the output is redirected to one."""
+    """/dev/stdout is a link; it points to a file if the output is redirected to a file."""
     link = tmp_path / "link"
     link.symlink_to("target")
     for text in ("first", "second"):
@@ -67,7 +67,7 @@ def test_a_file_without_room_is_named_and_standard_output_is_not_blamed(tmp_path
 
 
 class FullDevice(io.BytesIO):
-    """Full device that, unlike a file, cannot be truncated after half a line."""
+    """Full device that cannot be truncated after half a line, unlike a file."""
 
     name = "full"
 

@@ -1,5 +1,5 @@
-"""Attention over packed sequences equals attention with the dense mask. A twin replaces the GPU kernel and takes the
-same rows and starts; `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
+"""Attention over packed sequences equals attention with the dense mask. A twin with the same arguments replaces the GPU
+kernel. `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Kernel that computes each sequence by the definition of flash attention, in which keys and values have one
-    width."""
+    """Kernel that computes each sequence by the definition of flash attention, in which keys and values have equal
+    widths."""
 
     def __init__(self) -> None:
         self.seen = list[Lengths]()

@@ -1,4 +1,4 @@
-"""Buffers, buckets and shards cover every element exactly once, whatever the sizes."""
+"""Buffers, buckets and shards of any size cover every element exactly once."""
 
 from __future__ import annotations
 

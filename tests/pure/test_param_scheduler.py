@@ -1,4 +1,4 @@
-"""Schedules compared with closed forms, at their corners and in between."""
+"""Learning rate schedules compared with closed forms, at their corners and in between."""
 
 from __future__ import annotations
 

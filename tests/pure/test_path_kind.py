@@ -1,4 +1,4 @@
-"""The kind of contents of a path, recognized by its files."""
+"""Recognition of the kind of a path's contents by the files in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [*((files, "", kind) for files, kind in TREES.items()), *((files, *case)
 
 
 def check_kind(root: Path, files: str, path: str, kind: str) -> None:
-    """Check that a path below a folder with these files is of a kind and is refused as such."""
+    """Create files below `root`, and check that `path` is recognized as `kind` and that errors describe it so."""
     root.mkdir(exist_ok=True)
     for file in files.split():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,8 @@ def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
 def test_an_extension_adds_kinds(tmp_path: Path) -> None:
-    """The new kinds take their place in the order. The error for another kind lists those that --load takes."""
+    """The new kinds are tried in their registered order. The error for another kind lists the kinds that --load
+    accepts."""
     their = {"about": "is a model of theirs", "convert": "theirs {path}"}
     PATH_KINDS.register("theirs", lambda path: (Path(path) / "theirs").exists(), order=35, **their)
     PATH_KINDS.register("their_file", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="their file")

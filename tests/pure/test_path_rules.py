@@ -1,4 +1,4 @@
-"""Paths that no file can have are refused before anything opens them."""
+"""Paths that no file can have are refused before any code opens them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pickles of a few bytes whose calls allocate gigabytes, in files of torch.save, and files that torch itself writes."""
+"""torch.save files with pickles of a few bytes whose calls allocate gigabytes are refused; files that torch itself
+writes are accepted."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def zipped(body: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.parametrize("attack", LARGE)
 def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Path) -> None:
-    """Such calls are refused in both formats, from memory and from a file."""
+    """These calls are refused in both formats of torch.save, from memory and from a file."""
     for data in (zipped(LARGE[attack]), older(LARGE[attack])):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(pickle.UnpicklingError, match=r"^it (calls|asks for|states|changes|has) "):
@@ -104,7 +105,7 @@ def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Pat
 
 
 def test_copies_of_one_text_are_counted() -> None:
-    """A string is stored once and copied by calls of eight bytes."""
+    """The pickle stores a string once and copies it with calls of eight bytes each."""
     one = b"c__builtin__\nbytearray\nh\x00h\x01\x86Rq\x02"
     body = b"(" + text("a" * 100_000) + b"q\x00" + text("latin1") + b"q\x01" + one * 20 + b"t"
     with pytest.raises(pickle.UnpicklingError, match="its calls create more than"):

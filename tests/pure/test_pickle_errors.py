@@ -1,4 +1,4 @@
-"""Reasons for which torch refuses a pickle, in one line without torch's advice."""
+"""Errors with which torch refuses a pickle are reported in one line without torch's advice."""
 
 from __future__ import annotations
 

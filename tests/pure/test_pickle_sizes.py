@@ -1,4 +1,4 @@
-"""Pickles of a few bytes that ask for gigabytes, and pickles that Python itself writes."""
+"""Pickles of a few bytes that request gigabytes are refused; pickles that Python itself writes are accepted."""
 
 from __future__ import annotations
 

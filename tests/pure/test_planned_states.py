@@ -1,4 +1,5 @@
-"""The rank that updates an element of a planned state holds it, and bytes are counted per rank. Needs no torch."""
+"""The rank that updates an element holds the planned state of the element, and bytes are counted per rank. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def states_of(meta: ParamMeta) -> list[State]:
 
 
 def plan_of(dims: ParallelDims, distributed: bool, bucket_size: int) -> ChainPlan:
-    """Return the plan of the first stage."""
+    """Return the plan of the first pipeline stage."""
     coords = {axis: (0, dims.size(axis)) for axis in ("tp", "ep", "expt_tp")}
     shapes = [(meta, meta.box(coords)[1]) for meta in METAS]
     buffers = plan_buffers(shapes, dims.dp * dims.cp, dims.expt_dp, bucket_size)
@@ -66,7 +67,7 @@ def test_each_element_is_held(dims: ParallelDims, distributed: bool) -> None:
 
 
 def held(plan, param, state, place):
-    """Return the flat ranges of a state on a rank: within its part of the parameter, or the whole state."""
+    """Return the flat ranges of a state that a rank holds: those of its part of the parameter, or the whole state."""
     if state.kind == ELEMENTS:
         return [param.part_within(*plan.owned_range(param, place))]
     if state.kind == MATRICES:

@@ -34,7 +34,7 @@ def stated(path: Path) -> tuple[int, int, int]:
 
 
 def size_of(name: str) -> float:
-    """Return the number of parameters that the name of a preset promises, such as `8b` or `30b-a3b`."""
+    """Return the number of parameters that the name of a preset states, such as `8b` or `30b-a3b`."""
     number, unit = re.fullmatch(r"([\d.]+)([mb])(?:-a\d+b)?", name).groups()  # type: ignore[union-attr]
     return float(number) * {"m": 1e6, "b": 1e9}[unit]
 
@@ -63,7 +63,7 @@ ONE_GPU = sorted((CONFIGS[0].parent / "one_gpu").glob("*.yaml"), key=lambda path
 
 
 def planned_gib(path: Path) -> float:
-    """Return the planned memory of a preset with one rank."""
+    """Return the planned memory of a preset that runs on one rank."""
     memory_of_ranks = pytest.importorskip("megatron.extensions.plan.planner.memory").memory_of_ranks
     config = resolve(command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config, 1)
     (rank,) = memory_of_ranks(config, 1)
@@ -71,7 +71,7 @@ def planned_gib(path: Path) -> float:
 
 
 def test_presets_of_one_gpu_are_the_largest_that_fit() -> None:
-    """The memory includes 0.5 GiB for CUDA and 3 % lost to allocator fragmentation."""
+    """The memory includes 0.5 GiB for CUDA and 3 % for allocator fragmentation."""
     needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
     room = {size: 0.97 * size - 0.5 for size in needed}
     assert list(needed) == [8, 12, 16, 24, 48]
@@ -107,7 +107,7 @@ def some(items: Iterable[T], most: int) -> list[T]:
 
 
 def check_suggestions(own: list[str], ranks: int) -> None:
-    """Append the flags of layouts that --suggest may print to the run's own flags, and check the result."""
+    """Append flags of layouts that --suggest may print to the run's own flags, and check that the result is valid."""
     run = pytest.importorskip("megatron.extensions.plan.planner.suggest.space").SearchedRun(
         resolve(parse_args(own), ranks), ranks
     )
@@ -117,7 +117,8 @@ def check_suggestions(own: list[str], ranks: int) -> None:
     for config in configs:
         pasted = resolve(parse_args([*own, *run.flags(config)]), ranks)
         assert validate(pasted, ranks) == [], run.flags(config)
-        if pasted.model.recompute_granularity != "selective":  # the modules have no effect without it
+        # recompute_modules has no effect without selective recomputation.
+        if pasted.model.recompute_granularity != "selective":
             pasted = replace(pasted, model=replace(pasted.model, recompute_modules=config.model.recompute_modules))
         assert replace(pasted, given=config.given) == config
 

@@ -1,4 +1,4 @@
-"""Progress of long work: lines in a log, a bar on a terminal."""
+"""Progress of long work is shown as lines in a log and as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class Terminal(io.StringIO):
 
 
 def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that ends within half a minute prints no line; after that, a line with the remaining time appears every half
-    minute."""
+    """Work that ends within half a minute prints no line. Longer work prints the remaining time every half minute."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines: list[str] = []
     times = iter([0.0, 10.0, 40.0, 40.0, 50.0, 75.0, 75.0, 100.0, 120.0, 120.0])

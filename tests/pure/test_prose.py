@@ -1,4 +1,4 @@
-"""English: proselint on the pages, and the words to avoid (plain_words.toml) in pages, code and messages."""
+"""English prose: proselint on the pages, and words to avoid (plain_words.toml) in pages, code and messages."""
 
 from __future__ import annotations
 

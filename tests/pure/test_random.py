@@ -28,7 +28,7 @@ def shard(meta: ParamMeta, rank: int, size: int, seed: int = 7, dtype: torch.dty
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use blocks far smaller than a tensor, which begin and end anywhere in a row."""
+    """Use blocks that are far smaller than a tensor, so that they begin and end anywhere in a row."""
     monkeypatch.setattr(init, "BLOCK", 37)
 
 
@@ -52,7 +52,7 @@ def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> Non
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(threads: int) -> None:
-    """There are more blocks than threads, from several parameters, one of which is sharded."""
+    """There are more blocks than threads. The blocks come from several parameters, one of which is sharded."""
     cut = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (40, 30), {"tp": 1}, Init("normal", 0.02), role="hidden")
     metas = [
         cut,
@@ -84,7 +84,8 @@ def test_seed_and_name_tell_parameters_apart() -> None:
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
 def test_uniform_numbers(kind: str, low: float, high: float) -> None:
-    """All numbers are in their range and spread over it, and a shard's numbers are a part of the whole tensor's."""
+    """All numbers lie in their range and are spread over it, and the numbers of a shard are a part of those of the
+    whole tensor."""
     meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high), role="hidden")
     whole = shard(meta, 0, 1)
     numbers = whole.exp() if kind == "log_of_uniform" else whole
@@ -118,7 +119,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_memory_is_the_shard_and_one_block(dim: int) -> None:
-    """A rank of 64 fills its shard of a tensor of 16 blocks and allocates nothing larger than a block."""
+    """One of 64 ranks fills its shard of a tensor of 16 blocks without allocating more than one block at a time."""
     meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02), role="hidden")
     coords = {"tp": (5, 64)}
     param = torch.nn.Parameter(torch.empty(meta.box(coords)[1]))
@@ -153,8 +154,8 @@ def test_share_of_dropped_elements_and_scale(p: float) -> None:
 
 
 def test_masks_are_independent_in_every_direction() -> None:
-    """Neighbours along each dim, other samples, sites and heads agree as often as chance predicts, and no row or column
-    is dropped more often than chance allows."""
+    """Mask elements agree with their neighbours along each dim, and across samples, sites and heads, as often as chance
+    predicts. No row or column is dropped more often than chance allows."""
     p, n = 0.5, 128 * 6 * 512
     samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
     mask = hidden_mask(samples, 128, 512, p=p).float()
@@ -177,7 +178,8 @@ def test_masks_are_independent_in_every_direction() -> None:
 
 
 def test_corners_of_mask_rectangles_are_independent() -> None:
-    """The hash takes the sum of a row's and a column's bits; the corners of a rectangle must still be independent."""
+    """The hash depends only on the sum of a row's and a column's bits, but the corners of a rectangle must still be
+    independent."""
     mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
     corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))
     assert abs(corners.float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())
@@ -198,7 +200,8 @@ def test_dropout_is_a_function_of_its_arguments() -> None:
 
 @pytest.mark.parametrize("chunk", [random.HASH_CHUNK, 100])
 def test_mask_follows_from_exact_integers(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same hash in Python's unbounded integers shows that no overflow or shift of torch is machine-dependent."""
+    """The same hash in Python's unbounded integers proves that torch's overflows and shifts do not depend on the
+    machine."""
     monkeypatch.setattr(random, "HASH_CHUNK", chunk)
 
     def absorb(state: int, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Files of a storage that are read in ranges, and the bytes that a load fetches."""
+"""Stored files that are read in ranges, and the bytes that a load fetches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ROOT = located("counted://bucket/run")
 
 @pytest.fixture
 def objects() -> Counted:
-    """Return the storage of counted://, emptied, with the read-ahead of an object storage."""
+    """Empty the storage of counted://, and return it. Its read-ahead is that of an object storage."""
     found = storage_of(ROOT)
     assert isinstance(found, Counted)
     found.files, found.reads, found.read_ahead = {}, [], 16 << 20
@@ -63,7 +63,7 @@ def boxes(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedBoxes]:
 
 
 SIZES = [*[(3 << 20,)] * 2, (6 << 20,), (640, 1024), *[(1024,)] * 40, *[(300, 1024)] * 4]
-"""Shapes of 32-bit tensors: larger than the largest piece, up to one piece, and small."""
+"""Shapes of 32-bit tensors: larger than the largest piece, at most one piece, and small."""
 
 
 def test_a_load_fetches_each_byte_once(objects: Counted) -> None:
@@ -96,7 +96,7 @@ def test_the_index_is_read_in_one_request(objects: Counted) -> None:
 
 
 def test_a_ranged_file_reads_like_the_whole_file(objects: Counted) -> None:
-    """Reads agree inside and outside the ranges, where ranges overlap, and past the end."""
+    """Reads inside, outside and across overlapping ranges, and past the end of the file, return the file's bytes."""
     generator, path = random.Random(5), PurePath("file")
     whole = generator.randbytes(1 << 20)
     objects.files[str(path)] = whole

@@ -1,4 +1,4 @@
-"""Ranks of two runs that use the same port."""
+"""Ranks of two runs that use the same rendezvous port."""
 
 from __future__ import annotations
 

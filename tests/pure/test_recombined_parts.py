@@ -1,5 +1,5 @@
-"""Combinations of parts that no published family has. extensions/hugging_face/test_hf_parity.py tests those of
-published families."""
+"""Combinations of model components that occur in no published family. extensions/hugging_face/test_hf_parity.py tests
+those of published families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`with_input_recomputed` saves the inputs of a cheap function instead of its results, in any form."""
+"""`with_input_recomputed` saves the inputs of a cheap function instead of its results, whatever their structure."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ BOUNDED = Bounded("swiglu", 0.7, 2.0)
 
 
 def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Tensor:
-    """Return the activation; the last token of x is the bias."""
+    """Return the activation of x, with the last token of x as the bias."""
     bias = x[-1, -1] if biased else None
     if compiled:
         return FusedActivation(kind, True)(x, bias)
@@ -66,7 +66,8 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
 
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
-    """Rows of three experts, two of them spare: the input weights, then the biases, which are sharded."""
+    """Return rows of three experts, followed by two spare rows, multiplied by input weights and with sharded biases
+    added."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:
@@ -78,7 +79,7 @@ def experts_of(x: Tensor, compiled: bool) -> Tensor:
 
 
 def heads_by_position(x: Tensor, compiled: bool) -> Tensor:
-    """Norms without weights, and the attention temperature."""
+    """Apply a norm without weights and the attention temperature to queries."""
     q, scales = x.unflatten(-1, (4, 10)), torch.linspace(1, 2, 5)[:, None, None, None]
     q = region(_divided_by_root_mean_square, compiled)(q, 1e-3)
     return region(scaled_queries, compiled)(q, scales).flatten(2)
@@ -110,7 +111,7 @@ PART = (
     *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "interleaved rotary"),
     *("dropout", "cross_entropy"),
 )
-"""Regions to test; among similar ones, the one with the most operations."""
+"""Regions to test. Of several similar regions, the one with the most operations is tested."""
 
 
 def check_region(run: Callable[[Tensor, bool], Tensor]) -> None:
@@ -140,7 +141,7 @@ def test_compilation_does_not_worsen_rounding_in_bf16() -> None:
 
 @compiles
 def test_a_static_region_is_compiled_for_each_shape() -> None:
-    """The region is also compiled for more shapes than torch's recompile limit, after which torch runs code
+    """The region is compiled for more shapes than torch's recompile limit, beyond which torch normally runs code
     uncompiled."""
     x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

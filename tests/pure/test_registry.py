@@ -1,4 +1,4 @@
-"""Registries: names, lazily imported parts, facts, and errors that name the place of registration."""
+"""Registries: names, lazy imports, facts, and errors that name the place of registration."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_part_must_have_the_form_of_its_kind() -> None:
 
 
 def registries() -> list[Registry[Any, Any, ...]]:
-    """Return all registries of the library."""
+    """Return all registries of the library by name."""
     load()
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
@@ -130,8 +130,7 @@ def test_a_substitute_is_built_where_it_suits() -> None:
 
 
 def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm with its own parameter must not be counted as an RMSNorm, nor be written as one to other formats, wherever
-    its file is."""
+    """A norm with an additional parameter must neither be counted nor exported as an RMSNorm, wherever its file is."""
     monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
     library: dict[str, Any] = {
         "__name__": "megatron.extensions.own.flags",
@@ -249,7 +248,7 @@ def test_a_protocol_states_the_form_of_the_parts() -> None:
     ],
 )
 def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: dict[str, Any], said: str) -> None:
-    """The check runs at registration: otherwise only a save would find the missing method."""
+    """The check runs at registration, because otherwise only a save would detect the missing method."""
     methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
     methods.pop(left_out, None)
     with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""Files for contributors: workflows, hooks and templates match the tree."""
+"""The files for contributors (workflows, hooks and templates) match the tree."""
 
 from __future__ import annotations
 

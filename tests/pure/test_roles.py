@@ -1,4 +1,4 @@
-"""Parameter roles and the initial values that follow from them."""
+"""Parameter roles, and the initial values that depend on these roles."""
 
 from __future__ import annotations
 

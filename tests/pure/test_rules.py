@@ -1,5 +1,5 @@
-"""Every configuration rule: the flags that break it and the message for them. The tables are in the folder rules/ and
-in those of extensions."""
+"""Every configuration rule, with flags that break the rule and the resulting message. The tables are in the folder
+rules/ and in the folders of extensions."""
 
 from __future__ import annotations
 

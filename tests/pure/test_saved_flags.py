@@ -1,4 +1,4 @@
-"""Flags taken from a checkpoint's configuration."""
+"""Flags that a run takes from a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
 
 
 def test_the_tokenizer_is_the_checkpoint_s_unless_it_is_given(tmp_path: Path) -> None:
-    """If the original files are gone, the files that the run keeps next to its checkpoints are used."""
+    """If the original tokenizer files are missing, the copies that the run keeps next to its checkpoints are used."""
     gone, kept, asks = tmp_path / "gone", tmp_path / "tokenizer", ["--load", str(tmp_path), ASKS[0]]
     kept.mkdir()
     (kept / "tokenizer.json").write_text("{}")

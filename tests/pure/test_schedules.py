@@ -1,4 +1,5 @@
-"""Every schedule, for ranges of integers: complete, free of deadlock, and with the bubble that its paper states."""
+"""Every pipeline schedule is complete, free of deadlocks, and has the bubble that its paper states, for ranges of
+sizes."""
 
 import re
 
@@ -72,7 +73,7 @@ def test_every_small_schedule_runs_in_turns(schedule, v):
     ("schedule", "v", "p"), [*((*each, p) for each in IN_TURNS for p in (1, 2, 4)), ("1f1b", None, 1)]
 )
 def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
-    """Each further round of micro-batches takes only its computation time; its all-to-alls take none."""
+    """Each additional round of micro-batches takes only its computation time, because its all-to-alls overlap."""
 
     def run(m, in_turns):
         costs = StageCosts(2, 2, 2, exchanges=4, exchange=0.3)
@@ -82,7 +83,8 @@ def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
     assert apart.exposed == pytest.approx(apart.exchanging)
     assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
-    if schedule != "zb-h2":  # zb-h2 runs one more forward ahead, where other schedules hold one while a backward starts
+    # zb-h2 runs one more forward pass ahead, where other schedules hold it back while a backward pass starts.
+    if schedule != "zb-h2":
         assert second.peak_activations == apart.peak_activations
     else:
         assert all(
@@ -132,7 +134,7 @@ def test_halves_of_the_backward_where_the_schedule_says_so():
 
 
 def test_placing_messages_hardly_costs_time():
-    """If a receive were posted late, it would wait for its message longer than the transfer takes."""
+    """A receive that is posted too late waits for its message longer than the transfer takes."""
     costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
     for schedule in PIPELINE_SCHEDULES:
         for p, m in ((4, 8), (8, 24), (8, 13)):
@@ -150,7 +152,7 @@ def test_interleaved_order_is_megatrons_where_p_divides_m():
 
 @given(st.integers(1, 20), st.none() | st.integers(0, 20), st.integers(1, 100))
 def test_groups_have_the_requested_size_unless_the_rest_is_too_small(p, more, m):
-    """Without a requested size, groups have p micro-batches."""
+    """Unless a group size is requested, groups have p micro-batches."""
     group = p + (more or 0)
     groups = groups_of(m, p, None if more is None else group)
     sizes = [len(part) for part in groups]
@@ -211,8 +213,9 @@ def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
-    """No send waits for a receive if the messages of each lane run in order, as NCCL's do. With an odd number of
-    interleaved ranks, the first and the last rank are both even, so a lane between them is used in both directions."""
+    """No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. With an odd
+    number of interleaved ranks, the first and the last rank are both even, so a lane between them is used in both
+    directions."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
             layout = layout_of(schedule, p, v)

@@ -1,4 +1,4 @@
-"""Flat ranges as boxes, and boxes as DCP sees them."""
+"""Conversion of flat ranges to boxes, and boxes as DCP sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, int]:
-    """Return (global shape, offset and shape of a local box, flat range in the box)."""
+    """Draw (global shape, offset and shape of a local box, start and stop of a flat range in the box)."""
     shape = draw(st.lists(st.integers(1, 5), max_size=5))
     offset = [draw(st.integers(0, 3)) for _ in shape]
     whole = [o + n + draw(st.integers(0, 2)) for o, n in zip(offset, shape, strict=True)]
@@ -55,7 +55,7 @@ def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
 
 
 def test_round_trip_through_boxes_that_overlap_and_change_dtype(tmp_path) -> None:
-    """One load fills boxes of several dtypes that share elements and offsets."""
+    """A single load fills boxes of several dtypes that share elements and offsets."""
     values = torch.randn(4, 6)
     scalar = torch.tensor(2.5)
     halves = [((0, 0), values[:, :2]), ((0, 2), values[:, 2:])]
@@ -86,7 +86,7 @@ def test_replicas_that_do_not_write(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> None:
-    """DCP copies a tensor whose storage is larger than the tensor."""
+    """DCP would copy a tensor whose storage is larger than the tensor."""
     buffer = torch.arange(24).to(dtype)
     boxes = ShardedBoxes((6, 2), [((0, 0), buffer[4:8].view(2, 2)), ((2, 0), buffer[8:16].view(4, 2))])
     for index, (offset, first) in enumerate((((0, 0), 4), ((2, 0), 8))):

@@ -1,6 +1,6 @@
 """The first micro-batch of a step overwrites the gradients of the previous step instead of adding to zeros.
 
-The parity matrix fills them with NaN before each step, in one process and under all layouts.
+The parity matrix fills old gradients with NaN before each step, in one process and under all layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPERTS = replace(LLAMA, num_layers=2, num_experts=8, moe_router_topk=1, moe_gro
 
 
 class WithSpare(nn.Module):
-    """Model with one parameter that it does not use."""
+    """Model with an additional parameter that is not used."""
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class WithSpare(nn.Module):
 
 
 def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
-    """Return the gradients of a second step of two micro-batches, after a first step with other values whose gradients
-    were replaced by NaN."""
+    """Return the gradients of the second of two steps with two micro-batches each. The gradients of the first step are
+    replaced with NaN."""
     model = GPTModel(EXPERTS, FP64)
     model.decoder.layers[0].self_attention.linear_proj.weight.requires_grad_(False)
     whole = WithSpare(model)
@@ -54,7 +54,7 @@ def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_are_bit_identical_to_sums_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The padding, which enters norms, is equal too. Small gradients are handled together or one by one."""
+    """The padding is equal too, because it contributes to norms. Small gradients are handled together or one by one."""
     expected = gradients(overwrite=False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
     monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)

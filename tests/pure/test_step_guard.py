@@ -1,4 +1,4 @@
-"""Dynamic loss scale, step by step, and the overflows that it causes."""
+"""Dynamic loss scale step by step, and the overflows that it causes."""
 
 from __future__ import annotations
 

@@ -23,20 +23,20 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 4 + [2] * 13, [0] * 24, [5] * 1 + [6] 
 
 def operands(groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(groups)
-    # Views of one projection, which are not contiguous, as in layers.
+    # As in layers, the operands are non-contiguous views of one projection.
     qkv = torch.randn(LENGTH, 3, groups, 4 // groups + 2, 8, generator=generator, dtype=torch.float64).to(dtype)
     q, k, v = qkv.split((4 // groups, 1, 1), dim=3)
     return tuple(x.detach().requires_grad_() for x in (q.flatten(2, 3), k.squeeze(3), v.squeeze(3)))  # type: ignore[return-value]
 
 
 class NarrowTiles(TorchKernel):
-    """Kernel with tiles of few queries, as for long sequences."""
+    """Kernel whose tiles have few queries, as for long sequences."""
 
     most_queries = 5
 
 
 class ShortDiagonals(FlashCPUKernel):
-    """Kernel with the tiles that long sequences have on CPU."""
+    """CPU kernel with short diagonal tiles, as for long sequences."""
 
     longest_diagonal = 3
 
@@ -108,7 +108,7 @@ KERNELS: dict[str, Kernel] = {
 def compare(
     kernel: Kernel, groups: int, window: int | None, documents: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """Compare a kernel, on all queries and on those of a rank with all keys, with attention by the dense mask."""
+    """Compare a kernel with dense masked attention, on all queries and on the queries of a rank that has all keys."""
     inputs = operands(groups)
     leaves = inputs if sinks is None else (*inputs, sinks)
     causal = Causal(kernel, None if documents is None else document_starts(documents.tolist()), window)
@@ -158,8 +158,8 @@ def test_lower_precision(kernel: Kernel, dtype: torch.dtype, tol: float) -> None
 
 
 def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
-    """For queries more than 100,000 positions after the keys, neighbouring biases differ by less than bfloat16 can
-    represent."""
+    """For queries more than 100,000 positions after the keys, neighbouring biases differ by less than the resolution of
+    bfloat16."""
     kernel, first = TorchKernel(1.0, slopes=torch.tensor([0.5])), 100_000
     q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(64, 1, 1, 8, dtype=torch.bfloat16)
     tile = Tile(None, range(1), range(64), first, first - 64, diagonal=False)
@@ -170,7 +170,7 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tile of packed documents is the longest document. A tile has at most as many queries as the kernel
-    takes, and outside these tiles no pair with a key after its query is computed."""
+    accepts. No pair whose key comes after its query is computed outside the diagonal tiles."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
@@ -216,7 +216,8 @@ def varlen_backward(
         queries, keys, values = (x.detach().requires_grad_() for x in (q[a:b], k[c:d], v[c:d]))
         with torch.enable_grad():
             scores = scores_of_sequence(queries, keys, scale, left, right)
-            # Rows are parts of longer rows: they use the softmax of the whole row and the mean of its gradient.
+            # The rows are parts of longer rows, so they use the log-sum-exp of the whole row and the mean of the whole
+            # row's gradient.
             weights = (scores - lse[:, a:b, None]).exp()
             grad_weights = torch.einsum(
                 "nhd,mhd->hnm", grad[a:b], values.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -234,7 +235,7 @@ def varlen_backward(
 def test_tiles_packed_for_gpus(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test uses the packing and the windows that the GPU kernel gets, with the kernel's definition in its place."""
+    """The test passes the same packing and windows as for the GPU kernel to the kernel's definition."""
     monkeypatch.setattr(flash_kernels, "flash_attention_forward", varlen_forward)
     monkeypatch.setattr(flash_kernels, "flash_attention_backward", varlen_backward)
     compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

@@ -1,4 +1,4 @@
-"""Tokenizers without files: decoding restores the text, and special tokens have the ids of Megatron's."""
+"""Tokenizers without files: decoding restores the text, and special tokens have the same ids as Megatron's."""
 
 import pytest
 from hypothesis import given

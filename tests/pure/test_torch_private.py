@@ -1,4 +1,4 @@
-"""Private names of torch: each exists, and only one module uses them."""
+"""Private names of torch: each name exists, and only one module uses private names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ EXPLAINED = {
     # Replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
     "tools/bench/fake_cuda.py",
 }
-"""Files that may use private names of torch, each for the reason given above it."""
+"""Files that may use private names of torch. The comment above each file gives the reason."""
 
 OTHERS = {"_asdict", "_exit", "_fields", "_make", "_replace", "_current_frames", "_getframe"}
-"""Underscored names of Python's own tuples, `os` and `sys`."""
+"""Underscored names of Python's named tuples, `os` and `sys`."""
 
 PACKAGE_OF_FLASH_ATTENTION_3 = {"_flash_attn_forward", "_flash_attn_backward"}
-"""Names of the flash-attention package, which torch does not have."""
+"""Names that belong to the flash-attention package rather than to torch."""
 
 PARTS = {"inductor", "PyTorchFileReader", "_internal"}
-"""Private names of torch without an underscore or within a public package."""
+"""Private names of torch that have no underscore or belong to a public package."""
 
 
 def is_private(name: str) -> bool:
@@ -53,15 +53,15 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def root(node: ast.expr) -> str:
-    """Return the name that a chain of attributes, calls and subscripts begins with, or "" if there is none."""
+    """Return the name at the start of a chain of attributes, calls and subscripts, or "" if there is none."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def uses(tree: ast.AST, ours: set[str], known: set[str]) -> Iterator[str]:
-    """Yield the private torch names in a module: in imports, after a name imported from torch, in `known`, or defined
-    nowhere in the tree."""
+    """Yield the private torch names that a module uses. These occur in imports or after a name imported from torch, are
+    in `known`, or are defined nowhere in the tree."""
     of_torch = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def found_in(trees: dict[Path, ast.AST], known: set[str]) -> dict[str, list[str]
 
 
 def known_names() -> set[str]:
-    """Return the private names that the module of private names reads."""
+    """Return the private names that megatron's module for torch's private names reads."""
     attributes = (node.attr for node in ast.walk(ast.parse(PRIVATE.read_text())) if isinstance(node, ast.Attribute))
     return {name for name in attributes if is_private(name)}
 
@@ -129,7 +129,7 @@ def test_every_private_name_states_its_purpose() -> None:
 
 
 def test_private_names_behave_as_described() -> None:
-    """Functions look names up when they are called; aliases, when the module is imported."""
+    """The functions look up torch's names when they are called. Aliases look them up when the module is imported."""
     x = torch.ones(2, 3)
     view = x[1:]
     assert (

@@ -1,4 +1,4 @@
-"""Properties of the whole tree that no single module's test sees."""
+"""Properties of the whole source tree that no test of a single module can check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.config.flags import all_flags, sections
 from tests.apart import ROOT, python_apart
 from tests.conftest import CAMPAIGNS
 
-# Modules that work on integers and text run on a login node, where torch may be missing or slow to import.
+# Modules that work only on integers and text must run on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = {
     "megatron/core": "boxes config distributed.param_layout optimizer.param_scheduler "
     "optimizer.planned_states param_meta parallel_dims tokenizers",
@@ -78,7 +78,7 @@ def test_ruff_looks_at_every_folder() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Return the file of every library module by dotted name; packages are listed without their `__init__`."""
+    """Return the file of every library module by dotted name. The names of packages do not end with `__init__`."""
     files = [path for path in (ROOT / "megatron").rglob("*.py") if path.name != "__init__.py"]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
@@ -103,7 +103,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graph, known = grimp.build_graph("megatron", cache_dir=None), modules().keys()
     arrows = {name: graph.find_modules_directly_imported_by(name) & known for name in known}
     assert sum(map(len, arrows.values())) > len(arrows)
-    TopologicalSorter(arrows).prepare()  # raises CycleError if there is a circle
+    TopologicalSorter(arrows).prepare()  # raises CycleError if there is a cycle
 
 
 def test_no_folder_of_the_library_has_too_many_modules() -> None:
@@ -134,7 +134,7 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a module defines, imports, reads, or holds as short strings, as registries do."""
+    """Yield the names that a module defines, imports or reads, and short strings, which may be registered names."""
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -150,7 +150,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str, packages: dict[str, ast.Module]) -> bool:
-    """Return True if a dotted name is a module or something that its longest module prefix names."""
+    """Return True if a dotted name is a module, or if its rest is a name in its longest module prefix."""
     parts = re.split("[.:]", name)
     found = max((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in packages), default=0)
     named = set(names_in(packages[".".join(parts[:found])])) if found else set()
@@ -159,7 +159,8 @@ def exists(name: str, packages: dict[str, ast.Module]) -> bool:
 
 DOTTED = re.compile(r"`(megatron(?:[.:]\w+)+)(?:\(.*?\))?`")
 CAMEL = re.compile(r"`([A-Z][a-z]\w*[A-Z]\w*)(?:\.\w+)*(?:\(.*?\))?`")
-"""A class, or an attribute or call of it. `MyOptimizer` and the like stand for a reader's own class."""
+"""Pattern for a class, or for an attribute or call of a class. `MyOptimizer` and similar names mean a class of the
+reader."""
 
 
 def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list[str]:
@@ -181,7 +182,7 @@ def test_names_that_docstrings_cite_exist() -> None:
 
 
 def test_the_library_does_not_know_its_extensions() -> None:
-    """Entry points load extensions. An import by string would escape the import linter."""
+    """Only entry points load extensions. The import linter would not see an import by string."""
     found = []
     for folder in ("core", "training"):
         for path in sorted((ROOT / "megatron" / folder).rglob("*.py")):
@@ -198,7 +199,8 @@ ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
 
 
 def test_the_library_names_no_flag_of_an_extension() -> None:
-    """Properties of such a flag that the library needs are stated on its field, as in `FlagSpec`."""
+    """If the library needs a property of an extension's flag, the flag's field must state the property, as in
+    `FlagSpec`."""
     load()
     own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
     flags = {spelling for flag in own.values() for spelling in flag.shown}
@@ -220,8 +222,8 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
 
 
 def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
-    """Varying behaviour, such as that of a plan's device, is an argument. Only `megatron.training.foreign` replaces
-    functions of other libraries."""
+    """Behaviour that varies, such as the device of a plan, must be an argument. Only `megatron.training.foreign`
+    replaces functions of other libraries."""
     files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400
@@ -229,21 +231,21 @@ def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
 
 
 LIMITED = trees("megatron", "tools", "research")
-"""Files to which the limits below apply."""
+"""Files to which the size limits apply."""
 
 ARGUMENTS = 8
 
 KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
-"""lm-eval passes the user's `--model_args`, and the arguments of its own classes, by keyword."""
+"""lm-eval passes the user's `--model_args` and the arguments of lm-eval's own classes by keyword."""
 
 PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
-    # torch calls these by position, with one argument for each result of their backward.
+    # torch calls these functions by position, with one argument for each result of their backward pass.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
-"""Functions with more arguments than the limit. All other functions group their arguments, as in `WeightSetup`; do not
-add to this list."""
+"""Functions that may have more arguments than the limit. All other functions group their arguments, as in
+`WeightSetup`; do not add to this list."""
 
 
 def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -257,13 +259,13 @@ def named_functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.
 
 
 def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of arguments without `self` and `cls`."""
+    """Return the number of arguments of a function, not counting `self` and `cls`."""
     given = function.args.posonlyargs + function.args.args
     return len(given) + len(function.args.kwonlyargs) - (bool(given) and given[0].arg in ("self", "cls"))
 
 
 def test_functions_have_few_arguments() -> None:
-    """Triton kernels may have more: a launch gets all its values as arguments."""
+    """Triton kernels may have more arguments, because a launch passes all values as arguments."""
     found = {
         f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removeprefix('megatron.')}: {name}"
         for path, tree in LIMITED.items()
@@ -284,7 +286,7 @@ def test_files_are_short() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """Signatures, docstrings and nested functions count."""
+    """Lines of signatures, docstrings and nested functions count."""
     found = [
         f"{place(path, function)}: {name} has {lines} lines"
         for path, tree in LIMITED.items()
@@ -295,7 +297,7 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_an_assignment_binds_at_most_two_targets() -> None:
-    """Unpacking a single value into more targets is allowed."""
+    """A single value may be unpacked into more targets."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):
@@ -309,7 +311,7 @@ COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def depth(tree: ast.AST) -> int:
-    """Return the largest nesting depth of comprehensions."""
+    """Return the largest nesting depth of comprehensions in a tree."""
     within = max((depth(node) for node in ast.iter_child_nodes(tree)), default=0)
     return within + isinstance(tree, COMPREHENSIONS)
 

@@ -1,5 +1,5 @@
-"""Configuration rules that need code rather than a table (test_rules.py has the tables), and defaults that are derived
-from other values."""
+"""Configuration rules that a table cannot express (test_rules.py tests the tables), and defaults that are derived from
+other values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
 
 
 def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
-    """Return the flag with some value of its type, legal or not."""
+    """Return a strategy for the flag with any value of its type, valid or not."""
     if flag.kind is bool:
         return st.just([flag.name])
     if flag.spec.choices:
@@ -91,7 +91,7 @@ def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
     return st.lists(values, min_size=1, max_size=count).map(lambda texts: [flag.name, *texts])
 
 
-# The module that --extension names is imported while the command line is read; if this fails, reading stops.
+# The module that --extension names is imported while the command line is parsed. If the import fails, parsing stops.
 ANY_FLAGS = st.lists(
     st.sampled_from([flag for flag in all_flags() if flag.field != "extension"]).flatmap(_text), max_size=12
 )
@@ -104,7 +104,7 @@ ANY_FLAGS = st.lists(
 @example([["--attention-module", "normed_values"]], 1, False)
 @example([["--num-distributed-optimizer-instances", "2"], ["--tensor-model-parallel-size", "-1"]], 1, True)
 def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: bool) -> None:
-    """Any error is reported, not raised; a valid configuration yields a layout."""
+    """Every error is reported rather than raised, and a valid configuration gives a layout."""
     words = [word for flag in flags for word in flag]
     config = parse_args([*(argv("") if good else []), *words])
     found = validate(config, world_size)
@@ -139,7 +139,7 @@ def test_resolve_fills_what_follows() -> None:
     ("hidden_size", "width"), [(8, 64), (24, 64), (47, 64), (48, 128), (1024, 2688), (4096, 10880), (5120, 13632)]
 )
 def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: int) -> None:
-    """The widths are Megatron-LM's, except that a model too small for any multiple of 64 gets 64."""
+    """The widths are the same as Megatron-LM's, except that models too small for a multiple of 64 use 64."""
     assert TransformerConfig(hidden_size=hidden_size, swiglu=True).ffn_size == width
     assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
 
@@ -160,7 +160,8 @@ def test_gelu_is_exact_without_the_fused_kernel_of_bias_and_gelu(flags: str, nam
     config = parse_args(argv(flags))
     resolved = resolve(config, 1)
     assert config.model.activation == resolved.model.activation == name
-    assert resolved.model.activation_func == (name if "gelu" in name else None)  # checkpoints say which GeLU was used
+    # Checkpoints record which GeLU was used.
+    assert resolved.model.activation_func == (name if "gelu" in name else None)
     assert not validate(resolved, 1) and resolve(resolved, 1) == resolved
 
 
@@ -173,7 +174,8 @@ def test_resolve_takes_the_larger_vocabulary() -> None:
 
 
 def broken_remedies(words: list[str], world_size: int) -> list[str]:
-    """Return the problems of a command line whose "nearest" value another rule of the same flag refuses."""
+    """Return those problems of a command line whose suggested "nearest" value another rule for the same flag
+    refuses."""
     config = parse_args(words)
 
     def judge(config: RunConfig) -> list[Problem]:

@@ -1,15 +1,16 @@
-"""The referee's verdicts on faults planted in this program: it judges the step dump of a run with each mutant.
+"""Verdicts of the referee on faults planted in this program: for each mutant, the referee judges the step dump of a
+run.
 
     python -m tests.referee.planted                        all of them: a row each, and the counts
     python -m tests.referee.planted 'Sinks get no' Rotary  those whose names begin so
     python -m tests.referee.planted --of 3 --part 0        every third, from the first
 
-`planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each, a regular
-expression matches the first gradient of the backward pass that the edit makes wrong. A run with the mutant dumps its
-first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names another gradient;
-a fault is missed if all gradients are reported as equal. Runs that a fault ends leave no dump; they are counted
-separately. A cause is explained if applying it to the correct tensor gives the dumped tensor; other causes only
-describe the difference.
+`planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each mutant, a
+regular expression matches the first gradient in the backward pass that becomes wrong. A run with the mutant dumps its
+first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names a different
+gradient. A fault is missed if all gradients are reported as equal. Runs that end because of the fault write no dump and
+are counted separately. A fault is explained if applying the cause to the correct tensor gives the dumped tensor. Other
+causes only describe the difference.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tools import referee
 EXPECTED = dict(
     line.rsplit(": ", 1) for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
 )
-"""For each mutant, a regular expression of the first gradient that it makes wrong."""
+"""For each mutant, a regular expression that matches the first wrong gradient."""
 
 
 WITHOUT_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
@@ -51,7 +52,7 @@ def one_step(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def judged(mutant: Mutant | None, folder: Path, flags: Sequence[str], world_size: int) -> dict[str, object]:
-    """Return the referee's judgement of the first step of a run."""
+    """Return the referee's judgement of the first step in a run with a mutant, or with none."""
     dump = ["--dump-step", "1", "--dump-step-dir", str(folder / "step"), *WITHOUT_DROPOUT]
     config = resolve_legal(parse_args([*flags, *dump]), world_size)
     with planted(mutant) if mutant is not None else contextlib.nullcontext():
@@ -70,7 +71,7 @@ class Found(NamedTuple):
     """One of `VERDICTS`."""
 
     first: str
-    """The gradient that the verdict names first, or why there is no dump."""
+    """First gradient that the verdict names, or the reason for a missing dump."""
 
     cause: str = ""
     explained: bool = False
@@ -85,7 +86,7 @@ VERDICTS = {
 
 
 def verdict_of(name: str) -> Found:
-    """Return the verdict on a mutant."""
+    """Return the referee's verdict on a mutant."""
     mutant = MUTANTS[name]
     with settings(mutant.combination), tempfile.TemporaryDirectory() as folder:
         try:
@@ -104,7 +105,7 @@ def verdict_of(name: str) -> Found:
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:
-    """Yield the table of counts."""
+    """Yield the lines of a table of counts."""
     counts = Counter(each.verdict for each in found)
     explained = sum(each.verdict == "right" and each.explained for each in found)
     yield f"| {len(found)} faults | number |"

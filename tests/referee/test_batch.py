@@ -1,4 +1,4 @@
-"""Batches of the referee: arrays of an .npz, and the borders of documents within samples."""
+"""Batches for the referee: arrays in an .npz file, and document boundaries within samples."""
 
 from __future__ import annotations
 

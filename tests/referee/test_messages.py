@@ -1,4 +1,4 @@
-"""tools/referee.py on wrong inputs: each error names the flag, the value, the rule and the remedy."""
+"""tools/referee.py with wrong inputs: each error names the flag, the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNTIED = {"tie_word_embeddings": False}
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a batch and gradients, and wrong ones of each."""
+    """Create valid and invalid models, batches and gradients."""
     folder = tmp_path_factory.mktemp("inputs")
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, **UNTIED))
     model.save_pretrained(folder / "model")
@@ -130,7 +130,7 @@ def test_flags_without_effect_are_refused(inputs: Path, flags: str, message: str
 
 
 def test_flags_of_losses_have_an_effect(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gradients of the reference with a loss for balanced experts are not those without it."""
+    """The reference's gradients with a load-balancing loss differ from those without this loss."""
     given = ["--model", str(inputs / "experts"), "--batch", str(inputs / "batch.npz"), "--computed-in", "fp32"]
     given += ["--gradients", str(inputs / "experts")]
     for number, coefficient in enumerate(("1e-2", "1e-1")):

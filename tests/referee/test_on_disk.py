@@ -1,4 +1,4 @@
-"""The referee's memory: tensors that do not fit are kept in files."""
+"""Memory use of the referee: tensors that do not fit into memory are kept in files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_autograd_keeps_is_in_files() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yield a list to which the peak growth of the process's anonymous memory is appended, in bytes."""
+    """Yield a list. On exit, append the peak growth of the process's anonymous memory in bytes to it."""
     found, done, first = list[int](), threading.Event(), _anonymous()
     peak = [first]
 
@@ -71,7 +71,8 @@ def _anonymous() -> int:
 
 
 def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
-    """Weights and gradients of a layer take 10.5 MB in fp64; 12 more layers must add less than four layers do."""
+    """Weights and gradients of a layer take 10.5 MB in fp64. 12 additional layers must add less memory than four layers
+    take."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 64}
     text = torch.randint(0, 64, (1, 129)).numpy()
     batch = Batch(text[:, :-1], text[:, 1:], torch.ones(1, 128).numpy())

@@ -1,4 +1,4 @@
-"""tools/referee.py on models of transformers, with faults planted in their backward passes."""
+"""tools/referee.py on models of transformers with faults planted in their backward passes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ SHAPE = {
 
 @dataclass
 class Other:
-    """Another program: a model of transformers, its batch, and changes to its gradients."""
+    """Simulated other program: a transformers model, a batch, and planted changes to the gradients."""
 
     model: PreTrainedModel
     folder: Path
     by_files: bool = False
-    """True to write gradients to a folder in the same way as weights."""
+    """True to write gradients to a folder in the same format as weights."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """What the model and the batch get beside tokens and labels."""
+    """Additional inputs for the model and the batch file besides tokens and labels."""
 
     ids: Tensor = field(
         default_factory=lambda: torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -51,7 +51,7 @@ class Other:
     def judged(
         self, plant: Callable[[dict[str, Tensor]], object] = lambda grads: None, *more: str
     ) -> dict[str, object]:
-        """Return the judgement of a backward pass whose gradients `plant` has changed."""
+        """Run a backward pass, change the gradients with `plant`, and return the referee's judgement."""
         labels = self.ids.clone()
         labels[0, :6] = -100
         self.model.zero_grad()
@@ -60,7 +60,7 @@ class Other:
         gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
         plant(gradients)
         files = {name: self.folder / name for name in ("batch.npz", "gradients.safetensors", "judgement.json")}
-        if self.by_files:  # gradient names in files differ from those in memory
+        if self.by_files:  # gradient names in files differ from names in memory
             self.model.save_pretrained(files["gradients.safetensors"], state_dict=gradients)
         else:
             save_file({name: each.contiguous() for name, each in gradients.items()}, files["gradients.safetensors"])
@@ -94,7 +94,7 @@ def mixtral(tmp_path: Path) -> Other:
 
 
 def first(found: dict[str, object]) -> tuple[str, str]:
-    """Return the first wrong gradient and its cause."""
+    """Return the first wrong gradient of a judgement, and the cause."""
     name = str(found["first"])
     return name, found["gradients"][name]["cause"]  # type: ignore[index]
 
@@ -139,8 +139,8 @@ def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.
 
 
 def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) -> None:
-    """The fault is sequence parallelism without the all-reduce of norms: the first of two ranks has only its half of
-    the sequence."""
+    """The fault is a missing all-reduce of norm gradients under sequence parallelism: the first of two ranks has only
+    its half of the sequence."""
     norm = llama.model.model.layers[1].post_attention_layernorm
     partial: list[Tensor] = []
 
@@ -170,7 +170,8 @@ def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) ->
 def test_features_whose_sum_a_norm_did_not_get(
     llama: Other, last: str, norm: str, ours: str, features: tuple[int, int]
 ) -> None:
-    """Tensor parallelism without the all-reduce of a norm's gradient: the second of two ranks has its own features."""
+    """The fault is a missing all-reduce of a norm gradient under tensor parallelism: the second of two ranks has only
+    its own features."""
     layer = llama.model.model.layers[1]
 
     def of_second_half(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -220,7 +221,7 @@ def test_gate_and_up_are_swapped(llama: Other) -> None:
 
 
 def test_a_micro_batch_is_lost(llama: Other) -> None:
-    """The gradients of the second of two micro-batches overwrite those of the first."""
+    """The fault is that the gradients of the second of two micro-batches overwrite those of the first."""
     alone: dict[str, Tensor] = {}
 
     def plant(gradients: dict[str, Tensor]) -> None:

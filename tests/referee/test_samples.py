@@ -36,7 +36,7 @@ DROPOUTS = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "eos_token
 def test_documents_of_transformers_are_judged(model: type[PreTrainedModel], tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = saved(model(), tmp_path)  # type: ignore[call-arg]
-    other.model.config.use_cache = False  # as Trainer does; with a cache, attention crosses documents
+    other.model.config.use_cache = False  # as in Trainer; with a cache, attention would cross documents
     positions = [[*range(9), *range(8)], [*range(4), *range(13)]]
     other.inputs = {"position_ids": torch.tensor(positions)}
     assert other.judged()["equal"]
@@ -62,14 +62,14 @@ def train(rank: int, world_size: int, config: RunConfig) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Documents of 3 to 9 tokens, each with the end-of-document token."""
+    """Create documents of 3 to 9 tokens, each of which ends with the end-of-document token."""
     random = np.random.default_rng(1)
     documents = ([*random.integers(0, 63, size=random.integers(2, 9)), 63] for _ in range(80))
     return write_documents(tmp_path / "corpus", documents)
 
 
 def dumped(folder: Path, corpus: str, *more: str) -> Path:
-    """The second step of a run on two ranks."""
+    """Dump the second step of a run on two ranks, and return the dump's folder."""
     flags = [*RUN, "--data-path", corpus, "--dump-step-dir", str(folder), *more]
     run_world(2, train, resolve_legal(parse_args(flags), 2))
     return folder

@@ -1,4 +1,4 @@
-"""research/: the other programs train the same model, and every row has its counterpart."""
+"""research/: the other programs train the same model, and every row of this program has a counterpart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_kind_of_parallelism_is_compared_with_that_of_torch() -> None:
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' model has as many parameters as the style says, and yields a loss; with a wider MLP, the count
+    """The transformers model has the style's number of parameters and returns a loss. With a wider MLP, the number
     differs."""
     pytest.importorskip("transformers")
     import torch

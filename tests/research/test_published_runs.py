@@ -1,4 +1,4 @@
-"""research/published_runs.py: predictions compared with published figures, for runs that are quick to predict."""
+"""research/published_runs.py: predictions are compared with published figures for runs that are quick to predict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from research.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 
 def test_published_runs_that_cost_little() -> None:
-    """The whole table takes a minute: run python research/published_runs.py."""
+    """For the whole table, which takes a minute, run python research/published_runs.py."""
     every = list(published_runs())
     assert len(every) > 60 and sum(run.fit for run in every) == 13
     some = [run for run in every if run.model == "llama3.1-8b" and run.gpus == 8 and not run.other]
@@ -21,7 +21,7 @@ def test_published_runs_that_cost_little() -> None:
 
 
 def test_programs_that_keep_scores_and_add_apart() -> None:
-    """Both passes do twice the FLOPs of a causal kernel that recomputes no score; the additional bytes are counted."""
+    """Both passes do twice the FLOPs of a causal kernel that does not recompute scores. The additional bytes count."""
     heads, length, width = 6, 512, 64
     pairs = heads * length**2 / 2
     for backward, factor in ((False, 4), (True, 10)):

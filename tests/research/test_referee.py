@@ -1,4 +1,5 @@
-"""research/referee.py: Trainer's step is right, and a fault of an older one is found."""
+"""research/referee.py: The referee accepts the step of the installed Trainer and detects a fault of an older
+Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a one-node SLURM that `start_slurm.sh` starts."""
+"""Jobs on a one-node SLURM cluster, which `start_slurm.sh` starts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MODEL = (
     "--global-batch-size 8 --train-iters 8 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 PAUSE = "await_request:0:4"
-"""Fault that makes step 4 wait for the stop request, so that the request always arrives in the middle of the run."""
+"""Fault that makes step 4 wait for a stop request, so that the request always arrives in the middle of the run."""
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the test's SLURM, and its folder."""
+    """Job on the test's SLURM cluster, with its folder."""
 
     id: str
     folder: Path
@@ -53,12 +53,12 @@ class Job:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def paused(self) -> None:
-        """Wait until the job is in the step that waits."""
+        """Wait until the job has reached the step that waits for a stop request."""
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
     def limit(self, minutes: int = 0) -> None:
-        """Set the job's time limit, as the superuser may. The default ends the job soon. It leaves enough time for
-        SLURM, which checks limits every half minute, to send its signal first."""
+        """Set the job's time limit, as the superuser may. The default limit ends the job soon. The default leaves
+        enough time for SLURM, which checks limits every half minute, to send the signal first."""
         hours, ran, seconds = map(int, self.fields()["RunTime"].split(":"))
         soon = (3600 * hours + 60 * ran + seconds + 40) // 60 + 1
         command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes or soon}")
@@ -68,13 +68,13 @@ class Job:
         wait_until(lambda: self.fields()["Restarts"] != "0", self)
 
     def ended(self) -> dict[str, str]:
-        """Wait until the job has left the queue, and return its fields."""
+        """Wait until the job has left the queue, and return the fields of its record."""
         wait_until(lambda: self.fields()["JobState"] in ENDED, self)
         return self.fields()
 
     @property
     def all_logs(self) -> str:
-        """Logs of the script and of all ranks, for the message of a failed assertion."""
+        """Return the logs of the script and of all ranks, for messages of failed assertions."""
         logs = [path for path in (self.folder / "log", *self.folder.glob("logs/node-*.log")) if path.exists()]
         return "\n".join(f"{path}:\n{path.read_text()}" for path in logs)
 
@@ -91,7 +91,7 @@ def command(*words: str) -> str:
 
 
 class Cluster:
-    """The one-node SLURM cluster to which the tests submit jobs."""
+    """One-node SLURM cluster to which the tests submit jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,12 +99,12 @@ class Cluster:
     def submit(
         self, name: str, *flags: str, fault: str = PAUSE, once: bool = True, options: str = "", **environ: str
     ) -> Job:
-        """Submit scripts/train_gpt_slurm.sh for two processes with MODEL and further flags."""
+        """Submit scripts/train_gpt_slurm.sh for two processes with MODEL and additional flags."""
         folder = self.folder / name
         folder.mkdir()
         environ |= {"FAULT": fault, "FAULT_FILE": str(folder / "fault"), "LOG_DIR": str(folder / "logs")}
         environ |= {"FAULT_ONCE": "1"} if once else {}
-        # Variables that a launcher or a job has set for this process are not meant for the job.
+        # The job must not inherit variables that a launcher or a job has set for this process.
         outer = {
             key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "TORCHEL"))
         }
@@ -121,7 +121,7 @@ class Cluster:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """Run a SLURM in a temporary folder, which all SLURM commands of this process talk to."""
+    """Start a SLURM cluster in a temporary folder. All SLURM commands of this process connect to this cluster."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
     script, before = str(ROOT / "tests/slurm/start_slurm.sh"), os.environ.get("SLURM_CONF")
     try:

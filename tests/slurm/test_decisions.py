@@ -1,5 +1,5 @@
-"""Decisions of scripts/train_gpt_slurm.sh after the ranks have ended. Stand-ins replace srun and scontrol, so that no
-SLURM is needed and each case takes a moment."""
+"""Decisions of scripts/train_gpt_slurm.sh after the ranks have ended. Scripts replace srun and scontrol, so that the
+tests need no SLURM and each case takes only a moment."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STANDINS = {
                 ;;
             requeue*) echo "$2" >>"$FOLDER/requeued" ;;
         esac""",
-    # Saves a checkpoint if SAVES is set, reports how it ended, and fails as a launcher would. If LEFT is set, the job
-    # loses nodes until those are left; the next srun ends with THEN.
+    # This srun saves a checkpoint if SAVES is set, reports how the run ended, and fails as a launcher would. If LEFT is
+    # set, the job loses all nodes but those, and the next srun ends with THEN.
     "srun": """
         echo "$* under $LAUNCH" >>"$FOLDER/sruns"
         if [[ -e "$FOLDER/left" ]]; then ENDS="$THEN"; fi
@@ -44,7 +44,7 @@ STANDINS = {
 
 
 class Batch:
-    """Job that starts again and again."""
+    """Batch job that can be started repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.starts = folder, 0
@@ -55,7 +55,7 @@ class Batch:
     def start(
         self, ends: str, saves: str = "", state: str = "RUNNING Reason=None", **environ: str
     ) -> tuple[int, bool, str]:
-        """Return (exit code, whether the job is back in the queue, its last message)."""
+        """Return (exit code, True if the job was requeued, last message of the job)."""
         requeued = self.folder / "requeued"
         requeued.unlink(missing_ok=True)
         environ = {
@@ -181,7 +181,8 @@ def test_a_script_runs_under_the_launcher_of_each_node(batch: Batch) -> None:
 def test_ranks_use_the_store_of_the_launcher_unless_it_restarts_them(
     batch: Batch, restarts: dict[str, str], own: str
 ) -> None:
-    """The launcher keeps its store's port open; a port that rank 0 is to open may be taken before it does."""
+    """The launcher keeps the port of its store open. A port that rank 0 has yet to open could be taken by another
+    process."""
     batch.start("DONE", **restarts)
     assert (batch.folder / "own_store").read_text() == f"{own}\n"
 

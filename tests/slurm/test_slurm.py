@@ -1,5 +1,5 @@
-"""Jobs of a real one-node SLURM. Jobs that signals and limits end are requeued, and their results are bit-identical to
-those of an undisturbed job. Jobs that cannot succeed are not requeued."""
+"""Jobs on a real one-node SLURM cluster. Jobs that are ended by signals and limits are requeued, and their results are
+bit-identical to those of an undisturbed job. Jobs that cannot succeed are not requeued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the checkpoints of the same run without SLURM, trained while the jobs wait."""
+    """Train without SLURM while the jobs wait, and return the folder of checkpoints."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_forked(2, [*MODEL[1:], "--save", str(folder / "save")], folder / "screen")
     return folder / "save"
@@ -60,7 +60,8 @@ def test_a_signal_saves_and_requeues_the_job(jobs: dict[str, Job], undisturbed: 
 
 
 def test_the_time_limit_saves_and_requeues_the_job(jobs: dict[str, Job], undisturbed: Path) -> None:
-    """SLURM sends its own signal some time before the limit, which is set once the run is in its step."""
+    """SLURM sends its signal some time before the time limit. The test sets the limit when the run has reached its
+    paused step."""
     job = jobs["limit"]
     job.paused()
     job.limit()

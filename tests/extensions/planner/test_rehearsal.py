@@ -83,7 +83,7 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Leave out the checks that all ranks have the same object, because runs on CPUs make one more of these checks."""
+    """Leave out the checks for ranks without a file, because runs on CPUs make one more of these checks."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

@@ -202,8 +202,10 @@ def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) 
     steps = trained(tmp_path / "branch", branch)
     assert [step["iteration"] for step in steps] == [5, 6, 7, 8]  # 100 tokens are 3.125 steps of 32
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # shows the next data, weights and dropout
-    assert steps[1]["lm_loss"] == stable[5]["lm_loss"]  # shows the optimizer's states: its rate is still the run's
+    assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # proves that data, weights and dropout continue
+    assert (
+        steps[1]["lm_loss"] == stable[5]["lm_loss"]
+    )  # proves that optimizer states continue, as the rate is unchanged
     assert "linear 16 samples; 128 tokens to its end" in (tmp_path / "branch.screen").read_text()
     trained(tmp_path / "killed", f"{branch} --exit-interval 6")
     shutil.rmtree(tmp_path / "stable")

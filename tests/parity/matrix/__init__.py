@@ -1,16 +1,17 @@
-"""Parity matrix: legal combinations of parallelisms, each compared with one process in fp64.
+"""Parity matrix: valid combinations of parallelisms and features, each compared with one process in fp64.
 
-The combinations of `design.txt` have worlds of 1 to 8 ranks and cover the legal pairs of choices; `NAMED` adds those
-that have failed in published frameworks. Initial weights must be bit-identical to those of one process. The loss, every
-gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused regions are
-those of --compile, run uncompiled: tests/pure/test_regions.py compares them with their compiled form.
+The combinations of `design.txt` use worlds of 1 to 8 ranks and cover the valid pairs of choices. `NAMED` adds
+combinations that failed in published frameworks. Initial weights must be bit-identical to those of one process. The
+loss, every gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused
+regions are the regions of --compile, which run uncompiled here: tests/pure/test_regions.py compares them with their
+compiled form.
 
     python -m tests.parity.matrix             the whole matrix, one line per combination, and a summary
     python -m tests.parity.matrix --list      what it would run
     python -m tests.parity.matrix --design    rewrites the design after a new choice or rule (minutes)
     python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
 
-CI runs a part of it; see test_matrix.py.
+CI runs a part of the matrix; see test_matrix.py.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
 HOST_CHUNK = 2048
-"""Number of offloaded state elements updated at a time, small enough that there are several chunks."""
+"""Number of offloaded state elements that are updated at a time, small enough for several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
-"""Share of tokens that end a document if documents are packed."""
+"""Fraction of tokens that end a document if documents are packed."""
 
 
 def whole_matrix() -> list[Combination]:
-    """Return the named combinations, then the covering ones."""
+    """Return the named combinations, followed by the covering design."""
     return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
 
 
@@ -65,7 +66,8 @@ def covering(combinations: Sequence[Combination]) -> list[Combination]:
 
 
 def many_pairs(count: int) -> list[Combination]:
-    """Return further combinations, those with the most additional pairs of choices for the size of their worlds."""
+    """Return additional combinations, beginning with those that add the most pairs of choices relative to their world
+    size."""
     choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
     first, second = np.triu_indices(len(FACTORS), 1)
     numbers = np.array([[choices.index(item) for item in zip(FACTORS, c.choices, strict=True)] for c in pairwise()])
@@ -80,18 +82,19 @@ def many_pairs(count: int) -> list[Combination]:
 
 
 NOISE = 1e7
-"""Threshold of SOAP for eigenvalues: the eigenvectors of smaller ones differ by more than the tolerance."""
+"""SOAP's threshold for eigenvalues. Eigenvectors of smaller eigenvalues differ by more than the tolerance."""
 
 NOT_UNIQUE = frozenset({"left_basis", "right_basis", "rotated_avg", "rotated_avg_sq"})
-"""States of SOAP that are not compared: bases have any signs. The weights of the next step show their errors."""
+"""SOAP states that are not compared, because the signs of basis vectors are arbitrary. Errors of these states show in
+the weights of the next step."""
 
 _plain_sample = mock_data.MockGPTDataset.__getitem__
 
 
 def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
-    """Return a sample with a mask of random density. Samples 0, 1 and 7 are fully masked, so that whole micro-batches,
-    and a whole data-parallel rank if there are several, have no loss. In sample 5, the part of one context-parallel
-    rank of two is masked."""
+    """Return a sample with a loss mask of random density. Samples 0, 1 and 7 are fully masked, so that whole
+    micro-batches, and a whole data-parallel rank if there are several, have no loss. In sample 5, the tokens of one of
+    two context-parallel ranks are masked."""
     random = np.random.default_rng(index)
     mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
     if index in (0, 1, 7):
@@ -107,7 +110,7 @@ def _counting_on_the_device(kind: Any) -> Any:
 
 @contextmanager
 def settings(combination: Combination) -> Iterator[None]:
-    """Apply the settings of a combination that are not flags: sizes, data, and row counts that stay on the device as on
+    """Apply the settings of a combination that no flag sets: sizes, data, and row counts that stay on the device as on
     a GPU."""
     patches: list[tuple[Any, str, Any]] = [
         (compiled_regions, "_compiled", lambda function, static: function),
@@ -133,31 +136,32 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 def steps_of(combination: Combination) -> tuple[int, int]:
-    """Return (steps, number of steps that are not recorded). A recorded step is read before the next one begins."""
-    if combination["update"] == "two versions":  # the passes of the second and third step begin in the step before
+    """Return (number of steps, number of unrecorded steps). A recorded step is read before the next one begins."""
+    if combination["update"] == "two versions":  # The passes of the second and third step begin in the preceding step.
         return 4, 3
-    if combination["update"] == "soap":  # the first update only prepares the second, whose bases the third uses
+    # The first update only prepares the second update, which computes the bases that the third update uses.
+    if combination["update"] == "soap":
         return 3, int(combination["norm"] != "awaited")
     return 2, int(combination["norm"] != "awaited")
 
 
 @lru_cache
 def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
-    """Train the same model in one process."""
+    """Train the model of a combination in one process."""
     with settings(alone):
         return train_in_world(1, [*alone.argv, *more], steps_of(alone)[0])
 
 
 def difference(combination: Combination) -> str | None:
-    """Return how the results of a combination differ from one process's, or None if they agree."""
+    """Return the difference between the results of a combination and those of one process, or None if they agree."""
     return compared(combination)[0]
 
 
 def compared(
     combination: Combination, more: tuple[str, ...] = (), train: Callable[..., Snapshot] = train_in_world
 ) -> tuple[str | None, float]:
-    """Return (the difference from one process or None, the largest relative error of a tensor). `more` are flags for
-    both; `train` trains the combination."""
+    """Return (difference from one process or None, largest relative error of any tensor). `more` are flags for both
+    runs; `train` trains the combination."""
     with settings(combination):
         steps, unseen = steps_of(combination)
         snapshot = train(combination.world_size, [*combination.argv, *more], steps - unseen, unseen=unseen)

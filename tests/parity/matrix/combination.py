@@ -1,4 +1,4 @@
-"""The factors of the matrix (factors.yaml), and a combination of choices."""
+"""Factors of the parity matrix (factors.yaml), and combinations of their choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMON = (
 TABLE = yaml.safe_load(Path(__file__).with_name("factors.yaml").read_text(encoding="utf-8"))
 MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
-"""Flags that each choice of each factor adds."""
+"""Flags that each choice of a factor adds to the command line."""
 
 REGISTRIES: dict[str, Container[str]] = {
     "--activation-func": ACTIVATIONS,
@@ -37,13 +37,13 @@ REGISTRIES: dict[str, Container[str]] = {
     "--optimizer": OPTIMIZERS,
     "--pipeline-schedule": PIPELINE_SCHEDULES,
 }
-"""Flags whose values name parts that an extension may have registered."""
+"""Flags whose values name components that an extension may register."""
 
-load()  # loads the flags and parts of extensions, which this module looks for
+load()  # loads the flags and components of extensions, for which this module looks
 
 
 def _is_there(choice: str) -> bool:
-    """Return True if no flag of a choice, and no part that it recomputes, belongs to a deleted extension."""
+    """Return True unless a flag of a choice, or a module that the choice recomputes, belongs to a deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
     gone |= any(flag in REGISTRIES and name not in REGISTRIES[flag] for flag, name in pairwise(words))
@@ -56,7 +56,7 @@ for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 FIRST = {name: next(iter(options)) for name, options in FACTORS.items()}
 OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "row counts", "routing", "balancing")
-"""Factors that only models with experts have."""
+"""Factors that apply only to models with experts."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Combination:
 
     @classmethod
     def of(cls, **changed: str) -> Combination:
-        """Return the first choice of every factor, except the named ones (underscores stand for spaces)."""
+        """Return the combination with these choices, in which underscores mean spaces, and the first choice of all
+        other factors."""
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
         return cls(tuple(named.get(name, first) for name, first in FIRST.items()))
@@ -79,7 +80,7 @@ class Combination:
 
     @property
     def is_there(self) -> bool:
-        """True if all choices of the combination exist: those of a deleted extension do not."""
+        """True if all choices of the combination exist; choices of a deleted extension do not."""
         return all(choice in options for choice, options in zip(self.choices, FACTORS.values(), strict=True))
 
     @property
@@ -95,7 +96,7 @@ class Combination:
         moe = self["mlp"] != "dense"
         named = [options[self[name]] for name, options in FACTORS.items() if moe or name not in OF_EXPERTS]
         line = " ".join([COMMON, *named])
-        return shlex.split(line) if "'" in line else line.split()  # shlex takes a fifth of the search's time
+        return shlex.split(line) if "'" in line else line.split()  # shlex would take a fifth of the search time
 
     def changed(self, factor: str, choice: str) -> Combination:
         place = list(FACTORS).index(factor)

@@ -1,9 +1,9 @@
-"""Covering design: every pair of choices for which a search finds a legal combination occurs in one of the
-combinations.
+"""Covering design: every pair of choices for which a search finds a valid combination occurs in at least one
+combination.
 
-`design.txt` holds the combinations, one per line, and below them the pairs for which the search has found no legal
-combination, as lines `FACTOR=CHOICE without FACTOR=CHOICE, ...`. `python -m tests.parity.matrix --design` adds missing
-pairs; it searches again for pairs whose lines are removed.
+`design.txt` contains the combinations, one per line. Below them, lines `FACTOR=CHOICE without FACTOR=CHOICE, ...` list
+the pairs for which the search found no valid combination. `python -m tests.parity.matrix --design` adds missing pairs.
+To repeat the search for a pair, remove its line.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DESIGN = Path(__file__).with_name("design.txt")
 SEPARATOR = " without "
 
 SIZES = ("world", "tp", "pp", "cp", "ep", "etp", "schedule", "optimizer", "batch", "mlp", "style", "heads")
-"""Factors that most rules depend on."""
+"""Factors on which most validation rules depend."""
 
 RUNNING_LOADS = ("batch", "two losses", "forced")
-"""Load-balancing choices whose losses compare a sample with earlier samples of the batch."""
+"""Load-balancing choices whose losses depend on earlier samples of the batch."""
 
 Choice = tuple[str, str]
 Pair = tuple[Choice, Choice]
@@ -39,7 +39,7 @@ def faults(combination: Combination) -> int:
     its choices that duplicate another combination."""
     found = findings(parse_args(combination.argv), combination.world_size)
     said = sum("has a bubble" not in each.rule for each in found)
-    if combination["update"] == "two versions":  # this choice has its own schedule
+    if combination["update"] == "two versions":  # this choice implies its own schedule
         said += combination["schedule"] != FIRST["schedule"]
     if combination["cp"] == "2by work":  # deals samples in another order, which affects running expert loads
         said += combination["balancing"] in RUNNING_LOADS
@@ -66,16 +66,16 @@ def pairwise() -> tuple[Combination, ...]:
 
 
 def illegal_pairs() -> set[Pair]:
-    """Return the illegal pairs of `design.txt`."""
+    """Return the pairs that `design.txt` lists as invalid."""
     lines = [line.split(SEPARATOR) for line in DESIGN.read_text(encoding="utf-8").splitlines() if SEPARATOR in line]
     read = [((*one.split("="),), (*other.split("="),)) for one, others in lines for other in others.split(", ")]
     return {pair for pair in read if all(choice in FACTORS[name] for name, choice in pair)}
 
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
-    """Return a legal combination with `pair`, or None. The search starts from a known combination with one of the
-    choices. It then takes choices from combinations with the other one, and random choices, as long as they add no
-    faults."""
+    """Return a valid combination that contains `pair`, or None if the search finds none. The search starts from a known
+    combination that contains one choice of the pair. It then adopts choices of combinations that contain the other
+    choice, and random choices, as long as they add no faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
@@ -94,8 +94,8 @@ def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: in
 
 
 def write_design(seed: int = 0) -> None:
-    """Write the design. Keep the combinations that are still legal and the pairs noted as illegal. Complete the missing
-    pairs one by one, and let each new combination cover as many others as possible."""
+    """Write the design. Keep the combinations that are still valid and the pairs that are listed as invalid. Add a
+    combination for each missing pair, and let the new combination cover as many other missing pairs as possible."""
     random, illegal = Random(seed), illegal_pairs()
     chosen = [combination for combination in pairwise() if not faults(combination)]
     known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]

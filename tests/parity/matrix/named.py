@@ -1,5 +1,5 @@
-"""Combinations behind published reports of silently wrong gradients (docs/layouts.md), and others that are known to be
-delicate, as lines `NAME: COMBINATION` of `named.txt`."""
+"""Combinations from published reports of silently wrong gradients (docs/layouts.md), and other error-prone
+combinations, as lines `NAME: COMBINATION` of `named.txt`."""
 
 from __future__ import annotations
 
