@@ -141,7 +141,7 @@ def test_each_extension_runs_without_each_that_it_does_not_need() -> None:
 
 
 @pytest.mark.grid("which", range(len(TOGETHER)), NAMES)
-def test_the_rest_runs_without_it(which: int | str, tmp_path: Path) -> None:
+def test_the_library_runs_without_an_extension(which: int | str, tmp_path: Path) -> None:
     """The flags of each extension are requested once."""
     gone = with_users([which]) if isinstance(which, str) else TOGETHER[which]
     asked = gone if isinstance(which, str) else gone.difference(*TOGETHER[:which])

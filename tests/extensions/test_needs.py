@@ -38,7 +38,7 @@ def test_needs_match_the_imports(name: str) -> None:
     assert set().union(*map(imported, modules)) - {name} == NEEDS[name]
 
 
-def test_needs_have_no_circle() -> None:
+def test_needs_have_no_cycle() -> None:
     assert set(TopologicalSorter(NEEDS).static_order()) == set(NEEDS)
 
 
@@ -49,7 +49,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize(("listed", "said"), LISTS)
-def test_a_list_that_does_not_fit(listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inconsistent_list_is_refused(listed: list[BuiltIn], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "BUILT_IN", listed)
     with pytest.raises(ModuleNotFoundError, match=re.escape(said)):
         extensions.load.__wrapped__()

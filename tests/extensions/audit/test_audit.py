@@ -79,7 +79,7 @@ def test_a_rank_with_wrong_inputs_is_not_blamed() -> None:
     assert found is not None and (found.ranks, found.tensor) == ((1,), "early")
 
 
-def test_parts_move_to_ranks_with_the_same_experts() -> None:
+def test_parts_are_recomputed_by_ranks_with_the_same_experts() -> None:
     assert shift_of_replicas([(0, 1, 2, 3)], [(0,), (1,), (2,), (3,)]) == 1
     assert shift_of_replicas([(0, 1, 2, 3)], [(0, 1), (2, 3)]) == 2
     assert shift_of_replicas([(0, 1)], [(0, 1)]) is None
@@ -103,7 +103,7 @@ def test_a_run_without_another_replica_is_refused() -> None:
         ("--data-parallel-sharding-strategy optim_grads_params", 2),
     ],
 )
-def test_a_sound_run_has_no_alarm(flags: str, ranks: int) -> None:
+def test_a_correct_run_raises_no_alarm(flags: str, ranks: int) -> None:
     batch = 3 if ranks == 3 else 4
     exact = "context" not in flags
     found = audited(f"--audit-interval 1 --global-batch-size {batch} {flags}", ranks, exact=exact)
@@ -121,7 +121,9 @@ def test_a_sound_run_has_no_alarm(flags: str, ranks: int) -> None:
         (f"{TP} --bf16", 4, Flip("product", 3), OUTPUT, "decoder.layers.0.self_attention.linear_qkv"),
     ],
 )
-def test_a_flipped_bit_is_found_and_the_rank_named(flags: str, ranks: int, fault: Flip, kind: str, tensor: str) -> None:
+def test_a_flipped_bit_is_detected_and_the_rank_named(
+    flags: str, ranks: int, fault: Flip, kind: str, tensor: str
+) -> None:
     found = audited(f"--train-iters 3 {flags}", ranks, [fault])
     ((iteration, finding),) = found.findings
     assert (iteration, finding.ranks, finding.kind) == (2, (fault.rank,), kind)

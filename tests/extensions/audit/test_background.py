@@ -23,7 +23,7 @@ TP = "--tensor-model-parallel-size 2"
         (f"--audit-by precision --bf16 {TP}", 4, Flip("reduced", 3, bit=31), "the sum over ranks: the gradient in a"),
     ],
 )
-def test_a_flipped_bit_is_found_and_the_rank_named(
+def test_a_flipped_bit_is_detected_and_the_rank_named(
     flags: str, ranks: int, fault: Flip, told: str, tmp_path: Path
 ) -> None:
     """The test flips sign bits, because other flips would make the step non-finite."""
@@ -33,7 +33,7 @@ def test_a_flipped_bit_is_found_and_the_rank_named(
     assert told in finding.cause and (tmp_path / "audit" / "iter_0000002" / "job.json").is_file()
 
 
-def test_a_sound_run_has_no_alarm(tmp_path: Path) -> None:
+def test_a_correct_run_raises_no_alarm(tmp_path: Path) -> None:
     found = audited(f"--audit-by layout --bf16 --sequence-parallel {TP} --train-iters 2 --save {tmp_path}", 2)
     assert (found.audits, found.findings) == (1, [])
     assert not list((tmp_path / "audit").glob("iter*"))
@@ -44,7 +44,7 @@ def test_a_run_without_a_folder_is_refused() -> None:
         resolve_legal(parse_args(f"{AUDITED} --audit-by layout".split()), 1)
 
 
-def test_the_plan_says_what_audits_cost() -> None:
+def test_the_plan_states_the_cost_of_audits() -> None:
     def said(flags: str) -> str:
         config = resolve_legal(parse_args(f"{AUDITED} --audit-interval 50 {flags}".split()), 2)
         return "\n".join(lines(PlannedRun(config, 2, 2, 0.5, None)))

@@ -41,7 +41,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name: str) -> None:
+def test_every_mutant_is_detected(name: str) -> None:
     place, old, new, check = MUTANTS[name]
     with (
         planted(Mutant({f"extensions.operate.audit.{place}": [(old, new)]}, Combination.of())),

@@ -29,7 +29,7 @@ def faulty(argv: list[str]) -> int:
     return pretrain_gpt.main(argv)
 
 
-def test_the_named_rank_is_started_again(tmp_path: Path) -> None:
+def test_the_named_rank_is_restarted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folders = f"--save {folder} --load {folder} --save-interval 1"
     flags = f"{AUDITED} --deterministic-mode --train-iters 6 {folders} --restarts-in-job 1"

@@ -77,7 +77,7 @@ BF16 = [(layout, "--bf16") for layout in LAYOUTS]
 
 
 @pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
-def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
+def test_averages_match_their_definition_under_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
     """The averages equal those computed in fp64 from the main parameters in the checkpoints after each step."""
     ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]
     run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
@@ -94,7 +94,7 @@ def test_averages_are_literal_ones_at_every_layout(layout: str, precision: str, 
 
 
 @pytest.mark.parametrize(("before", "after"), [("zero1", "zero1"), ("zero3", "zero3"), ("tp2-dp2", "pp2-tied")])
-def test_averages_resume_exactly_and_at_another_layout(before: str, after: str, tmp_path: Path) -> None:
+def test_averages_resume_exactly_and_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
     precision = "--bf16" if before == after else "--fp64"
     ranks, flags = LAYOUTS[before]
     whole = trained(tmp_path / "whole", ranks, f"{precision} {AVERAGES} {flags}")
@@ -110,7 +110,7 @@ def test_averages_resume_exactly_and_at_another_layout(before: str, after: str, 
             torch.testing.assert_close(one.read(key), two.read(key), rtol=1e-9, atol=1e-11)
 
 
-def test_averages_in_bf16_on_the_host_every_second_step(tmp_path: Path) -> None:
+def test_bf16_averages_on_the_host_match_their_definition(tmp_path: Path) -> None:
     """The averages equal the definition within bf16 rounding, and bit for bit after a resume between two updates."""
     flags = f"--fp32 {AVERAGES} --ema-dtype bf16 --ema-on-host --ema-interval 2 {LAYOUTS['zero1'][1]}"
     whole = trained(tmp_path / "whole", 2, flags)
@@ -135,7 +135,7 @@ def test_small_changes_of_an_average_in_bf16_count() -> None:
     assert float(averages[0].float().mean()) == pytest.approx(1 + 0.1 * (1 - math.exp(-1)), abs=1e-3)
 
 
-def test_training_is_to_the_bit_that_without_averages(tmp_path: Path) -> None:
+def test_averages_do_not_change_a_bit_of_training(tmp_path: Path) -> None:
     run, plain = trained(tmp_path / "run", 2, AVERAGES), trained(tmp_path / "plain", 2, "")
     one, two = checkpoint(run, STEPS), checkpoint(plain, STEPS)
     assert all(torch.equal(one.read(key), two.read(key)) for key in two.tensors)
@@ -212,7 +212,7 @@ def test_averages_that_a_run_does_not_keep_are_not_counted_in_its_checkpoint() -
         average.on_start(view)
 
 
-def test_names_and_rules() -> None:
+def test_averages_have_names_and_rules() -> None:
     assert tuple(average.name for average in averages_of(config_of(AVERAGES, 1))) == NAMES
     assert averages_of(config_of("", 1)) == ()
     for flags, rule in (

@@ -34,7 +34,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("retention", "kept"), KEPT)
-def test_checkpoints_that_are_kept(retention: RetentionFlags, kept: list[int]) -> None:
+def test_flags_decide_which_checkpoints_are_kept(retention: RetentionFlags, kept: list[int]) -> None:
     assert [i for i in SCORES if i not in to_delete(retention, SCORES, 60, ())] == kept
 
 
@@ -43,7 +43,9 @@ def test_checkpoints_that_are_kept(retention: RetentionFlags, kept: list[int]) -
     st.builds(RetentionFlags, *[st.none() | st.integers(1, 9)] * 2, st.none() | st.just("valid_loss")),
     st.data(),
 )
-def test_the_newest_and_the_held_are_never_deleted(scores: dict, rules: RetentionFlags, data: st.DataObject) -> None:
+def test_the_newest_and_held_checkpoints_are_never_deleted(
+    scores: dict, rules: RetentionFlags, data: st.DataObject
+) -> None:
     newest, held = (data.draw(st.sampled_from(sorted(scores))) for _ in range(2))
     gone = to_delete(rules, scores, newest, [held])
     assert not {newest, held} & set(gone) and all(number < newest for number in gone)
@@ -51,7 +53,7 @@ def test_the_newest_and_the_held_are_never_deleted(scores: dict, rules: Retentio
     assert to_delete(rules, left, newest, [held]) == [], "what is kept once is kept again"
 
 
-def test_in_a_folder(tmp_path: Path) -> None:
+def test_checkpoints_in_a_folder_are_deleted(tmp_path: Path) -> None:
     for iteration, loss in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0)):
         tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
         save(tmp_path, iteration, {"a": tensor}, {"metrics": {"valid_loss": loss}}, Axis())
@@ -63,7 +65,7 @@ def test_in_a_folder(tmp_path: Path) -> None:
     assert sorted(saved_folders(tmp_path)) == [3, 4]
 
 
-def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_gets_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If links are not supported, a text file names the best checkpoint; a full disk is an error."""
 
     def refuse(number: int) -> None:

@@ -128,7 +128,7 @@ def test_the_last_stable_k_exclude_the_decay(run: Path, tmp_path: Path, capsys: 
     assert "has 6 checkpoints at the peak learning rate (2, 3, 4, 5, 6, 7); use a lower number" in said
 
 
-def test_an_emulated_decay(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decay_is_emulated(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--input", run, "--iterations", 2, 5, 7, "--emulate-decay", "minus_sqrt", "--decay-floor", 0.1]
     merge(*words, "--output", tmp_path / "out")
     weights = decay_weights(Decay("minus_sqrt", 0.1), [8, 20, 28], [2, 5, 7])
@@ -218,7 +218,7 @@ def losses_of_an_evaluation(merged: Path, folder: Path, ranks: int, *flags: str)
     return loss
 
 
-def test_a_merge_is_evaluated_by_the_usual_commands_at_any_layout(run: Path, tmp_path: Path) -> None:
+def test_a_merge_is_evaluated_by_the_usual_commands_under_any_layout(run: Path, tmp_path: Path) -> None:
     merge("--input", run, "--last", 4, "--output", tmp_path / "out")
     one = losses_of_an_evaluation(tmp_path / "out", tmp_path / "one", 1)
     four = losses_of_an_evaluation(tmp_path / "out", tmp_path / "four", 4, "--tp", "2", "--pp", "2")
@@ -353,7 +353,7 @@ def test_a_record_has_no_credentials() -> None:
     assert "secret-word" not in json.dumps(record) and "host/run/iter_0000001" in json.dumps(record)
 
 
-def test_biases_of_experts_are_merged_too(tmp_path: Path) -> None:
+def test_expert_biases_are_merged(tmp_path: Path) -> None:
     """Expert biases are states, not parameters; the test merges those of a run and those in Megatron-LM's format."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     flags = [*MODEL, *RUN, *experts.split(), "--train-iters", "3", "--save", str(tmp_path / "run")]
@@ -372,7 +372,7 @@ def test_biases_of_experts_are_merged_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "legacy_interleaved", "legacy_moe"])
-def test_checkpoints_that_megatron_has_saved_are_merged(name: str, tmp_path: Path) -> None:
+def test_megatron_lm_checkpoints_are_merged(name: str, tmp_path: Path) -> None:
     theirs, ours = unpack(name, tmp_path), tmp_path / "ours"
     assert convert_checkpoint.main(["--input", str(theirs), "--output", str(ours), "--weights-only"]) == 0
     merge("--input", theirs, ours, "--output", tmp_path / "out")

@@ -52,7 +52,7 @@ def peak(rank: int, world_size: int, inputs: list[Path], output: Path, to: str) 
 
 
 @pytest.mark.skipif(not CLEAR.exists(), reason="the kernel does not tell the peak of a process anew")
-def test_a_merge_holds_some_tensors_whatever_their_number(tmp_path: Path) -> None:
+def test_a_merge_needs_memory_for_only_a_few_tensors(tmp_path: Path) -> None:
     folders: dict[str, list[Path]] = {name: [tmp_path / f"{name}_{number}" for number in range(6)] for name in FORMATS}
     for number, hf in enumerate(folders["hf"]):
         save_llama(hf, number)

@@ -89,7 +89,7 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_error_for_a_quadratic_loss_is_of_second_order(style: str) -> None:
+def test_the_error_for_a_quadratic_loss_is_second_order(style: str) -> None:
     """The decayed run computes its gradients at different weights. The emulation ignores this, so in theory its error
     is quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
@@ -111,7 +111,7 @@ def test_linear_decay_over_many_steps_weights_checkpoints_equally() -> None:
     assert [after - before for before, after in pairwise(found[1:3])] == pytest.approx([0], abs=1e-12)
 
 
-def test_a_floor_of_one_means_no_decay() -> None:
+def test_a_decay_to_factor_one_uses_the_last_checkpoint() -> None:
     assert decay_weights(Decay("cosine", 1.0), [0, 4, 8], [0, 1, 2]) == [0, 0, 1]
 
 

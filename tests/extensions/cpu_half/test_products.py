@@ -76,7 +76,7 @@ def both_ways(rank: int, world_size: int) -> None:
                 wrong()
 
 
-def test_products_in_fp32_equal_torchs_within_one_rounding() -> None:
+def test_products_in_fp32_match_torch_within_one_rounding() -> None:
     run_world(1, both_ways)
 
 
@@ -109,7 +109,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("flags", "dtype"), RUNS)
-def test_all_ranks_multiply_in_fp32_if_one_has_to(flags: str, dtype: torch.dtype) -> None:
+def test_all_ranks_multiply_in_fp32_if_one_must(flags: str, dtype: torch.dtype) -> None:
     (plain, _), (_, none) = run_world(2, trained, flags, None)
     (printed, first), (_, second) = run_world(2, trained, flags, 1)
     assert none == set() and "computed in fp32" not in plain
@@ -120,6 +120,6 @@ def test_all_ranks_multiply_in_fp32_if_one_has_to(flags: str, dtype: torch.dtype
     assert losses(printed) == pytest.approx(losses(plain), rel=4 * torch.finfo(torch.bfloat16).eps)
 
 
-def test_32_bits_are_left_alone() -> None:
+def test_operands_of_32_bits_are_unchanged() -> None:
     printed, replaced = run_world(1, trained, "", 0)[0]
     assert replaced == set() and "computed in fp32" not in printed

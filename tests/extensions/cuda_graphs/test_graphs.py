@@ -84,7 +84,7 @@ MORE = [(1, "--fp32 --mtp-num-layers 2"), (2, "--fp32 --dp 2 --window-size 6")]
 
 
 @pytest.mark.grid(("world_size", "flags"), PART, [*PART, *MORE])
-def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> None:
+def test_a_replayed_run_is_bit_identical(world_size: int, flags: str) -> None:
     microbatches = 4 // world_size
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
@@ -109,7 +109,7 @@ def test_weights_are_cast_once_a_step() -> None:
         assert len(made) == step
 
 
-def test_a_graph_is_not_replayed_at_another_shape() -> None:
+def test_a_graph_is_not_replayed_for_another_shape() -> None:
     graphed = GraphedMicrobatches(lambda batch, seed: seed * batch.tokens.sum(), FakeRecorder(), 1, CPU, torch.float32)
     batch = Batch.of_tokens(torch.arange(8).view(2, 4))
     assert [graphed.train([batch], 2.0), graphed.train([batch], 3.0)] == [[56.0], [84.0]]
@@ -128,12 +128,12 @@ def config_of(flags: str, world_size: int = 1) -> RunConfig:
     return resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
 
 
-def test_spellings() -> None:
+def test_flag_spellings_are_accepted() -> None:
     assert config_of("--enable-cuda-graph").options(CudaGraphFlags).cuda_graph_impl == "local"
     assert parse_args("--cuda-graph-impl transformer_engine".split()).options(CudaGraphFlags).cuda_graph_impl == "none"
 
 
-def test_without_a_gpu_it_is_refused() -> None:
+def test_cuda_graphs_without_a_gpu_are_refused() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-impl local records GPU work, but this run uses CPUs"):
         SideStream(config_of("--cuda-graph-impl local")).on_setup(Runtime(Launch(), CPU, ParallelState()))
     assert STEP_PARTS.wanted(config_of("")) == []

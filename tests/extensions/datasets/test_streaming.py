@@ -26,7 +26,7 @@ class Numbers:
         return ([n] * 4 for n in range(first, self.end))
 
 
-def test_samples_are_read_on_in_order_and_skipped_ones_kept() -> None:
+def test_samples_are_read_in_order_and_skipped_ones_are_kept() -> None:
     stream = Numbers()
     data = GeneratorDataset(stream, 100, FORMAT, "numbers")
     assert [int(data.text(i)[0]) for i in (0, 2, 1, 5, 4, 3, 6)] == [0, 2, 1, 5, 4, 3, 6]
@@ -53,7 +53,7 @@ def test_a_run_resumes_at_any_sample_on_any_number_of_ranks(workers: int) -> Non
     assert taken(8, 1) == taken(8, 2) == taken(8, 4) == list(range(8, 24))
 
 
-def test_streams_that_end_or_yield_something_else_are_named() -> None:
+def test_streams_that_end_or_yield_invalid_samples_are_named() -> None:
     with pytest.raises(ValueError, match="the stream of data ended at sample 2 of 9"):
         GeneratorDataset(Numbers(end=2), 9, FORMAT, "short").text(2)
     with pytest.raises(ValueError, match="sample 0 of the stream has shape \\(2,\\), and must be --seq-length"):
@@ -64,7 +64,7 @@ def test_streams_that_end_or_yield_something_else_are_named() -> None:
         stream_splits(lambda split, first: iter(()), FORMAT, (None, 0, 0), "endless")
 
 
-def test_splits_are_streams_of_their_own() -> None:
+def test_splits_are_separate_streams() -> None:
     def stream(split: str, first: int) -> Iterator[list[int]]:
         return ([len(split)] * 4 for _ in range(100))
 

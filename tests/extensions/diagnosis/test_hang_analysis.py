@@ -71,7 +71,7 @@ def test_two_ranks_that_disagree_are_both_named() -> None:
     assert found is not None and found.ranks == (0, 1)
 
 
-def test_sizes_of_an_all_to_all_may_differ() -> None:
+def test_all_to_all_sizes_may_differ() -> None:
     entered = [Entered("ep", (0, 1), 2, f"all_to_all_single [{size}]", True) for size in (3, 5)]
     assert blame({rank: Waiting("here", entered=(each,)) for rank, each in enumerate(entered)}) is None
 

@@ -45,7 +45,7 @@ def test_noise_and_growth_of_all_layers_raise_no_alarm(noise: float) -> None:
         assert not any(rule.add(values) for values in series(random.Random(seed), noise, 0.05))
 
 
-def test_a_layer_without_a_value_begins_again() -> None:
+def test_a_missing_value_restarts_the_rule_of_a_layer() -> None:
     rule = GrowthRule[int](1.2, 10)
     for t in range(30):
         values = dict.fromkeys(range(4), 1.0) | ({3: 0.0} if t == 15 else {})
@@ -75,7 +75,7 @@ def test_replicas_must_be_equal_and_shards_must_differ() -> None:
     assert LayerAlarms(0.0).judge(shards(1, [1.0, 1.0], True)) == []
 
 
-def test_records_and_their_tags() -> None:
+def test_statistics_are_recorded_under_tags() -> None:
     record = LayerRecord(5)
     for layer in (0, 1):
         for name in ("a", "b"):

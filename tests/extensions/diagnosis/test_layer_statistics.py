@@ -82,7 +82,7 @@ def losses(rank: int, world_size: int, flags: str) -> list[float]:
         return [loss[0].item() for loss in interval.losses]
 
 
-def test_the_run_is_that_without_statistics() -> None:
+def test_statistics_do_not_change_the_run() -> None:
     for flags in (EXPERTS, UNFUSED):
         assert run_world(1, losses, flags) == run_world(1, losses, flags.replace("--log-layer-stats 1", ""))
 
@@ -127,7 +127,7 @@ def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], d
     return flat(record), plain, set(record["layers"])
 
 
-def test_counted_values() -> None:
+def test_logged_values_match_direct_counts() -> None:
     """In one process, the logged values equal values computed with hooks and from parameters, with gradients before
     clipping."""
     common = {"layer", "output_rms", "output_gain", "attention_output_rms", "mlp_output_rms"}

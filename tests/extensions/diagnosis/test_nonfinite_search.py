@@ -144,12 +144,12 @@ def searched(rank: int, world_size: int, config: RunConfig) -> tuple[int, int]:
         return recorder.recorded, recorder.replayed
 
 
-def test_a_search_looks_at_modules_which_a_graph_does_not_run() -> None:
+def test_a_search_covers_modules_replayed_by_graphs() -> None:
     assert run_world(1, searched, config_of("--fp32")) == [(0, 0)]
 
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
-def test_a_replay_has_no_callbacks_whose_inputs_are_not_saved(tmp_path: Path) -> None:
+def test_a_replay_omits_callbacks_whose_inputs_are_not_saved(tmp_path: Path) -> None:
     def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if config.tokenizer.tokenizer_type is None:
             yield Problem("--own-texts", None, "needs a tokenizer", "add one")

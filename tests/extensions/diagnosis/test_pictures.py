@@ -27,7 +27,7 @@ def texts_of(path: Path) -> list[str]:
     return [text.text or "" for text in ET.parse(path).iter(f"{SVG}text")]
 
 
-def test_the_plan_of_a_step_that_ran_as_planned_is_its_measurement(tmp_path: Path, capsys) -> None:
+def test_plan_and_measurement_agree_if_a_step_ran_as_planned(tmp_path: Path, capsys) -> None:
     trace = simulated_trace()
     assert problems(trace) == []
     assert len(measured_steps(trace)) == 1
@@ -55,7 +55,7 @@ def test_the_plan_of_a_step_that_ran_as_planned_is_its_measurement(tmp_path: Pat
     assert slow["measured_us"] > slow["planned_us"] + 4000
 
 
-def test_pictures_that_cannot_be_made_are_refused_first(tmp_path: Path, capsys) -> None:
+def test_impossible_pictures_are_refused_first(tmp_path: Path, capsys) -> None:
     write_trace(simulated_trace(), tmp_path / "trace.json.gz")
     trace = str(tmp_path / "trace.json.gz")
     for program, flags, said in (
@@ -104,7 +104,7 @@ def test_damage_to_a_trace_is_named(tmp_path: Path, damage: Callable[[Any], Any]
         read_trace(tmp_path / "t.json")
 
 
-def test_groups_that_cross_nodes(tmp_path: Path, capsys) -> None:
+def test_groups_that_cross_nodes_are_marked(tmp_path: Path, capsys) -> None:
     output = tmp_path / "ranks.svg"
     flags = "--world-size 32 --gpus-per-node 8 --tp 4 --pp 2 --cp 2 --ep 4 --expert-tensor-parallel-size 1".split()
     assert plot_ranks.main([*flags, "--output", str(output)]) == 0
@@ -121,7 +121,7 @@ def test_groups_that_cross_nodes(tmp_path: Path, capsys) -> None:
     assert found.ranks_of == {"a": [0, 1], "b": [2, 3]} and found.crossing("pp") == (1, 1, 2)
 
 
-def test_planned_and_held_memory(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_planned_and_measured_memory_are_drawn(tmp_path: Path, capsys, monkeypatch) -> None:
     plan = tmp_path / "plan.json"
     sizes = {"weights": 4000, "gradients": 4000, "optimizer": 8000, "activations": 1500, "working": 500, "host": 0}
     plan.write_text(json.dumps({"memory": [{"pp_rank": rank, **sizes, "total": 18000} for rank in range(4)]}))
@@ -151,7 +151,7 @@ def test_planned_and_held_memory(tmp_path: Path, capsys, monkeypatch) -> None:
         plot_memory.main(["--plan", str(plan)])
 
 
-def test_values_that_no_axis_can_show_are_left_out_of_charts() -> None:
+def test_charts_omit_values_that_no_axis_can_show() -> None:
     extreme = [(1.0, 1e308), (2.0, -1e308), (3.0, 1e-320), (1e300, 2.0), (4.0, math.nan)]
     assert drawing.curves("loss", "", [drawing.Series("", extreme)]) is None
     figure = drawing.curves("loss", "", [drawing.Series("", [*extreme, (5.0, 2.5), (6.0, 0.0)])])

@@ -30,7 +30,7 @@ def events_of(trace: Path) -> tuple[int, list[dict[str, Any]]]:
     return sum(event.get("name", "").startswith("Optimizer.step") for event in events), events
 
 
-def test_steps_and_ranks_of_a_profile(tmp_path: Path) -> None:
+def test_profiles_cover_the_requested_steps_and_ranks(tmp_path: Path) -> None:
     run_world(2, profiled, RUN + "--profile-step-end 3 --profile-ranks 1", str(tmp_path))
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-1.json"]
     updates, events = events_of(tmp_path / "profile" / "rank-1.json")
@@ -49,7 +49,7 @@ def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
     assert any(event.get("cat") == "python_function" for event in events)
 
 
-def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nsys_ranges_and_memory_snapshots_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test records the calls that a run makes on a GPU."""
     calls: list[str] = []
 

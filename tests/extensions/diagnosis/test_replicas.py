@@ -32,7 +32,7 @@ def _nothing(run: TrainingRun, rank: int) -> None:
     pass
 
 
-def test_healthy_run_passes() -> None:
+def test_a_healthy_run_passes() -> None:
     compared = run_world(2, _check, FLAGS.split(), _nothing)
     assert all(isinstance(count, int) and count > 5 for count in compared), compared
 
@@ -43,7 +43,7 @@ def _flip_bit_of_norm(run: TrainingRun, rank: int) -> None:
         weight.data.view(torch.int32)[5] ^= 1
 
 
-def test_one_bit_of_a_norm_is_found_and_named() -> None:
+def test_one_flipped_bit_in_a_norm_is_detected_and_named() -> None:
     argv = [*FLAGS.split(), *"--tp 2 --pp 2 --sequence-parallel".split()]
     for message in run_world(4, _check, argv, _flip_bit_of_norm):
         assert "parameter decoder.final_layernorm.weight should be equal along tp" in message
@@ -56,7 +56,7 @@ def _change_tied_embedding(run: TrainingRun, rank: int) -> None:
         run.ddp.params[-1].data[0, 0] += 1.0
 
 
-def test_tied_embedding_that_drifts_is_found() -> None:
+def test_a_drifting_tied_embedding_is_detected() -> None:
     for message in run_world(2, _check, [*FLAGS.split(), "--pp", "2"], _change_tied_embedding):
         assert "parameter embedding.word_embeddings.weight should be equal along embd" in message
 

@@ -99,7 +99,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_all_sections_of_a_run(run: Path) -> None:
+def test_the_report_of_a_run_has_all_sections(run: Path) -> None:
     text, source = page_of(run)
     for said in (
         "no end recorded: still running, or killed",
@@ -135,7 +135,7 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     assert "2 values that differ" in text and "other $x$" in text and "not set" in text
 
 
-def test_time_and_flops_of_a_branch_are_its_own() -> None:
+def test_a_branch_counts_only_its_own_time_and_flops() -> None:
     """Another run has two log lines after iteration 100, each covering 10 steps of half a second. The report also works
     without events."""
     lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
@@ -144,7 +144,7 @@ def test_time_and_flops_of_a_branch_are_its_own() -> None:
         assert list(spent(branch, "hours")) == [(110, pytest.approx(5 / 3600)), (120, pytest.approx(10 / 3600))]
 
 
-def test_several_runs_are_compared_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_compared_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses are drawn over tokens, time and FLOPs."""
     for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
         write_metrics(tmp_path / name, count, tflops_per_device=0.25)
@@ -229,7 +229,7 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
     assert sections.cell_look("three words that are long enough to wrap") == ""
 
 
-def test_a_run_resumed_under_another_layout(run: Path) -> None:
+def test_a_run_resumed_under_another_layout_is_reported(run: Path) -> None:
     """Statements about ranks refer to the last start, and an older trace is marked as such. A start that directly
     follows another start indicates a kill."""
     record_event(run, "start", iteration=30, world_size=8)
@@ -276,7 +276,7 @@ REMAINS: list[Any] = [
 
 
 @pytest.mark.parametrize("remains", REMAINS)
-def test_a_run_with_few_remaining_files(tmp_path: Path, remains: Any) -> None:
+def test_a_run_with_few_remaining_files_is_reported(tmp_path: Path, remains: Any) -> None:
     files, *said = remains
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ def test_spikes_are_above_the_running_mean() -> None:
     assert feed(judge, 1.0, norm=1e9) == (False, False), "only losses are checked"
 
 
-def test_gradient_norms_have_their_own_factor_and_are_only_reported_by_default() -> None:
+def test_gradient_norms_have_a_separate_factor_and_are_only_reported_by_default() -> None:
     judge = judge_of("--check-for-large-grads --large-grads-factor 3")
     for _ in range(WARM_UP):
         feed(judge, 5.0, norm=2.0)
@@ -46,7 +46,7 @@ def test_gradient_norms_have_their_own_factor_and_are_only_reported_by_default()
     assert judge.state[1].item() > 10, "a step that updates the weights enters the mean"
 
 
-def test_non_finite_values_are_not_spikes_and_enter_no_mean() -> None:
+def test_non_finite_values_are_not_spikes_and_do_not_enter_the_mean() -> None:
     judge = judge_of("--check-for-spiky-loss", (5.0, 1.0, 50.0))
     assert feed(judge, math.nan, math.inf, overflow=True) == (False, False)
     assert judge.state.tolist() == [5.0, 1.0, 50.0]

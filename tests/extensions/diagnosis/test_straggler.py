@@ -45,12 +45,12 @@ def test_a_slow_rank_is_named(layout: str) -> None:
     assert all(record["straggler_forward"] == records[0]["straggler_forward"] for record in records)
 
 
-def test_slowest_ranks() -> None:
+def test_the_slowest_ranks_are_listed() -> None:
     assert slowest([1.0, 4.0, 2.0, 2.0], 2) == [(1, 4.0, 2.0), (2, 2.0, 1.0)]
     assert slowest([0.0, 0.0], 1) == [(0, 0.0, 1.0)]
 
 
-def test_record_and_line_of_stragglers() -> None:
+def test_stragglers_are_recorded_and_printed() -> None:
     table = [[0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 6.0, 4.0, 0.1, 0.4]]
     record = straggler_record(table, 2, DiagnosisConfig(log_straggler=True, straggler_minmax_count=2))
     assert (record["straggler_forward_rank"], record["straggler_forward_ratio"]) == (2, 3.0)
@@ -61,5 +61,5 @@ def test_record_and_line_of_stragglers() -> None:
     assert straggler_record(table, 0, DiagnosisConfig()) == {} and straggler_line({}, []) == []
 
 
-def test_comparing_ranks_waits_for_nothing() -> None:
+def test_comparing_ranks_does_not_wait() -> None:
     assert run_world(1, waits, "--log-straggler") == [VERDICT]

@@ -84,7 +84,7 @@ def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
     assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == len(sends)
 
 
-def test_axes_and_purposes_of_collectives_and_phases_between_steps(tmp_path: Path) -> None:
+def test_collectives_have_axes_and_purposes_and_steps_have_phases(tmp_path: Path) -> None:
     flags = RUN + "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
     flags += f"--context-parallel-size 2 --save {tmp_path}/save --save-interval 2 --eval-iters 1 --eval-interval 2 "
     run_world(4, traced, flags + "--num-layers 2 " + TRACE, str(tmp_path))
@@ -127,7 +127,7 @@ def clocks_apart(rank: int, size: int) -> dict[str, Any]:
     return alignment.as_json() | {"error_us": error / 1e3}
 
 
-def test_clocks_of_two_hosts_meet_within_the_residual() -> None:
+def test_clocks_of_two_hosts_agree_within_the_residual() -> None:
     results = run_world(4, clocks_apart)
     assert results[0]["residual_us"] == results[1]["residual_us"] == 0
     assert results[2]["offset_us"] < -4e6
@@ -140,7 +140,7 @@ def test_alignment_is_a_line_through_both_measurements() -> None:
     assert alignment.as_json() == {"offset_us": 0.05, "drift_us": 0.02, "residual_us": 0.004}
 
 
-def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tmp_path: Path) -> None:
+def test_a_run_reports_why_it_traces_nothing_and_traces_the_rest_when_resumed(tmp_path: Path) -> None:
     flags = RUN + f"--save {tmp_path}/save --load {tmp_path}/save --trace --trace-step-start 3 --trace-step-end "
     (said,) = run_world(1, traced_lines, flags + "6 --train-iters 2", str(tmp_path))
     assert said == [" no trace: the run has ended before --trace-step-start 3"]
@@ -167,7 +167,7 @@ class FakeEvent:
         return (other.at - self.at) / 1e6
 
 
-def test_spans_of_a_device_are_read_from_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_spans_are_read_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test replaces GPU events with host events."""
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

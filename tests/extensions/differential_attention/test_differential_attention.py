@@ -14,7 +14,7 @@ def test_layouts_compute_the_same() -> None:
     assert parity(["--layouts", *rows, "--steps", "1", "--", *FLAGS.split(), "--num-layers", "2"]) == 0
 
 
-def test_values_match_both_heads() -> None:
+def test_value_widths_match_both_heads() -> None:
     """Plans and kernels use the width of the values that a head attends to."""
     widths = model_of("differential").head_widths
     assert (widths.key, widths.value) == (4, 8)

@@ -96,7 +96,7 @@ def alone(style: str) -> tuple:
 
 
 @pytest.mark.grid(("style", "world_size", "layout"), PART, WHOLE)
-def test_every_layout_scores_as_one_process_does(style: str, world_size: int, layout: str) -> None:
+def test_every_layout_has_the_scores_of_one_process(style: str, world_size: int, layout: str) -> None:
     for found in run_world(world_size, evaluated, STYLES[style] + FLAGS + layout):
         assert_same_results(found, alone(style))
         assert found[2] == pytest.approx(alone(style)[2], rel=1e-9)

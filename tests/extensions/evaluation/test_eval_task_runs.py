@@ -66,7 +66,7 @@ def test_a_bad_task_file_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     assert "unexpected keyword argument 'doc_to_txt'" in said
 
 
-def test_the_harness_finds_the_same_with_the_exported_model(tmp_path: Path) -> None:
+def test_the_harness_gives_the_same_scores_for_the_exported_model(tmp_path: Path) -> None:
     """The harness runs its own transformers model on the exported checkpoint, and "megatron" on the checkpoint
     itself."""
     from lm_eval.models.huggingface import HFLM

@@ -115,7 +115,7 @@ def test_texts_that_are_too_long_are_cut_on_the_left(tmp_path: Path) -> None:
     assert note == "task good: 12 of 12 requests are too long and are truncated on the left"
 
 
-def test_rows_and_prompts_of_a_tokenizer_that_ends_texts_lack_its_eos(tmp_path: Path) -> None:
+def test_an_appended_eos_is_removed_from_rows_and_prompts(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", ending_texts(tmp_path, ["<|begin|>"])))
     ids = tokenizer.tokenize("the fox")
     row, cut = continuation_row(tokenizer, "the", " fox", 99)
@@ -126,14 +126,14 @@ def test_rows_and_prompts_of_a_tokenizer_that_ends_texts_lack_its_eos(tmp_path: 
     assert rolling.tokens[-1] == ids[-2]
 
 
-def test_a_rolling_text_has_each_token_scored_once() -> None:
+def test_each_token_of_a_rolling_text_is_scored_once() -> None:
     rows = list(rolling_rows(TOKENIZER, "abcdefghij", 4))
     assert [row.scored for row in rows] == [4, 4, 2]
     assert [bytes(row.tokens[1:]) for row in rows] == [b"abcd", b"efgh", b"ghij"]
     assert [row.tokens[0] for row in rows] == [256, ord("d"), ord("f")], "the last one is full, and so has context"
 
 
-def test_batches_hold_each_row_once_and_have_one_shape_on_all_replicas() -> None:
+def test_batches_contain_each_row_once_with_equal_shapes_on_all_replicas() -> None:
     chance = random.Random(0)
     for _ in range(50):
         longest, replicas, budget = chance.choice([64, 96, 128]), chance.randint(1, 5), chance.randint(10, 400)
@@ -152,12 +152,12 @@ def test_batches_hold_each_row_once_and_have_one_shape_on_all_replicas() -> None
         assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_the_most_likely_token_leaves_padding_out() -> None:
+def test_the_most_likely_token_is_never_padding() -> None:
     logits = torch.tensor([[[0.0, 2.0, 2.0, 9.0]]])
     assert most_likely(logits, Axis(), 3).tolist() == [[1]]
 
 
-def test_an_evaluation_of_tasks_alone_needs_no_data() -> None:
+def test_a_task_only_evaluation_needs_no_data() -> None:
     flags = f"--skip-train --tokenizer-type ByteTokenizer --vocab-size 257 --eval-tasks {TASKS}"
     model = "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 16"
     assert problems(flags, base=model) == problems(f"{flags} --eval-iters 0") == []
@@ -166,7 +166,7 @@ def test_an_evaluation_of_tasks_alone_needs_no_data() -> None:
     assert (resolved.data.mock_data, resolved.training.eval_iters, resolved.training.train_iters) == (True, 0, 1)
 
 
-def test_generated_texts_end() -> None:
+def test_generation_ends_at_stop_strings_and_eod() -> None:
     say = iter(b"answer 42.\nmore")
     request, _ = greedy_request(TOKENIZER, "q", {"until": "\n", "max_gen_toks": 30}, 64)
     (text,) = continue_requests([request], TOKENIZER, lambda texts: [next(say)])

@@ -113,7 +113,7 @@ class Exact:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_casts_round_to_half_a_place(dtype: torch.dtype) -> None:
+def test_casts_round_to_nearest(dtype: torch.dtype) -> None:
     x = spread(48, 64)
     for scaled in casts(x, dtype):
         error = (fp64(scaled) - x.double()).abs()
@@ -123,7 +123,7 @@ def test_casts_round_to_half_a_place(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_the_largest_value_becomes_the_largest_number(dtype: torch.dtype) -> None:
+def test_the_largest_value_is_cast_to_the_largest_fp8_number(dtype: torch.dtype) -> None:
     x = spread(48, 64)
     whole, with_margin, rows = casts(x, dtype)
     assert whole.values.float().abs().max() == torch.finfo(dtype).max
@@ -140,7 +140,7 @@ def test_values_beyond_their_amax_history_saturate(dtype: torch.dtype) -> None:
     assert torch.allclose(fp64(scaled), torch.tensor([[1.0, -2.0, 2.0, -2.0]], dtype=torch.float64), rtol=1e-6)
 
 
-def test_multipliers_at_the_ends_of_the_range() -> None:
+def test_multipliers_of_extreme_amax_values() -> None:
     amax = torch.tensor([0.0, 1e-44, 2.0, 3e38, torch.inf, torch.nan])
     found = multiplier_of(amax, 448.0)
     assert found[:4].tolist() == [1.0, 448.0 * 2.0**100, 224.0, pytest.approx(448 / 3e38)]
@@ -162,7 +162,7 @@ def test_non_finite_values_reach_the_product(bad: float, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_a_product_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out: torch.dtype) -> None:
+def test_a_gemm_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out: torch.dtype) -> None:
     x, w, bias = spread(48, 64), spread(32, 64), spread(32)
     for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
         added = bias if out == torch.bfloat16 else None  # the CUDA kernel supports a bias only with 16-bit results
@@ -241,7 +241,7 @@ class Layer:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_the_three_products_of_a_layer(recipe: str, hybrid: bool) -> None:
+def test_the_three_gemms_of_a_layer_are_exact(recipe: str, hybrid: bool) -> None:
     layer = Layer(recipe, hybrid)
     y, dx = layer.backward()
     found = {"y": y.flatten(0, 1), "dx": dx.flatten(0, 1), "dw": layer.weight.main_grad.flatten(0, 1)}
@@ -275,21 +275,21 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_inputs_are_kept_in_one_byte_by_columns(recipe: str) -> None:
+def test_inputs_are_saved_in_one_byte_by_columns(recipe: str) -> None:
     output, saved = Layer(recipe).gemms.cast_input(spread(24, 2, 64), True)
     assert [(x.shape, x.element_size()) for x in (output[0], saved[0])] == [((24, 2, 64), 1), ((64, 48), 1)]
     assert Layer(recipe).gemms.cast_input(spread(24, 2, 64), False).weight_grad == ()
 
 
 @pytest.mark.parametrize(("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("rowwise", 2), ("blockwise", 1)])
-def test_inputs_are_gathered_in_one_byte_but_by_rows(recipe: str, size: int) -> None:
+def test_inputs_are_gathered_in_one_byte_except_by_rows(recipe: str, size: int) -> None:
     context = Fp8Format(Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     gemms = context.linear("linear", Axis(), Cuts(sequence=True, outputs=True), CPU, False)
     output, saved = gemms.cast_input(spread(24, 2, 64), True)
     assert output is saved and output[0].shape == (24, 2, 64) and output[0].element_size() == size
 
 
-def test_an_outlier_costs_precision_in_its_tile_only() -> None:
+def test_an_outlier_costs_precision_only_in_its_tile() -> None:
     x = torch.randn(128, 384).bfloat16()
     x[5, 140] = 2.0**18  # small values in its tile become 0
     error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
@@ -311,7 +311,7 @@ def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 
 
-def test_delayed_scaling_follows_the_steps_before() -> None:
+def test_delayed_scaling_follows_the_previous_steps() -> None:
     layer, scaling = delayed(fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1)
     expected = torch.zeros(3, 3)
     largest = torch.tensor([448.0, 448.0, 57344.0])
@@ -365,7 +365,7 @@ def test_compiled_casts_are_the_same(recipe: str) -> None:
     assert len(found[True]) == 4 and all(map(torch.equal, found[True], found[False]))
 
 
-def test_layers_that_stay_in_bf16() -> None:
+def test_some_layers_stay_in_bf16() -> None:
     def layers(**options: Any) -> list[int]:
         return list(Fp8Flags(**options).layers(6))
 

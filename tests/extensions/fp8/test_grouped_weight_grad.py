@@ -43,7 +43,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("on_device", [True, False])
-def test_products_match_rows_rounded_by_tiles_of_an_expert(counts: list[int], on_device: bool) -> None:
+def test_gemms_match_rows_rounded_by_tiles_of_each_expert(counts: list[int], on_device: bool) -> None:
     spare = 5 if on_device else 0
     out, dy, x = operands(counts, spare)
     expected = out.double()
@@ -76,7 +76,7 @@ def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_casts_hide_no_nonfinite_values(bad: float) -> None:
+def test_casts_propagate_non_finite_values(bad: float) -> None:
     """A non-finite value reaches the weight gradient only of the expert that owns its row."""
     out, dy, x = operands([130, 7], 0)
     x[129, 3] = bad
@@ -85,7 +85,7 @@ def test_casts_hide_no_nonfinite_values(bad: float) -> None:
     assert out[0, :, [i for i in range(IN) if i != 3]].isfinite().all()
 
 
-def test_a_cast_has_room_for_any_division_of_the_rows() -> None:
+def test_the_cast_buffer_fits_any_assignment_of_rows() -> None:
     x = torch.randn(257, 16).bfloat16()
     for counts in ([1, 128, 128], [257, 0, 0], [129, 1, 127], [1, 1, 1]):
         segments = Segments.of_counts(torch.tensor(counts), True)

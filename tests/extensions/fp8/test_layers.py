@@ -106,7 +106,7 @@ def one_process(recipe: str) -> dict[str, Tensor]:
     ("recipe", "sp"),
     [("tensorwise", True), ("delayed", True), ("delayed", False), ("rowwise", True), ("blockwise", True)],
 )
-def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
+def test_ranks_cast_parts_as_one_process_casts_the_whole(recipe: str, sp: bool) -> None:
     expected = one_process(recipe)
     for found in run_world(2, steps, sp, recipe):
         assert found.keys() == expected.keys()
@@ -165,7 +165,7 @@ def in_fp8(x: Tensor, blockwise: bool, rows: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
+def test_each_row_is_multiplied_by_the_matrix_of_its_expert(recipe: str) -> None:
     torch.manual_seed(2)
     x, dy = (torch.randn(sum(ROWS) + SPARE, width).bfloat16() for width in (IN, OUT))
     weight = torch.randn(len(ROWS), 2, OUT // 2, IN).bfloat16()
@@ -194,7 +194,7 @@ def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
     assert gemms.forward(x[:0], weight, Segments.of_sizes([0] * 4, torch.device("cpu"))).shape == (0, OUT)
 
 
-def test_gpus_with_a_kernel_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_gpus_have_a_grouped_fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is torch's, which supports only some GPUs and recipes, or a replacement."""
     gpu = torch.device("cuda", 0)
     for capability, found in (((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):

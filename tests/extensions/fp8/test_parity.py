@@ -190,11 +190,11 @@ def broken(rank: int, world_size: int, recipe: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_casts_hide_no_nonfinite_values(recipe: str) -> None:
+def test_non_finite_values_are_detected(recipe: str) -> None:
     assert run_world(1, broken, recipe) == [True]
 
 
-def test_experts_have_no_histories() -> None:
+def test_experts_have_no_amax_histories() -> None:
     found = train("delayed", 1, EXPERTS)
     histories = {key.split("layers.1.")[1] for key in found.tensors if "layers.1." in key and "history" in key}
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -236,7 +236,7 @@ PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
 
 
 @pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
-def test_parts_that_overlap_with_collectives_are_cast_as_the_whole(recipe: str) -> None:
+def test_overlapped_parts_are_cast_like_the_whole_tensor(recipe: str) -> None:
     """Two ranks have only one order of summation."""
     plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
     assert first_difference(found, plain, 0.0) is None

@@ -126,7 +126,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_tiles_by_flash3(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
+def test_flash3_computes_tiles(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
     """The cases include documents, windows, and parts of context-parallel ranks, which are merged by their
     log-sum-exps."""
     compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
@@ -134,14 +134,14 @@ def test_tiles_by_flash3(groups: int, window: int | None, documents: Tensor | No
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_whole_samples_by_flash3(groups: int, package: Package) -> None:
+def test_flash3_computes_whole_samples(groups: int, package: Package) -> None:
     inputs = operands(groups)
     out = Flash3Attention(SCALE)(*inputs)
     assert_equal_with_gradients(out, dense(*inputs, mask(None, None)), inputs, inputs, 1e-13)
     assert package.calls == ["dense"]
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_flash3_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MODULE not in sys.modules
     with pytest.raises(ImportError, match=MODULE):
         Flash3(SCALE)
@@ -170,7 +170,7 @@ def dense_backward(
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_computes_tiles(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases include whole samples and the tiles of context-parallel ranks."""
     monkeypatch.setattr(backends, "cudnn_attention", dense_forward)
     monkeypatch.setattr(backends, "cudnn_attention_backward", dense_backward)
@@ -181,7 +181,7 @@ def test_tiles_by_cudnn(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
         local_attention(*operands(groups), Causal(CudnnKernel(SCALE), None, 5), rank_spans(LENGTH, 0, 2))
 
 
-def test_the_signature_of_cudnn() -> None:
+def test_cudnn_has_the_expected_signature() -> None:
     """The installed torch accepts the arguments that the cuDNN backend passes."""
     forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     assert [argument.name for argument in forward.arguments] == [
@@ -201,7 +201,7 @@ def built(backend: str, device: torch.device) -> AttentionBackend:
     return found
 
 
-def test_kernels_by_flag() -> None:
+def test_the_flag_chooses_the_kernel() -> None:
     cpu = torch.device("cpu")
     for backend in ("auto", "flash", "flash3", "cudnn", "unfused"):
         kind = TorchKernel if backend == "unfused" else FlashCPUKernel
@@ -225,7 +225,7 @@ def gradients(out: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("widths", [(10, 6), (6, 10)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> None:
+def test_kernels_of_equal_widths_support_other_value_widths(widths: tuple[int, int], window: int | None) -> None:
     """A kernel that requires equal widths gives the same output and gradients as a kernel that does not."""
     qkv, documents = operands_of(*widths), ((0, 5), (0, 7, 9))
     expected = local_attention(*qkv, Causal(TorchKernel(0.3), documents, window))
@@ -235,7 +235,7 @@ def test_kernels_of_one_width(widths: tuple[int, int], window: int | None) -> No
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv), rtol=1e-11, atol=1e-12)
 
 
-def test_packed_kernels_of_one_width() -> None:
+def test_packed_kernels_of_equal_widths_support_other_value_widths() -> None:
     qkv = tuple(x[:, :1].detach().requires_grad_() for x in operands_of(10, 6))
     expected = local_attention(*qkv, Causal(TorchKernel(SCALE)))
     found = packed_attention(*qkv, None, None, EqualWidthsKernel(twin := Twin()))

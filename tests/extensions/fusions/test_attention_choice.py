@@ -58,7 +58,7 @@ def test_a_missing_kernel_is_not_chosen() -> None:
     assert compare({"flash": missing}, clock_of({}), CPU, Axis()).winner is None
 
 
-def test_operands_of_one_kernel_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_kernel_has_operands_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most = weakref.WeakSet[Operands](), list[int]()
 
     def made(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
@@ -83,7 +83,7 @@ def choice_of(rank: int, world_size: int, seconds: list[dict[str, float]]) -> Ch
 
 
 @pytest.mark.parametrize("flash", [5.0, math.inf])
-def test_ranks_agree_on_what_the_slowest_has(flash: float) -> None:
+def test_ranks_agree_on_the_kernel_that_suits_the_slowest(flash: float) -> None:
     first, second = run_world(2, choice_of, [{"flash": 1.0, "cudnn": 2.0}, {"flash": flash, "cudnn": 3.0}])
     assert first == second and first.winner == "cudnn"
 
@@ -122,7 +122,7 @@ TIMED = [
 
 
 @pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
-def test_timed_kernels_run(shape: AttentionShape, rows: int) -> None:
+def test_every_timed_kernel_runs(shape: AttentionShape, rows: int) -> None:
     """CPU kernels replace the GPU kernels."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_timed_kernels_run(shape: AttentionShape, rows: int) -> None:
     assert shape.backends == ((WITH_DROPOUT,) if shape.dropout else ("flash", "flash3") if varlen else BACKENDS)
 
 
-def test_a_cpu_has_no_kernels_of_gpus() -> None:
+def test_a_cpu_offers_no_gpu_kernels() -> None:
     runtime = Runtime(Launch(), CPU, ParallelState())
     assert choose_attention(config_of("--attention-backend flash"), runtime) == "flash"
     assert choose_attention(config_of(""), runtime) == "auto"
@@ -175,7 +175,7 @@ measurements."""
 
 
 @pytest.mark.parametrize("flags", SHAPES)
-def test_shapes(flags: str) -> None:
+def test_the_timed_shape_follows_from_the_flags(flags: str) -> None:
     argv = BASE.replace("--bf16", "") if "--fp32" in flags else BASE
     changes = SHAPES[flags]
     expected = None if changes is None else replace(OF_BASE, **changes)

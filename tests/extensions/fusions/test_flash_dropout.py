@@ -210,7 +210,7 @@ PLANNED = [
 
 
 @pytest.mark.parametrize(("more", "pairs"), PLANNED, ids=["dropout", "window", "none"])
-def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
+def test_a_gpu_plan_has_one_launch_per_pass(more: dict[str, Any], pairs: float) -> None:
     fakes = pytest.importorskip("megatron.extensions.plan.planner.fake_stage")
     events = pytest.importorskip("megatron.extensions.plan.planner.time.events")
     model = replace(MODEL, **more)
@@ -225,7 +225,7 @@ def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], 
         assert event.backend == ("triton" if drops else "auto")
 
 
-def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
+def test_gpu_plans_have_no_score_tiles() -> None:
     activations = pytest.importorskip("megatron.extensions.plan.planner.activations")
     tile = 4 * 256 * 256 * 4
     for parallel, device, fused in (

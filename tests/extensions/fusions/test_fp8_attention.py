@@ -167,7 +167,7 @@ def package(takes_scales: bool = True) -> ModuleType:
     return module
 
 
-def test_flash3_is_given_casts_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash3_receives_casts_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = heads_of(24, 2, 4, 2, 16)
     monkeypatch.setitem(sys.modules, MODULE, package())
     assert error_beside_twin(Flash3Kernels(0.25), qkv, 0.25) == 0
@@ -176,7 +176,7 @@ def test_flash3_is_given_casts_and_scales(monkeypatch: pytest.MonkeyPatch) -> No
         error_beside_twin(Flash3Kernels(0.25), qkv, 0.25)
 
 
-def test_the_backward_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_computes_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scale: float, dtype: torch.dtype) -> Any:
         return Twin(scale).forward(CastHeads(q, k, v, scales), dtype)
 
@@ -208,7 +208,7 @@ def test_a_kernel_in_16_bits_is_chosen_if_it_is_faster(monkeypatch: pytest.Monke
     assert choose_kernel(SHAPE, CPU, Axis(), "fp8_triton").winner == "fp8_triton"
 
 
-def test_without_a_kernel_in_fp8_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_an_fp8_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {"cudnn": 3.0})
     for asked in ("fp8", "fp8_flash3"):
         with pytest.raises(ValueError, match=rf"--attention-backend {asked}: on some rank no kernel in fp8 runs \("):

@@ -91,7 +91,7 @@ def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("name", "fp8"), GIVEN)
-def test_casts_of_neighbours_equal_those_of_the_layer(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_casts_equal_those_of_the_layer(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given, none = Counter[str](), Counter[str]()
     with_neighbours = trained(name, fp8, given, monkeypatch, gives=True)
     alone = trained(name, fp8, none, monkeypatch, gives=False)

@@ -116,7 +116,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("run", "slow", "line"), LINES)
-def test_a_wrong_or_slow_kernel_is_left_out_with_one_line(
+def test_a_wrong_or_slow_kernel_is_not_used_and_reported_in_one_line(
     run: Callable[..., Tensor], slow: float, line: str | None
 ) -> None:
     assert chosen(run, slow) == ([] if line is None else [f" kernel doubled_ left out: {line}"])
@@ -124,7 +124,7 @@ def test_a_wrong_or_slow_kernel_is_left_out_with_one_line(
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (1.06, False)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_casts_of_values_in_16_bits_may_be_casts_of_those_in_32(dtype: torch.dtype, factor: float, kept: bool) -> None:
+def test_casts_may_skip_the_rounding_to_16_bits(dtype: torch.dtype, factor: float, kept: bool) -> None:
     """torch's compiler casts the fp32 values without first rounding them to 16 bits."""
     x, said = torch.randn(4000, generator=torch.Generator().manual_seed(1)), list[str]()
     own, compiled = (lambda x: (factor * x.bfloat16()).to(dtype)), (lambda x: x.to(dtype))
@@ -154,14 +154,14 @@ def _on_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return chosen(raises if rank else right, world=world), chosen(right, 1.31 if rank else 0.5, world)
 
 
-def test_all_ranks_leave_out_a_kernel_that_fails_on_one() -> None:
+def test_all_ranks_reject_a_kernel_that_fails_on_one() -> None:
     (first, slow), (second, also_slow) = run_world(2, _on_rank)
     assert first == [" kernel doubled_ left out: raises an error on another rank"]
     assert second == [" kernel doubled_ left out: raises ValueError: no kernel for this GPU"]
     assert slow == also_slow == [" kernel doubled_ left out: 1.31 times the time of torch"]
 
 
-def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
+def test_every_registered_kernel_has_operands_for_its_comparison() -> None:
     """On a CPU, each kernel runs in its plain torch form, which computes the same as on a GPU."""
     flags = "--num-experts 4 --moe-ffn-hidden-size 32 --swiglu --disable-bias-linear"
     fp8 = f"{flags} --bf16 --fp8-format hybrid --fp8-recipe delayed"
@@ -177,7 +177,7 @@ def test_every_registered_kernel_has_operands_to_be_compared_on() -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_kernels_are_not_left_out() -> None:
+def test_interpreted_kernels_pass_the_startup_comparison() -> None:
     """The Triton kernels run on these operands in Triton's interpreter, which cannot multiply bf16."""
     from megatron.extensions.speed.fusions.kernels import casts, norms
 
@@ -194,7 +194,7 @@ def test_interpreted_kernels_are_not_left_out() -> None:
     assert len(compared) == 9 and not said, said
 
 
-def test_no_fusions_turns_all_off() -> None:
+def test_no_fusions_disables_all_fusions() -> None:
     config = resolve(parse_args(f"{MODEL} --compile --attention-backend cudnn --no-fusions".split()), 1)
     runtime = Runtime(Launch(), CPU, ParallelState())
     assert KernelChoice(config).choose(config, config.parallel, runtime).attention_backend == "auto"
@@ -202,7 +202,7 @@ def test_no_fusions_turns_all_off() -> None:
     KernelChoice(config).on_model(config, {}, runtime)
 
 
-def test_a_run_without_fusions_computes_the_same_as_one_with_them() -> None:
+def test_a_run_without_fusions_computes_the_same_results() -> None:
     flags = f"{MODEL} --fp64 --no-compile"
     with_fusions, without = (train_in_world(1, f"{flags} {more}".split(), 1) for more in ("", "--no-fusions"))
     assert all(torch.equal(with_fusions.tensors[key], without.tensors[key]) for key in with_fusions.tensors)

@@ -125,7 +125,7 @@ def gradient_of(logits: Tensor, labels: Tensor, weights: Tensor, compiled: bool)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.dtype, made: list[Tensor]) -> None:
+def test_the_forward_pass_computes_the_gradient_with_kernels(dtype: torch.dtype, made: list[Tensor]) -> None:
     """The token weights include 0, 1 and other values."""
     logits, labels = example(dtype, 64, 50)
     for weights in (torch.ones(7, 1), torch.tensor([[1.0, 0.0, 0.5, 1.0, 2.0, 0.0, 1.0]]).t()):
@@ -138,7 +138,7 @@ def test_the_forward_makes_the_gradient_where_kernels_are_compiled(dtype: torch.
         assert not found[1][weights[:, 0] == 0].any()
 
 
-def test_logits_that_others_need_or_ranks_share_are_left_alone(made: list[Tensor]) -> None:
+def test_shared_or_reused_logits_are_not_overwritten(made: list[Tensor]) -> None:
     logits, labels = example(FP32, 64, 64)
     # Does not launch a kernel, because the gradient of each loss is the loss scale.
     for dtype in (torch.float16, torch.float64):
@@ -152,7 +152,7 @@ def test_logits_that_others_need_or_ranks_share_are_left_alone(made: list[Tensor
     assert torch.equal(kept, leaf) and not made
 
 
-def test_a_second_backward_is_refused(made: list[Tensor]) -> None:
+def test_a_second_backward_pass_is_refused(made: list[Tensor]) -> None:
     logits, labels = example(FP32, 64, 64)
     losses = vocab_parallel_cross_entropy(logits[:, None].requires_grad_() * 1, labels[:, None], Axis(), 64, True)
     losses.sum().backward(retain_graph=True)

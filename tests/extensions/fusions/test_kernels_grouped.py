@@ -125,7 +125,7 @@ def test_an_interpreted_list_of_tiles_adds_each_product() -> None:
 
 
 @apart(interpret=True)
-def test_schedules_order_experts_and_split_the_last_tiles_where_that_saves_time() -> None:
+def test_schedules_order_experts_and_split_the_last_tiles() -> None:
     from megatron.extensions.speed.fusions.kernels import grouped_triton as kernels
 
     def scheduled(counts: list[int], tiles: int, programs: int, slots: int) -> tuple[list[int], list[int]]:
@@ -179,7 +179,7 @@ def mutated(module: ModuleType, old: str, new: str, folder: str) -> ModuleType:
 
 
 @apart(interpret=True)
-def test_every_mutant_of_the_list_is_found() -> None:
+def test_every_mutant_of_the_list_is_detected() -> None:
     from megatron.extensions.speed.fusions.kernels import grouped_triton
 
     with TemporaryDirectory() as folder:

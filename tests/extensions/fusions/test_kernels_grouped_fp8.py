@@ -152,7 +152,7 @@ MUTANTS = (
 
 
 @apart(interpret=True)
-def test_every_mutant_of_a_kernel_is_found() -> None:
+def test_every_mutant_of_a_kernel_is_detected() -> None:
     from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton
 
     round_to_fp8_as_torch()
@@ -201,7 +201,7 @@ def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_the_fastest_right_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_correct_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is wrong or does not fit is not chosen. No kernel is chosen if torch is the fastest."""
 
     def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:

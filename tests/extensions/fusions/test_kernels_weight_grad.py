@@ -78,7 +78,7 @@ def test_interpreted_sums_match_the_definition() -> None:
 
 
 @apart(interpret=False)
-def test_sums_compile_for_hopper() -> None:
+def test_the_kernel_compiles_for_hopper() -> None:
     """Only Ada and Hopper support the formats."""
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
@@ -175,7 +175,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.cache_clear()
 
 
-def test_calls_of_cublaslt_compute_the_definition(library: None) -> None:
+def test_cublaslt_calls_match_the_definition(library: None) -> None:
     for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
         a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
         out = torch.randn(o, i)
@@ -211,7 +211,7 @@ def _one(library: CublasLt) -> Callable[[], CublasLt]:
     return lambda: library
 
 
-def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_correct_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers of one shape use the same kernel. The Triton kernel is not a candidate on a CPU, because it has no CPU
     version."""
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe="tensorwise")
@@ -245,7 +245,7 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     gemm_choice.WEIGHT_GRADS.chosen.clear()
 
 
-def test_sums_that_a_kernel_cannot_take_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_sums_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_choice, "runs_triton", lambda out: True)
     dy, x = operand(16, 32, E5M2, "matrix"), operand(8, 32, E4M3, "matrix")
     memory = torch.zeros(16 * 8 + 8)

@@ -101,9 +101,7 @@ def loss_and_gradients(model: GPTModel, batch: Batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_additions_that_a_layer_defers_are_made(
-    case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deferred_additions_are_made(case: str, added: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     style, settings, left, in_products = STREAMS[case]
     config = replace(STYLES[style], num_layers=3, **settings)
     batch = random_batch(config)
@@ -120,7 +118,7 @@ def test_additions_that_a_layer_defers_are_made(
     assert len(addends) == in_products
 
 
-def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], addends: list[Tensor]) -> None:
+def test_outputs_for_ranks_or_hooks_are_not_added_in_gemms(added: list[Tensor], addends: list[Tensor]) -> None:
     """A partial sum must be reduced before it is added, and a hook must see a module's output before the addition."""
     model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
     blocks = list(model.decoder.layers)
@@ -135,7 +133,7 @@ def test_products_that_ranks_or_hooks_take_are_not_added(added: list[Tensor], ad
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
-def test_products_in_fp8_are_added_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
+def test_fp8_gemms_add_to_the_stream_within_rounding(recipe: str, added: list[Tensor], addends: list[Tensor]) -> None:
     """Each recipe has one scale per operand. The last bit of a sum decides between two fp8 numbers that are 6 %
     apart."""
     config = replace(STYLES["llama"], num_layers=2)
@@ -165,7 +163,7 @@ def test_sums_are_rounded_once() -> None:
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2.0**-8, atol=1e-5)
 
 
-def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
+def test_gemms_add_to_the_stream_only_if_correct_and_fast(
     added: list[Tensor], addends: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(STYLES["gpt"], num_layers=2)
@@ -205,7 +203,7 @@ def test_hooks_of_a_layer_see_the_sum(added: list[Tensor]) -> None:
     torch.testing.assert_close(seen[True], seen[False], rtol=1e-11, atol=1e-13)
 
 
-def test_fused_layers_are_built_where_regions_are_compiled() -> None:
+def test_compiled_regions_build_fused_layers() -> None:
     compiled = ModelParallelConfig(compile=True)
     for config, parallel, kind in (
         (GPT, compiled, FusedTransformerLayer),

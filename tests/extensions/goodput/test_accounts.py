@@ -18,7 +18,7 @@ def event(iteration: int, began: float = BEGAN, **seconds: float) -> dict[str, o
 SAVED = {"event": "save", "time": BEGAN + 50, "iteration": 4, "seconds": 1.0}
 
 
-def test_a_first_start_has_nothing_before_it() -> None:
+def test_a_first_start_inherits_no_time() -> None:
     earlier = earlier_starts([], 0, 77.0)
     assert earlier.began == 77.0 and earlier.seconds == accounts.none()
     assert accounts.goodput(earlier.seconds) == 0.0
@@ -47,12 +47,12 @@ def test_repeated_steps_stay_repeated_over_several_failures() -> None:
     assert (second.seconds["useful"], second.seconds["repeated"], second.seconds["idle"]) == (40, 50, 5)
 
 
-def test_without_an_event_at_the_checkpoint_the_one_before_counts() -> None:
+def test_without_an_event_at_the_checkpoint_the_previous_event_counts() -> None:
     earlier = earlier_starts([event(3, useful=30), event(9, useful=90)], 5, BEGAN + 90)
     assert (earlier.seconds["useful"], earlier.seconds["repeated"]) == (30, 60)
 
 
-def test_a_start_at_0_continues_a_run_without_saves_and_else_begins_a_new_one() -> None:
+def test_a_start_at_0_continues_only_a_run_without_saves() -> None:
     killed = [event(3, useful=30)]
     assert earlier_starts(killed, 0, BEGAN + 40).seconds == accounts.none() | {"repeated": 30, "idle": 10}
     failed = [*killed, SAVED | {"error": "the disk is full"}]
@@ -60,7 +60,7 @@ def test_a_start_at_0_continues_a_run_without_saves_and_else_begins_a_new_one() 
     assert earlier_starts([*killed, SAVED], 0, BEGAN + 400).began == BEGAN + 400
 
 
-def test_events_of_the_run_before_do_not_count() -> None:
+def test_events_of_an_earlier_run_do_not_count() -> None:
     events = [event(6, useful=600), SAVED, event(2, began=BEGAN + 1000, useful=20), event(7, BEGAN + 1000, useful=70)]
     earlier = earlier_starts(events, 6, BEGAN + 1070)
     assert (earlier.seconds["useful"], earlier.seconds["repeated"]) == (20, 50)
@@ -79,11 +79,11 @@ def test_events_of_older_runs_have_no_rollbacks() -> None:
     assert earlier.began == BEGAN and earlier.seconds["rolled_back"] == 0
 
 
-def test_a_clock_that_went_back_takes_nothing_away() -> None:
+def test_a_clock_set_back_subtracts_no_time() -> None:
     assert earlier_starts([event(4, useful=40)], 4, BEGAN + 10).seconds == accounts.none() | {"useful": 40}
 
 
-def test_the_line_has_what_took_most() -> None:
+def test_the_line_names_the_largest_losses() -> None:
     seconds = accounts.none() | {"useful": 90.0, "startup": 9.99, "idle": 0.01}
     record = accounts.values(seconds)
     assert record["goodput"] == pytest.approx(0.9) and len(record) == 1 + len(PARTS)

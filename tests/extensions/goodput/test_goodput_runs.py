@@ -42,7 +42,7 @@ def every_line_has_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.extensions.observe.goodput.hooks.EVENT_SECONDS", 0.0)
 
 
-def test_a_killed_run_and_its_resumption(tmp_path: Path) -> None:
+def test_goodput_of_a_killed_and_resumed_run(tmp_path: Path) -> None:
     board = ("--tensorboard-dir", str(tmp_path / "board"))
     more = ("--train-iters", "10", "--eval-iters", "2", "--eval-interval", "2", "--iterations-to-skip", "3", *board)
     began = time.time()
@@ -85,7 +85,7 @@ def test_a_killed_run_and_its_resumption(tmp_path: Path) -> None:
     assert "over all starts" in page and "idle between starts" in page
 
 
-def test_a_run_of_two_ranks_logs_what_the_first_has_measured(tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_logs_the_measurements_of_the_first(tmp_path: Path) -> None:
     own = flags(tmp_path, "--tp", "2", "--exit-interval", "6", "--train-iters", "8")
     run_forked(2, own, tmp_path / "screen")
     run_forked(2, own, tmp_path / "screen")
@@ -97,7 +97,7 @@ def test_a_run_of_two_ranks_logs_what_the_first_has_measured(tmp_path: Path) -> 
     assert records[-1]["goodput_startup_seconds"] > records[0]["goodput_startup_seconds"] > 0
 
 
-def test_the_losses_are_the_same_without_it(tmp_path: Path) -> None:
+def test_the_losses_are_the_same_without_goodput(tmp_path: Path) -> None:
     losses = []
     for name, own in (("with", ["--log-goodput"]), ("without", [])):
         file = tmp_path / f"{name}.jsonl"

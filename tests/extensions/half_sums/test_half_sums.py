@@ -15,7 +15,7 @@ FLAG = "--disable-bf16-reduced-precision-matmul"
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_partial_sums_are_added_in_fp32_if_the_flag_is_given(given: bool) -> None:
+def test_the_flag_makes_partial_sums_fp32(given: bool) -> None:
     config = parse_args([*TINY.split(), *[FLAG] * given])
     callbacks = [each for each in Parts().with_registered(config).callbacks if each.name == "half sums"]
     assert len(callbacks) == given

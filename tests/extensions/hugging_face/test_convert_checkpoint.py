@@ -51,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return line
 
 
-def test_a_round_trip_in_shards_with_two_workers(
+def test_a_round_trip_in_shards_with_two_workers_is_exact(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--workers", "2", "--max-shard-size", "40KB", "--check", "some text")
@@ -70,7 +70,7 @@ def test_a_round_trip_in_shards_with_two_workers(
     assert inspect_checkpoint.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
 
 
-def test_dtype_and_bin_files(llama: Path, tmp_path: Path) -> None:
+def test_dtype_is_converted_and_bin_files_are_read(llama: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama, tmp_path / "bin")
     tensors = weights_in(folder)
     (folder / "model.safetensors").unlink()
@@ -103,7 +103,7 @@ TOKENIZER, GENERATION = "tokenizer_config.json", "generation_config.json"
     ],
     ids=["text", "object", "generation", "both", "added", "none"],
 )
-def test_the_token_that_pads_stays(llama: Path, tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
+def test_the_padding_token_is_kept(llama: Path, tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
     folder = shutil.copytree(llama, tmp_path / "theirs")
     words = {word: number for number, word in enumerate(("a", "<s>", "</s>", "<pad>"))}
     Tokenizer(WordLevel(words, unk_token="a")).save(str(folder / "tokenizer.json"))
@@ -116,7 +116,7 @@ def test_the_token_that_pads_stays(llama: Path, tmp_path: Path, files: dict[str,
     assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").pad_token_id == expected
 
 
-def test_without_a_tokenizer_transformers_takes_no_token_of_its_own_for_padding(tmp_path: Path) -> None:
+def test_without_a_tokenizer_exports_do_not_use_the_default_padding_token(tmp_path: Path) -> None:
     """SmolLM3's own padding token, 128004, exceeds a small vocabulary."""
     folder = save_model("smollm3", tmp_path / "theirs")
     convert("--input", folder, "--output", tmp_path / "ours")
@@ -242,7 +242,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
+def test_untrusted_inputs_are_refused_in_one_line(
     damage: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, (damaged, message) = shutil.copytree(llama, tmp_path / "model"), DAMAGES[damage]
@@ -253,7 +253,7 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_weights_that_config_json_names_precede_all_others(llama: Path, tmp_path: Path) -> None:
+def test_weights_named_in_config_json_take_precedence(llama: Path, tmp_path: Path) -> None:
     """As in transformers, config.json may name a weight file in the folder or a subfolder, or an index of files in the
     folder."""
     folder = shutil.copytree(llama, tmp_path / "model")
@@ -292,7 +292,7 @@ def test_a_single_file_takes_precedence_over_an_index(llama: Path, tmp_path: Pat
     assert_same_weights(llama, tmp_path / "ours")
 
 
-def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_explained(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert "is missing" in refused(capsys, "--input", tmp_path / "absent", "--output", out)
     assert "is an empty folder; give the folder" in refused(capsys, "--input", tmp_path, "--output", out)
@@ -314,7 +314,7 @@ def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_a_full_disk_is_one_line_and_leaves_nothing(
+def test_a_full_disk_is_reported_in_one_line_and_leaves_no_output(
     to: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
@@ -339,7 +339,7 @@ def test_a_check_without_transformers_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_problem_of_one_of_several_workers_is_one_line(
+def test_a_problem_of_one_worker_is_reported_in_one_line(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = FileTensor._read
@@ -369,7 +369,7 @@ def dies_in_the_middle(folder: Path, output: Path) -> None:
     convert_checkpoint.main(["--input", str(folder), "--output", str(output), "--to", "hf"])
 
 
-def test_a_kill_in_the_middle_leaves_nothing_half_written(llama: Path, tmp_path: Path) -> None:
+def test_a_kill_leaves_no_partial_output(llama: Path, tmp_path: Path) -> None:
     output = tmp_path / "hf"
     process = mp.get_context("fork").Process(target=dies_in_the_middle, args=(llama, output))
     process.start()

@@ -76,7 +76,7 @@ PART = (
 
 
 @pytest.mark.grid("case", PART, list(CASES))
-def test_a_round_trip_through_a_layout(case: str, tmp_path: Path) -> None:
+def test_a_round_trip_through_a_layout_is_exact(case: str, tmp_path: Path) -> None:
     """Weights are loaded from a converted checkpoint, and directly from the Hugging Face folder."""
     dtype = torch.bfloat16 if case in ("llama3", "qwen3-moe") else torch.float32
     theirs, start = save_model(case, tmp_path / "hf", dtype), tmp_path / "start"

@@ -24,13 +24,13 @@ widths."""
         (replace(LLAMA, qk_layernorm=True, head_wise_attn_gate=True, attention_gate_function="softplus"), "laguna"),
     ],
 )
-def test_heads_of_one_width_and_of_two(config: TransformerConfig, family: str) -> None:
+def test_models_export_to_families_with_one_or_two_head_widths(config: TransformerConfig, family: str) -> None:
     found = dict(verdicts(config))
     assert found[family] == EXPORTED and {*found.values()} == {EXPORTED}
 
 
 @pytest.mark.grid("seed", range(3), range(12))
-def test_drawn_models(seed: int) -> None:
+def test_drawn_models_export_exactly_or_are_refused(seed: int) -> None:
     wrong = [
         f"{family} of {text}: {verdict}"
         for text, config in draws(6, seed)

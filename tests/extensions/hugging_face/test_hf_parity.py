@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("fp64")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_gradients_weights_and_settings(case: str) -> None:
+def test_logits_gradients_weights_and_settings_match_transformers(case: str) -> None:
     """Logits and the gradients of all weights are equal. A round trip changes no byte of the weights and no setting."""
     model_type, settings = CASES[case]
     assert sweep.verdict(model_type, settings) == (sweep.BOTH, "")
@@ -55,7 +55,7 @@ ALONE = sorted({*INSTALLED} - {model_type for model_type, *_ in TABLES["cases"].
 
 
 @pytest.mark.parametrize("family", ALONE)
-def test_families_of_one_case(family: str) -> None:
+def test_families_without_a_case_match_transformers(family: str) -> None:
     """Each family's tiny model of the sweep is compared, including its gradients."""
     assert sweep.verdict(family, sweep.tiny(family)) == (sweep.BOTH, "")
 
@@ -88,7 +88,7 @@ WITHOUT_CACHE = ("qwen3_5_text", "qwen3_next", "nemotron_h")
 
 
 @pytest.mark.parametrize("family", [each for each in CACHED if each in INSTALLED])
-def test_greedy_text_behind_a_cache(family: str) -> None:
+def test_greedy_text_with_a_cache_matches_transformers(family: str) -> None:
     """The text generated token by token with a cache equals that of transformers."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
@@ -136,7 +136,7 @@ def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings | {"model_type": "bailing_moe", "score_function": "sigmoid"}, found
 
 
-def test_ling_has_the_layers_of_glm() -> None:
+def test_ling_matches_the_layers_of_glm() -> None:
     theirs, tokens = random_model("glm4-moe"), torch.randint(83, (2, 24))
     settings, stored = ling(theirs)
     config = config_from_hf(settings)
@@ -199,7 +199,7 @@ class StepForCausalLM(torch.nn.Module):
         return found
 
 
-def test_step_has_the_text_layers_of_its_class() -> None:
+def test_step_matches_the_text_layers_of_its_class() -> None:
     """The test compares logits, the gradients of all weights, and the weights and settings after a round trip."""
     theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
     stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()

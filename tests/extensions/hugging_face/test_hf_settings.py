@@ -37,13 +37,13 @@ from tools import convert_checkpoint
 transformers = pytest.importorskip("transformers")
 
 
-def test_published_files_that_leave_keys_out() -> None:
+def test_published_files_without_some_keys_are_read() -> None:
     llama2 = config_from_hf(TABLES["published"]["llama2"])
     assert (llama2.query_groups, llama2.head_dim, llama2.rotary_base) == (32, 128, 10000.0)
     assert not llama2.tied_embeddings and not llama2.group_query_attention
 
 
-def test_published_files_of_exaone4_without_windows() -> None:
+def test_published_files_of_exaone4_without_windows_are_read() -> None:
     """If EXAONE 4 has no attention windows, all layers have a rotary embedding."""
     full = {**SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
     config = config_from_hf({"model_type": "exaone4", **full, "sliding_window_pattern": "LLLG"})
@@ -52,7 +52,7 @@ def test_published_files_of_exaone4_without_windows() -> None:
     assert (written["sliding_window"], written["layer_types"]) == (None, full["layer_types"])
 
 
-def test_published_files_of_bloom() -> None:
+def test_published_files_of_bloom_are_read() -> None:
     """BLOOM uses different key names for sizes, and its training settings are ignored."""
     bloom = config_from_hf(TABLES["published"]["bloom"])
     assert (bloom.head_dim, bloom.ffn_size, bloom.seq_length) == (128, 57344, 2048)
@@ -77,7 +77,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
         ("codegen", "linear_qkv", (slice(1, 3), slice(1, 3), slice(2, 5), slice(0, 9))),
     ],
 )
-def test_a_part_of_a_parameter(family: str, name: str, box: tuple[slice, ...]) -> None:
+def test_a_part_of_a_parameter_is_read_from_its_tensors(family: str, name: str, box: tuple[slice, ...]) -> None:
     """Each parameter is made of several pieces of one Hugging Face tensor, or of blocks of heads."""
     if not {*FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
         pytest.skip("the extension with its layers is not installed")
@@ -87,7 +87,7 @@ def test_a_part_of_a_parameter(family: str, name: str, box: tuple[slice, ...]) -
 
 
 @pytest.mark.parametrize(("base", "change", "message"), TABLES["refused"])
-def test_settings_that_cannot_be_expressed(base: str, change: dict[str, Any], message: str) -> None:
+def test_inexpressible_settings_are_refused(base: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf({"model_type": "llama", **SIZES, **BASES[base], **change})
 
@@ -105,7 +105,7 @@ def test_settings_that_cannot_be_expressed(base: str, change: dict[str, Any], me
         (replace(GPT, squared_relu=True), "gpt2", "activation_func = 'squared_relu'"),
     ],
 )
-def test_models_that_a_family_cannot_express(config: TransformerConfig, model_type: str, message: str) -> None:
+def test_inexpressible_models_are_refused(config: TransformerConfig, model_type: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_to_hf(config, model_type)
 
@@ -122,7 +122,7 @@ def test_every_problem_with_weights_is_named() -> None:
     assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight is unknown" in str(error.value)
 
 
-def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
+def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.Llama4Config(vision_config=vision, text_config=CASES["llama4"][1])
     model = transformers.AutoModelForImageTextToText.from_config(config)
@@ -139,7 +139,7 @@ def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
         text_model({"model_type": "llama4"})
 
 
-def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
+def test_the_text_model_of_a_gemma_4_folder_is_read(tmp_path: Path) -> None:
     """The tensor names in the folder have another prefix, and the text model has a norm and layers without a prefix."""
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
@@ -154,7 +154,7 @@ def test_text_model_of_a_gemma_4_folder(tmp_path: Path) -> None:
     assert from_hf({**folder.tensors, **unread}, model, "gemma4_text").keys() == read.keys()
 
 
-def test_weights_in_mxfp4() -> None:
+def test_mxfp4_weights_are_read() -> None:
     """MXFP4 weights are read as transformers reads them, whole and in parts. Blocks and scales that do not match are
     refused."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -186,7 +186,7 @@ def test_weights_in_mxfp4() -> None:
         from_hf(stored | {f"{name}_scales": stored[f"{name}_scales"][..., :1]}, config, "gpt_oss")
 
 
-def test_tied_head_that_differs_is_refused() -> None:
+def test_a_tied_head_that_differs_is_refused() -> None:
     theirs = random_model("qwen2")
     config = config_from_hf(theirs.config.to_dict())
     with pytest.raises(ValueError, match="differs from the word embeddings"):
@@ -200,7 +200,7 @@ def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
         config_to_hf(sinkhorn, "mixtral")
 
 
-def test_factor_of_yarn_that_is_written_out() -> None:
+def test_an_explicit_yarn_factor_must_match() -> None:
     """As in gpt-oss and Qwen, the attention factor must equal the value that the other settings imply; otherwise, it is
     an error."""
     hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
@@ -210,7 +210,7 @@ def test_factor_of_yarn_that_is_written_out() -> None:
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pebble.json"
 
 
-def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
+def test_a_family_from_a_file_converts_both_ways(tmp_path: Path) -> None:
     """The example family in the documentation converts a folder to a checkpoint and back to the same folder."""
     add_families([str(EXAMPLE)])
     model = replace(LLAMA, kv_channels=24, rotary_base=100.0, swiglu=False, activation_func="geglu")
@@ -269,7 +269,7 @@ def test_a_family_of_a_file_goes_both_ways(tmp_path: Path) -> None:
         (None, "there is no such file"),
     ],
 )
-def test_problems_of_a_family_file(tmp_path: Path, change: dict[str, Any] | str | None, message: str) -> None:
+def test_problems_of_a_family_file_are_named(tmp_path: Path, change: dict[str, Any] | str | None, message: str) -> None:
     path = tmp_path / "wrong.json"
     if change is not None:
         path.write_text(change if isinstance(change, str) else json.dumps(change))

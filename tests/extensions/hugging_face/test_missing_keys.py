@@ -29,7 +29,7 @@ def test_table_of_defaults_matches_the_installed_transformers() -> None:
     assert stated == json.loads(json.dumps(class_defaults.installed()))
 
 
-def test_files_with_sizes_alone() -> None:
+def test_files_with_only_sizes_are_read() -> None:
     """Each config.json states only the sizes of the family's tiny model and lacks all other keys."""
     found = {}
     for name in FAMILIES:
@@ -52,7 +52,9 @@ def test_files_with_sizes_alone() -> None:
         ("cohere2", {}, ["head_dim", "layer_types"]),
     ],
 )
-def test_values_that_follow_from_other_keys(model_type: str, changes: dict[str, Any], deleted: list[str]) -> None:
+def test_values_implied_by_other_keys_may_be_missing(
+    model_type: str, changes: dict[str, Any], deleted: list[str]
+) -> None:
     """A config.json without these keys describes the same model. For one family, logits and gradients are compared
     too."""
     if model_type not in FAMILIES:
@@ -67,7 +69,7 @@ SOME = ("llama", "qwen2", "kimi_linear", "mpt", "gpt2", "deepseek_v3", "falcon_h
 
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.grid("family", [family for family in SOME if family in FAMILIES], FAMILIES)
-def test_each_key_of_a_family(family: str) -> None:
+def test_each_key_of_a_family_may_be_missing(family: str) -> None:
     stated = missing_keys.tiny(family)
     differences = {
         key: missing_keys.difference(family, left, stated) for key, left in missing_keys.deletions(family, stated)
@@ -77,7 +79,7 @@ def test_each_key_of_a_family(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "ministral3"])
-def test_scaling_without_the_original_length(model_type: str, kind: str) -> None:
+def test_scaling_without_the_original_length_is_read(model_type: str, kind: str) -> None:
     """A missing original length defaults to the class's default, or to the longest context."""
     numbers = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "llama_4_scaling_beta": 0.1}
     left = {"model_type": model_type, **SIZES, "rope_scaling": {"rope_type": kind, **numbers}}
@@ -122,7 +124,7 @@ OLDER: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])
-def test_older_keys_and_other_names(model_type: str) -> None:
+def test_older_keys_and_other_names_are_read(model_type: str) -> None:
     """The test removes the keys that newer files use instead."""
     for changes in OLDER[model_type]:
         newer = {"layer_types", "mlp_layer_types", "rope_parameters", "indexer_types", "layers_block_type"}
@@ -164,7 +166,7 @@ def test_keys_that_change_some_layers_are_refused() -> None:
         config_from_hf(stated | {"attention_types": [[[], 1 << 60], [["global"], 1 << 60]]})
 
 
-def test_scaling_that_lacks_a_number_is_refused_in_plain_words() -> None:
+def test_scaling_without_a_number_is_refused_with_a_clear_message() -> None:
     for kind, needed in (("llama3", "factor and low_freq_factor and high_freq_factor"), ("linear", "factor")):
         with pytest.raises(ValueError, match=f"rotary scaling of type '{kind}' lacks {needed}$"):
             config_from_hf({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": kind}})

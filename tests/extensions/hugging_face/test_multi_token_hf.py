@@ -65,7 +65,7 @@ def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str
 
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize(("case", "depths"), [("deepseek-v3", 1), ("glm4-moe", 2)])
-def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) -> None:
+def test_losses_gradients_and_files_of_multi_token_modules_match_transformers(case: str, depths: int) -> None:
     theirs, tokens = random_model(case), torch.randint(83, (2, 24))
     model_type, layers = CASES[case][0], theirs.config.num_hidden_layers
     mtp = modules_of(theirs, depths)
@@ -104,7 +104,7 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
         assert (ours[f"{name}.weight"] - gradient).norm() < 1e-9 * gradient.norm(), name
 
 
-def test_names_of_qwen3_next() -> None:
+def test_qwen3_next_modules_keep_their_names() -> None:
     """A round trip of one module is byte-identical. Weights of the module outside its layer have their own names, as in
     transformers' list of renamed weights for files of the same structure."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
@@ -121,7 +121,7 @@ def test_names_of_qwen3_next() -> None:
         to_hf(parameters, replace(config, mtp_num_layers=2), "qwen3_next")
 
 
-def test_modules_that_one_side_lacks() -> None:
+def test_modules_that_the_model_or_the_folder_lacks_are_handled() -> None:
     config = config_from_hf(random_model("deepseek-v3").config.to_dict())
     one, two = (replace(config, mtp_num_layers=depths) for depths in (1, 2))
     parameters = {p.meta.name: p.detach() for p in GPTModel(two, FP64).parameters()}
@@ -147,7 +147,7 @@ def test_modules_that_one_side_lacks() -> None:
         HFWeights(lacking, two, "deepseek_v3")
 
 
-def test_folders_with_a_module_convert_there_and_back(tmp_path: Path) -> None:
+def test_folders_with_a_module_survive_a_round_trip(tmp_path: Path) -> None:
     folder = save_model("deepseek-v3", tmp_path / "hf")
     stored, generator = weights_in(folder), torch.Generator().manual_seed(1)
     behind, module = "model.layers.3.", {name: value for name, value in stored.items() if ".layers.2." in name}
@@ -161,7 +161,7 @@ def test_folders_with_a_module_convert_there_and_back(tmp_path: Path) -> None:
     assert_same_weights(folder, tmp_path / "back")
 
 
-def test_folders_of_hugging_face_have_no_modules() -> None:
+def test_llama_exports_omit_multi_token_modules() -> None:
     with_modules = replace(LLAMA, mtp_num_layers=1)
     assert config_to_hf(with_modules, "llama") == config_to_hf(LLAMA, "llama")
     assert placements(with_modules, "llama") == placements(LLAMA, "llama")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.extensions.hugging_face.hf_models import CASES
-from tests.extensions.hugging_face.test_hf_parity import test_logits_gradients_weights_and_settings as compare
+from tests.extensions.hugging_face.test_hf_parity import (
+    test_logits_gradients_weights_and_settings_match_transformers as compare,
+)
 from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import Mutant, planted
 
@@ -60,7 +62,7 @@ source, and the replacement text."""
 
 
 @pytest.mark.parametrize("name", [name for name, (case, *_) in MUTANTS.items() if case in CASES])
-def test_a_broken_layer_is_noticed(name: str) -> None:
+def test_a_broken_layer_is_detected(name: str) -> None:
     case, path, old, new = MUTANTS[name]
     with planted(Mutant({f"extensions.{path}": [(old, new)]}, Combination.of())), pytest.raises(AssertionError) as seen:
         compare(case)

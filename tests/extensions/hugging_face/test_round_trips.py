@@ -50,7 +50,7 @@ RENAMED = ("longcat_flash", "olmo_hybrid", "deepseek_v4", "kimi_linear")
 
 
 @pytest.mark.parametrize("family", [family for family in RENAMED if family in FAMILIES])
-def test_a_folder_that_transformers_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
+def test_a_folder_that_transformers_saved_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     """The transformers class saves names or parts that differ from published files. Exports follow the published files;
     the class loads both completely."""
     settings = sweep.tiny(family)
@@ -87,7 +87,7 @@ def test_class_ids_beyond_the_vocabulary_are_ignored() -> None:
     assert hf_format.stated_token_ids(missing_keys.tiny("smollm3"))["eos_token_id"] == 2
 
 
-def test_a_model_that_no_longer_fits_its_family_says_so() -> None:
+def test_a_model_that_no_longer_fits_its_family_is_refused() -> None:
     model = config_from_hf(missing_keys.tiny("llama"))
     chosen, notice = hf_format._family_to_write(model, "gpt2", None)
     assert chosen == "llama" and notice is not None and "instead of gpt2, the family of the model's origin" in notice
@@ -103,7 +103,7 @@ def test_an_origin_of_wrong_types_is_ignored() -> None:
     assert Origin.of({"token_ids": 7}) == Origin()
 
 
-def test_a_family_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_can_be_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model_with("llama", sweep.tiny("llama")).float().save_pretrained(tmp_path / "first")
     assert convert(tmp_path / "first", tmp_path / "ours") == 0
     for flag in ("--hf-family", "--model-type"):
@@ -147,7 +147,7 @@ def test_a_written_config_is_accepted_by_the_strict_classes(families: list[str])
     assert refused == {}
 
 
-def test_keys_that_a_family_does_not_know_are_listed() -> None:
+def test_unknown_keys_are_listed() -> None:
     stated = missing_keys.tiny("qwen2")
     assert list(unread_keys(stated)) == []
     (notice,) = unread_keys(stated | {"sliding_windw": 4})

@@ -45,7 +45,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("mixtral-window", tmp_path_factory.mktemp("models") / "mixtral")
 
 
-def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
+def test_training_under_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
     """The learning rate is too small to change any weight, so the exported weights equal the loaded ones."""
     run = tmp_path / "run"
     files = ["--load", str(mixtral), "--save", str(run), "--save-interval", "1", "--keep-last", "1"]
@@ -64,7 +64,7 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
     assert len(re.findall(r"^ *iteration .*3/", screen, re.MULTILINE)) == 1, screen
 
 
-def test_tools_take_the_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_accept_the_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The generated text is the same for the folder and its converted checkpoint, and under every layout."""
     ours = tmp_path / "ours"
     convert_checkpoint.main(["--input", str(mixtral), "--output", str(ours)])
@@ -89,7 +89,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_a_folder_that_the_run_saves_to_still_names_the_model(mixtral: Path, tmp_path: Path) -> None:
+def test_a_model_folder_with_saved_checkpoints_still_gives_the_model(mixtral: Path, tmp_path: Path) -> None:
     """Repeating the command resumes a run that saves to the folder from which it loads."""
     (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     check_kind(tmp_path, f"{LATEST} iter_0000001/metadata.json", "", "checkpoints")
@@ -97,7 +97,7 @@ def test_a_folder_that_the_run_saves_to_still_names_the_model(mixtral: Path, tmp
     assert command_line(flags).config.model.num_layers == 3
 
 
-def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_flags_are_named_with_both_values(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--lr 1 --mock-data --train-iters 1 --seq-length 16".split()
     equal = "--num-layers 3 --swiglu --hidden-dropout 0.3 --num-query-groups 2 --kv-channels 8 --bf16".split()
     config = command_line([*flags, *equal, "--load", str(mixtral)]).config
@@ -179,7 +179,7 @@ def test_continued_training_at_a_longer_context_exports_its_positions(llama: Pat
         ("yarn", "--rope-type rope --rotary-base 1e6", "none: yarn False, 2 of 16, llama3 False, linear None"),
     ],
 )
-def test_a_scaling_replaces_that_of_the_folder(
+def test_a_given_scaling_replaces_that_of_the_folder(
     llama: Path, tmp_path: Path, scaling: str | None, flags: str, expected: str
 ) -> None:
     config = json.loads((llama / "config.json").read_text())
@@ -300,7 +300,7 @@ def test_new_tokens_start_at_the_mean(family: str, tmp_path: Path) -> None:
             assert torch.equal(after[name][old:], means_of_columns(value).expand(300 - old, *value.shape[1:])), name
 
 
-def test_new_tokens_may_be_drawn_as_for_a_new_model(llama: Path, tmp_path: Path) -> None:
+def test_new_tokens_may_be_initialized_randomly(llama: Path, tmp_path: Path) -> None:
     """The embedding rows of new tokens are the same under each layout, in the weights and in the optimizer's main
     parameters."""
     runs = [tmp_path / "one", tmp_path / "two"]
@@ -341,7 +341,7 @@ def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, 
     assert torch.equal(weights_in(exported)["lm_head.weight"][83:], means_of_columns(head[:80]).expand(6, -1))
 
 
-def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_exports_require_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def problem(flags: str) -> str:
         return "; ".join(map(str, exports(parse_args(flags.split()), 1)))
 
@@ -361,7 +361,7 @@ def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture
     assert unused in problem(f"{model} --hf-family gpt2")
 
 
-def test_a_run_exports_as_the_family_that_it_started_from(tmp_path: Path) -> None:
+def test_a_run_exports_to_its_original_family(tmp_path: Path) -> None:
     """The export keeps the token ids of the original config.json, even after a resume or if another run loads the
     weights."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
@@ -398,7 +398,7 @@ def test_a_failed_or_terminated_export_is_reported(tmp_path: Path) -> None:
     assert exporter.abandon() == [f"{tmp_path}/hf/iter_0000006 was not exported: the run stops"]
 
 
-def test_the_end_of_a_run_shows_how_far_its_export_is(
+def test_the_end_of_a_run_shows_the_progress_of_its_export(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The export process writes half of its bytes and then pauses for longer than the interval between two progress

@@ -55,7 +55,7 @@ def test_initial_weights_are_divided_by_the_number_of_sublayers() -> None:
     assert hybrid.initial == config.initial
 
 
-def test_letters_state_layers_stages_and_modules() -> None:
+def test_letters_define_layers_stages_and_modules() -> None:
     config = config_of("--hybrid-layer-pattern *|-*-/*-/- --pp 2", 2)
     model = config.model
     assert (model.num_layers, model.mtp_num_layers, named_value(config, "hybrid_layer_pattern")) == (4, 2, "*-*-/*-/-")
@@ -72,7 +72,7 @@ def test_more_stages_than_ranks_are_interleaved() -> None:
     assert [len(stage.layers) for stage in pipeline_stages(config.model, config.parallel)] == [2, 1, 1, 2]
 
 
-def test_the_cost_of_a_stage_is_that_of_its_layers() -> None:
+def test_the_cost_of_a_stage_depends_on_its_kinds_of_layers() -> None:
     """Layer costs are in units of the mean cost of a layer. In this model, an MLP has twice as many matrix elements as
     attention, and no scores."""
     config = config_of("--hybrid-layer-pattern ***|--- --pp 2", 2)
@@ -88,7 +88,7 @@ def test_modules_without_letters_are_like_the_last_layer() -> None:
     assert [(kind.mixes, kind.mlp) for kind in config.mtp_layers] == [(True, False)]
 
 
-def test_windows_are_of_layers_with_attention() -> None:
+def test_windows_apply_to_layers_with_attention() -> None:
     layers = config_of("--hybrid-layer-pattern *-*- --window-size 4 --position-embedding-type rope").model.layers
     assert [kind.span.window for kind in layers] == [4, None, 4, None]
     assert [kind.rotation is None for kind in layers] == [False, True, False, True]
@@ -104,7 +104,7 @@ def test_periods_match_megatron() -> None:
     assert [kind.rotation is not None for kind in model.layers] == [True, False, True, False]
 
 
-def test_layers_with_a_window_may_have_another_base_without_scaling() -> None:
+def test_layers_with_a_window_may_have_another_rotary_base() -> None:
     flags = "--window-size 5 --window-attn-skip-freq [0,1,1,0] --window-rotary-base 500"
     rotations = [kind.rotation for kind in config_of(ROPE + flags).model.layers]
     found = [(rotation.base, rotation.scaled) for rotation in rotations if rotation]

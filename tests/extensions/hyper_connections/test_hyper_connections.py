@@ -56,7 +56,7 @@ def test_initial_factors_match_megatron() -> None:
     assert gates and all((p == 0.5).all() for p in gates)
 
 
-def test_weights_of_sixteen_bits_are_computed_in_fp32() -> None:
+def test_connection_weights_are_computed_in_fp32() -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = (6, 2, N, 8), (6, 2, N * (N + 2)), (1,), (1,), (1,), (N * (N + 2),)
     x, projected, *factors, bias = (torch.randn(each, generator=generator).bfloat16() for each in shapes)
@@ -80,7 +80,7 @@ def test_streams_are_saved_once_per_layer() -> None:
     assert kept - again == 2 * tokens * N * H * 2
 
 
-def test_streams_outputs_and_weights_are_all_that_is_saved() -> None:
+def test_only_streams_outputs_and_weights_are_saved() -> None:
     """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. It saves
     no projection and no Sinkhorn-Knopp iteration."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
@@ -90,7 +90,7 @@ def test_streams_outputs_and_weights_are_all_that_is_saved() -> None:
 
 
 @pytest.mark.parametrize("config", [STREAMS, MEAN])
-def test_counts(config: TransformerConfig) -> None:
+def test_parameter_and_flop_counts(config: TransformerConfig) -> None:
     """The test counts the parameters and FLOPs of the projections, with 6 FLOPs per weight and token."""
     plain = with_fields(config, {"enable_mhc_connections": False})
     n, h = config.residual_size // config.hidden_size, config.hidden_size

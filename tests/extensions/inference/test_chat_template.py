@@ -83,7 +83,7 @@ def test_the_template_is_saved_with_the_checkpoints(folder: Path, tmp_path_facto
     assert find_chat_template(built(run / "tokenizer")[0], None)(MESSAGES) == "kept"
 
 
-def test_a_template_that_is_missing_wrong_or_refuses(folder: Path) -> None:
+def test_missing_wrong_and_refusing_templates_are_reported(folder: Path) -> None:
     write(folder, None)
     with pytest.raises(ValueError, match=r"has no chat template.*give one with --chat-template FILE"):
         find_chat_template(built(folder)[0], None)
@@ -106,7 +106,7 @@ def test_a_template_that_is_missing_wrong_or_refuses(folder: Path) -> None:
 @pytest.mark.parametrize(
     "templates", [[5], [{"template": "x"}], [{"name": {}, "template": "x"}], [{"name": "default"}]]
 )
-def test_a_list_of_templates_of_the_wrong_form_is_refused(folder: Path, templates: Any) -> None:
+def test_a_malformed_list_of_templates_is_refused(folder: Path, templates: Any) -> None:
     write(folder, templates)
     with pytest.raises(
         ValueError, match=r"tokenizer_config.json: chat_template\[0\] must be an object .*--chat-template"
@@ -132,7 +132,7 @@ WRONG = [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user"
 
 
 @pytest.mark.parametrize("messages", WRONG)
-def test_messages_of_the_wrong_form_are_refused(messages: Any) -> None:
+def test_malformed_messages_are_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match="messages"):
         ChatTemplate("x", {}, "test")(messages)
 
@@ -149,7 +149,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("source", "seconds", "why"), HOSTILE)
-def test_a_template_has_limits_of_time_and_memory(
+def test_rendering_has_limits_of_time_and_memory(
     source: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_worker, "SECONDS", 60.0)
@@ -161,7 +161,7 @@ def test_a_template_has_limits_of_time_and_memory(
     assert template([{"role": "user", "content": "a"}]) == "fine", "where needed, by another process"
 
 
-def test_a_template_has_a_limit_of_time_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_a_template_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_worker, "SECONDS", 1.0)
     with pytest.raises(ValueError, match="chat template of theirs takes more than 1 seconds"):
         ChatTemplate("{{ 9 ** 999999999 }}", {}, "theirs")

@@ -17,7 +17,7 @@ from tools.common import run_tool
 from tools.generate_text import main
 
 
-def test_several_prompts(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_are_answered_in_order(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "6"]
     assert main([*flags, "--prompt", "one", "a longer prompt", ""]) == 0
     first, second, third = capsys.readouterr().out.split("-" * 40 + "\n")
@@ -26,7 +26,7 @@ def test_several_prompts(checkpoint: str, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.split("-" * 40 + "\n") == [first, second, third]
 
 
-def test_lines_of_standard_input(
+def test_json_lines_of_standard_input_are_answered(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -39,7 +39,7 @@ def test_lines_of_standard_input(
     assert found[0] == found[1] != found[2]
 
 
-def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_is_read_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sentencepiece
 
     (tmp_path / "a.txt").write_text("one two three four five\n" * 20)
@@ -76,7 +76,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
-def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_explained(
+    checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", *flags]))
     assert caught.value.code == 2
@@ -124,7 +126,7 @@ def encoded(requests: list[dict[str, Any]]) -> list[bytes]:
     return [json.dumps(request).encode() for request in requests]
 
 
-def test_answers_stand_in_the_order_of_requests_whatever_the_layout(checkpoint: str, tmp_path: Path) -> None:
+def test_answers_are_in_the_order_of_requests_under_every_layout(checkpoint: str, tmp_path: Path) -> None:
     first, second, third, fourth, fifth, sixth = found = answers(checkpoint, tmp_path, encoded(REQUESTS))
     assert [each["finish_reason"] for each in found] == ["length"] * 6
     assert first["id"] == "first" and len(first["token_ids"]) == len(first["logprobs"]) == 5
@@ -158,7 +160,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert found == expected
 
 
-def test_layouts_that_do_not_fit_are_refused_once(checkpoint: str, tmp_path: Path) -> None:
+def test_invalid_layouts_are_refused_once(checkpoint: str, tmp_path: Path) -> None:
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
         ("--tensor-model-parallel-size 4", "must be 4: the larger of PP 1 times TP 4"),
@@ -174,7 +176,7 @@ def test_layouts_that_do_not_fit_are_refused_once(checkpoint: str, tmp_path: Pat
         main(["--load", checkpoint, "--jsonl", __file__, "--output", __file__])
 
 
-def test_chat(
+def test_chat_messages_are_answered(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tmp_path / "chat.jinja"

@@ -102,7 +102,7 @@ def test_extreme_random_numbers_choose_tokens_that_are_allowed() -> None:
         assert Sampling(1.0, top_k=2).next_tokens(logits, torch.tensor([uniform], dtype=torch.float64)) in (1, 2)
 
 
-def test_user_errors_say_what_to_do() -> None:
+def test_errors_state_a_remedy() -> None:
     for wrong in ({"temperature": 1e-320}, {"repetition_penalty": 1e-320}, {"repetition_penalty": 1e308}):
         with pytest.raises(ValueError, match=r"must be .*from .* to 1,000"):
             Sampling(**wrong)
@@ -125,7 +125,7 @@ def test_a_penalty_makes_tokens_of_the_text_less_likely() -> None:
     assert logits[0].tolist() == pytest.approx([2.0, 1.9, -1.0, -1.1])
 
 
-def test_logits_of_any_size_give_tokens_of_the_vocabulary() -> None:
+def test_logits_of_any_size_give_valid_tokens() -> None:
     logits = torch.tensor([[3e38, 2e38, -3e38], [torch.nan, 1.0, 2.0], [-torch.inf] * 3, [torch.inf, 0.0, 1.0]])
     uniform, texts = torch.full((4,), 0.5, dtype=torch.float64), [[0, 2], [1], [0], [0]]
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=2, top_p=0.5, min_p=0.5)):
@@ -156,7 +156,7 @@ STOPPED = [
 
 
 @pytest.mark.parametrize(("stop", "expected", "pieces"), STOPPED)
-def test_stop_strings_across_tokens(stop: list[str], expected: str, pieces: list[str] | None) -> None:
+def test_stop_strings_may_span_tokens(stop: list[str], expected: str, pieces: list[str] | None) -> None:
     stream, found = TextStream(ByteTokenizer().detokenize, b"x", stop), []
     for token in b"abc def abc":
         found.append(stream.add(token))
@@ -171,7 +171,7 @@ def words(ids: Sequence[int]) -> str:
     return "".join(chr(97 + id % 26) for id in ids)
 
 
-def test_reasons_to_finish() -> None:
+def test_finish_reasons_are_reported() -> None:
     model = model_of("llama")
     engine = Engine(StageRunner({0: model}), words, rows=2)
     (free,) = engine.run([Request(PROMPTS[0], 10**9)])
@@ -199,7 +199,7 @@ def test_a_cancelled_request_frees_its_row_for_one_that_waits() -> None:
     assert second.tokens == generate(engine.runner.stages[0], [PROMPTS[0]], 100)[0]
 
 
-def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
+def test_non_finite_logits_end_only_their_request() -> None:
     """A later request reuses the row of the failed request, in which no NaN remains."""
     model = model_of("llama")
     clean = generate(model, [[1, 2, 3], [4, 4]], 5)
@@ -212,7 +212,7 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
     assert [found[1].tokens, found[3].tokens] == clean
 
 
-def test_an_error_of_one_text_ends_no_other() -> None:
+def test_an_error_in_one_text_ends_only_its_request() -> None:
     """The tokenizer fails for one prompt and for one generated text, and sampling fails for another request."""
 
     class Broken(Sampling):

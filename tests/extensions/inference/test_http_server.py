@@ -125,7 +125,7 @@ def events(text: str) -> list[Any]:
     return [json.loads(part) for part in parts]
 
 
-def test_completion(served: Served) -> None:
+def test_completion_returns_text(served: Served) -> None:
     body = {"model": "tiny", "prompt": "né", "max_tokens": 9, "seed": 5, "temperature": 0.8, "top_p": 0.9, "n": 2}
     status, found = served.ask(COMPLETIONS, body | {"logprobs": 2, "echo": True})
     assert status == 200 and found["object"] == "text_completion" and found["model"] == "tiny"
@@ -146,7 +146,7 @@ def test_completion(served: Served) -> None:
     assert len(several["choices"]) == 4 and several["usage"]["prompt_tokens"] == 3
 
 
-def test_streams_are_the_answers_in_pieces(served: Served) -> None:
+def test_streams_join_to_the_answer(served: Served) -> None:
     body = {"prompt": "ab", "max_tokens": 20, "seed": 3, "n": 3, "logprobs": 0}
     whole = served.ask(COMPLETIONS, body)[1]
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -160,7 +160,7 @@ def test_streams_are_the_answers_in_pieces(served: Served) -> None:
         assert [each["finish_reason"] for each in of_text if each["finish_reason"]] == ["length"]
 
 
-def test_chat(served: Served) -> None:
+def test_chat_completion_returns_text(served: Served) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     body = {"messages": messages, "max_completion_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 2}
     status, found = served.ask(CHAT, body)
@@ -177,7 +177,7 @@ def test_chat(served: Served) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == answer["message"]["content"]
 
 
-def test_ends_of_texts(served: Served) -> None:
+def test_finish_reasons_are_reported(served: Served) -> None:
     assert (
         served.ask(COMPLETIONS, {"prompt": "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")})[0] == 200
     )
@@ -239,14 +239,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), REFUSED)
-def test_wrong_requests_get_the_reason(served: Served, path: str, body: Any, status: int, message: str) -> None:
+def test_invalid_requests_get_the_reason(served: Served, path: str, body: Any, status: int, message: str) -> None:
     found = served.ask(path, body)
     assert found[0] == status
     assert set(found[1]["error"]) == {"message", "type", "param", "code"}
     assert message in json.dumps(found[1]["error"]["message"])
 
 
-def test_other_methods_and_broken_http(served: Served) -> None:
+def test_other_methods_and_malformed_http_are_refused(served: Served) -> None:
     assert served.ask(COMPLETIONS, {"prompt": "a"}, method="PUT")[0] == 405
     whole = POST + b'Host: a\r\nTransfer-Encoding: chunked\r\n\r\n6\r\n{"n":0\r\n1\r\n}\r\n0\r\n\r\n'
     for request in (whole, POST + b"Content-Length: -5\r\n\r\n", b"\x16\x03\x01 what HTTP/9.9\r\n\r\n"):
@@ -273,7 +273,7 @@ def posted(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
+def test_a_disconnected_client_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
         for shut in (False, True):  # the connection is closed, then half-closed
@@ -294,7 +294,7 @@ def clocked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loops, "time", SimpleNamespace(monotonic=lambda: 0.05 * served.steps))
 
 
-def test_limits_of_time_and_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_have_limits_of_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(replace(LIMITS, answer_seconds=0.4, connections=3), rows=1, most_waiting=2) as served:
         clocked(served, monkeypatch)
         status, found = served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 60})
@@ -314,7 +314,7 @@ def test_limits_of_time_and_of_waiting_requests(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "begin", [b"GET /health HTTP/1.1\r\n", b"POST /absent HTTP/1.1\r\nContent-Length: 99999\r\n\r\n"]
 )
-def test_a_client_that_trickles_is_closed(begin: bytes) -> None:
+def test_slow_clients_are_disconnected(begin: bytes) -> None:
     with serving(replace(LIMITS, read_seconds=0.3)) as served, served.raw(begin) as connection:
         end = time.monotonic() + 60
         with suppress(ConnectionError):
@@ -325,7 +325,7 @@ def test_a_client_that_trickles_is_closed(begin: bytes) -> None:
         wait_for(lambda: served.server.open == 0)
 
 
-def test_the_limit_of_a_head_ends_with_the_head(served: Served) -> None:
+def test_the_time_limit_of_a_head_ends_with_the_head(served: Served) -> None:
     with served.raw() as connection, connection.makefile("rb") as answers:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\n")
@@ -338,7 +338,7 @@ def test_the_limit_of_a_head_ends_with_the_head(served: Served) -> None:
             assert [each._late for each in served.server.server.server_state.connections] == [None]
 
 
-def test_unknown_fields_cost_no_more_than_known_ones(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fields_are_cheap(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
     monkeypatch.setattr(jsonl.difflib, "get_close_matches", lambda name, *_: asked.append(name) or [])
     body = {"prompt": "a", "x" * 5000: 1} | {f"unknown{number}": 1 for number in range(500)}
@@ -350,7 +350,7 @@ def test_unknown_fields_cost_no_more_than_known_ones(served: Served, monkeypatch
     )
 
 
-def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
+def test_late_bodies_are_refused() -> None:
     def answer() -> bytes:
         with (
             served.raw(POST + b"Host: a\r\nContent-Length: 50\r\n\r\n{") as connection,
@@ -366,7 +366,7 @@ def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("end", ["length", "cancelled"])
-def test_a_text_is_not_pending_after_its_end_is_reported(end: str) -> None:
+def test_a_finished_text_is_no_longer_pending(end: str) -> None:
     told: list[tuple[str, int]] = []
 
     def tell(progress: Progress) -> None:
@@ -383,7 +383,7 @@ def test_a_text_is_not_pending_after_its_end_is_reported(end: str) -> None:
     assert told == [(end, 0)]
 
 
-def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
+def test_non_finite_logits_are_a_server_error() -> None:
     with serving() as served:
         served.engine.runner.stages[0].embedding.word_embeddings.weight.data[ord("!")] = torch.nan
         status, found = served.ask(COMPLETIONS, {"prompt": "a!", "max_tokens": 5})
@@ -391,7 +391,7 @@ def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
 
 
-def test_waiting_clients_learn_of_the_servers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_clients_are_told_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as served, ThreadPoolExecutor(2) as clients:
         clocked(served, monkeypatch)
         served.may_step.clear()
@@ -407,7 +407,7 @@ def test_waiting_clients_learn_of_the_servers_end(monkeypatch: pytest.MonkeyPatc
         assert served.ask(COMPLETIONS, {"prompt": "a"})[0] == 503
 
 
-def test_the_openai_client(served: Served) -> None:
+def test_the_openai_client_works(served: Served) -> None:
     openai = pytest.importorskip("openai", reason="the openai package is not installed")
     client = openai.OpenAI(base_url="http://{}:{}/v1".format(*served.address), api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]

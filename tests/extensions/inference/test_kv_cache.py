@@ -31,7 +31,7 @@ def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
 @pytest.mark.parametrize(
     "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]
 )
-def test_cached_decoding_of_all_kinds_of_softmax(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
+def test_cached_decoding_supports_all_kinds_of_softmax(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
     config = replace(STYLES[mixer], softmax_type=softmax, **layers)
     assert_cached_as_whole(config, random_batch(config))
 

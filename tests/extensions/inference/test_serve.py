@@ -43,7 +43,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def test_every_layout_serves_the_same_texts_and_ends_by_a_signal(checkpoint: str, tmp_path: Path) -> None:
+def test_every_layout_serves_the_same_texts_until_a_signal(checkpoint: str, tmp_path: Path) -> None:
     found = []
     for ranks, layout in LAYOUTS:
         with serving(checkpoint, tmp_path / "screen", ranks, *layout.split()) as (url, processes):
@@ -71,7 +71,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
-def test_user_errors(checkpoint: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_explained(
+    checkpoint: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", "--port", "0", *flags.split()]))
     assert caught.value.code == 2

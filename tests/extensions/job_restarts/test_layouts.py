@@ -26,7 +26,7 @@ def choice_of(config: RunConfig, ranks: int) -> layouts.Choice:
     return found
 
 
-def test_without_time_to_search_the_own_layout_has_fewer_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_to_search_the_layout_loses_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "SEARCH", 0.0)
     found = choice_of(config_of("--tp 2"), 7)
     assert (found.ranks, found.layout.dp, found.layout.family.tp) == (6, 3, 2)
@@ -44,7 +44,7 @@ def test_a_search_finds_a_legal_layout_of_the_same_batch() -> None:
     assert "--tensor-model-parallel-size" in layouts.flags_of(config, found.ranks, found.layout)
 
 
-def test_the_device_is_that_of_the_driver(tmp_path: Path) -> None:
+def test_the_device_is_read_from_the_driver(tmp_path: Path) -> None:
     assert layouts.device_here(tmp_path).name == layouts.read_device(layouts.DEFAULT_DEVICE).name
     (tmp_path / "0000").mkdir()
     (tmp_path / "0000" / "information").write_text("Model: \t\t NVIDIA A100-SXM4-80GB\n")

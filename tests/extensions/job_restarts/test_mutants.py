@@ -34,25 +34,25 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
         "parents.Parents._propose",
         'self.store.compare_set(f"start/{number}", "", start.to_json())',
         'self.store.set(f"start/{number}", start.to_json())',
-        test_parents.test_what_one_has_decided_holds_for_all,
+        test_parents.test_all_parents_follow_the_first_decision,
     ),
     "parents that are gone are waited for": (
         "parents.Parents._is_gone",
         "return not peer.state()",
         "return False",
-        test_parents.test_who_does_not_come_because_it_is_gone_is_left_out,
+        test_parents.test_parents_that_are_gone_are_left_out,
     ),
     "a signal between two starts is forgotten": (
         "signals.ParentSignals.hand_to",
         "if self.first is not None:",
         "if False:",
-        test_restarts.test_a_signal_between_two_starts_is_handed_to_the_next,
+        test_restarts.test_a_signal_between_two_starts_reaches_the_next_start,
     ),
     "a rank that leaves early has done its work": (
         "restarts.Parent._one_start",
         "if not (_progress[IN_ORDER] or is_failure(code) or code in ENDS):",
         "if False:",
-        lambda: test_restarts.test_a_rank_that_leaves_early_is_started_again(3),
+        lambda: test_restarts.test_a_rank_that_exits_early_is_restarted(3),
     ),
     "a start that is asked to stop drops the state in memory": (
         "training.reliability.stop_requests.StopRequests.decide",
@@ -73,7 +73,7 @@ KILLED = (AssertionError, ExceptionGroup, KeyError, IndexError, pytest.fail.Exce
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mutant_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, old, new, check = MUTANTS[name]
     monkeypatch.setattr(test_parents.parents, "ROLL", 4.0)
     check()

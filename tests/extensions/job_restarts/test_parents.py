@@ -30,7 +30,7 @@ def parents_of(*peers: Peer) -> list[Parents]:
     return [Parents(store, worker, len(peers)) for worker in range(len(peers))]
 
 
-def test_what_one_has_decided_holds_for_all() -> None:
+def test_all_parents_follow_the_first_decision() -> None:
     first, second, _ = parents_of(*[Peer.here()] * 3)
     second.store.set("here/1/2", "1")
     second.store.set("here/1/1", "1")
@@ -41,7 +41,7 @@ def test_what_one_has_decided_holds_for_all() -> None:
     assert second.gather(1, BEFORE, lambda came, hosts: Start((), ())) == made
 
 
-def test_only_one_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_parent_searches_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = parents_of(Peer.here(), Peer.here())
     assert first._decides(1)
     assert not second._decides(1)
@@ -49,7 +49,7 @@ def test_only_one_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second._decides(1)
 
 
-def test_who_does_not_come_because_it_is_gone_is_left_out() -> None:
+def test_parents_that_are_gone_are_left_out() -> None:
     ended = subprocess.Popen(["sleep", "60"])
     gone = Peer(Peer.here().host, ended.pid, Peer.here().namespace, "of another time")
     there, _, silent = parents_of(Peer.here(), gone, Peer("elsewhere", os.getpid(), "another", "0"))
@@ -67,7 +67,7 @@ def test_who_does_not_come_because_it_is_gone_is_left_out() -> None:
     assert time.monotonic() - began < parents.ROLL / 2
 
 
-def test_a_silent_parent_elsewhere_is_gone_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_parent_on_another_host_counts_as_gone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parents, "SILENT", 0.2)
     there, other = parents_of(Peer.here(), Peer("elsewhere", os.getpid(), "another", "0"))
     silence = dict[int, tuple[int, float]]()
@@ -79,14 +79,14 @@ def test_a_silent_parent_elsewhere_is_gone_after_a_time(monkeypatch: pytest.Monk
     assert there._is_gone(1, silence)
 
 
-def test_a_run_that_has_ended_starts_no_more() -> None:
+def test_a_finished_run_is_not_started_again() -> None:
     there, other = parents_of(Peer.here(), Peer.here())
     other.leave(75, (1,))
     assert there.over() == 75
     assert there.gather(1, BEFORE, lambda came, hosts: BEFORE).ends == "a rank has ended for good"
 
 
-def test_what_hosts_without_ranks_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_ranks_offer_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parents, "OFFERS", 0.2)
     there, other, _ = parents_of(*[Peer.here()] * 3)
     other.offer(4, "copies")
@@ -95,13 +95,13 @@ def test_what_hosts_without_ranks_offer(monkeypatch: pytest.MonkeyPatch) -> None
     assert there.offers(4, []) == []
 
 
-def test_a_process_that_stood_still_does_not_take_others_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_process_does_not_regard_others_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, now = parents.Clock(), parents.time.monotonic()
     monkeypatch.setattr(parents.time, "monotonic", lambda: now + 3600)
     assert clock.seconds() <= parents.LONGEST
 
 
-def test_earlier_starts_leave_nothing_in_the_store() -> None:
+def test_keys_of_earlier_starts_are_deleted_from_the_store() -> None:
     (there,) = parents_of(Peer.here())
     start = Start((0,), (0,), rung="again")
 
@@ -119,14 +119,14 @@ def test_earlier_starts_leave_nothing_in_the_store() -> None:
     assert len({make(number) for number in range(1, 6)}) == 1
 
 
-def test_one_that_comes_late_to_a_start_whose_keys_are_gone_ends() -> None:
+def test_a_parent_that_is_too_late_for_a_start_exits() -> None:
     there, late = parents_of(Peer.here(), Peer.here())
     there.forget(3)
     assert late.asked(2)
     assert late.gather(2, BEFORE, lambda came, hosts: BEFORE).ends == "the other ranks have continued without it"
 
 
-def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:
+def test_a_rank_is_lost_if_its_parent_died_during_the_run() -> None:
     ended = Peer(Peer.here().host, os.getpid(), Peer.here().namespace, "of another time")
     there, _ = parents_of(Peer.here(), ended)
     assert there.lost([1]) and not there.lost([0, 1])
@@ -135,7 +135,7 @@ def test_a_rank_is_lost_unless_its_parent_lives_or_the_run_has_ended() -> None:
 
 
 @pytest.mark.parametrize("other", ["--save b", "--save a --seed 2"])
-def test_a_process_that_meets_the_store_of_another_run_ends(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_reaches_the_store_of_another_run_exits(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = next(PORTS)
     environ = {"ADDR": "127.0.0.1", "PORT": str(port)}
     for name, value in environ.items():

@@ -58,12 +58,12 @@ def advance() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75, 128 + signal.SIGTERM])
-def test_an_end_that_is_no_failure_is_the_last(code: int) -> None:
+def test_an_exit_without_failure_is_not_restarted(code: int) -> None:
     assert codes_of(1, lambda rank, number: code if number == 0 else 9) == [code]
 
 
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGRTMIN - 1])
-def test_a_rank_that_leaves_early_is_started_again(code: int) -> None:
+def test_a_rank_that_exits_early_is_restarted(code: int) -> None:
     def attempt(rank: int, number: int) -> int:
         if number == 0 and code < 0:
             os.kill(os.getpid(), -code)
@@ -74,7 +74,7 @@ def test_a_rank_that_leaves_early_is_started_again(code: int) -> None:
     assert codes_of(1, attempt) == [75]
 
 
-def test_a_second_signal_ends_a_rank_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_a_rank_that_ignores_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "GRACE", 0.2)
     monkeypatch.setattr(signals, "REPEATED", -1.0)
 
@@ -88,7 +88,7 @@ def test_a_second_signal_ends_a_rank_that_does_not_listen(monkeypatch: pytest.Mo
     assert codes_of(1, attempt) == [128 + signal.SIGTERM]
 
 
-def test_a_signal_between_two_starts_is_handed_to_the_next() -> None:
+def test_a_signal_between_two_starts_reaches_the_next_start() -> None:
     held = signals.ParentSignals()
     with held.taken(), subprocess.Popen(["sleep", str(HANG)]) as child:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -97,7 +97,7 @@ def test_a_signal_between_two_starts_is_handed_to_the_next() -> None:
     assert child.returncode == -signal.SIGUSR1
 
 
-def test_a_second_signal_between_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_between_two_starts_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     number = signal.SIGUSR1
     held = signals.ParentSignals()
     with held.taken():
@@ -123,7 +123,7 @@ def test_starts_without_progress_end_at_the_limit(tmp_path: Path) -> None:
     assert len({path.read_text() for path in tmp_path.iterdir()}) == 1
 
 
-def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_rank_is_killed_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "GRACE", 0.2)
 
     def attempt(rank: int, number: int) -> int:
@@ -136,7 +136,7 @@ def test_a_rank_that_hangs_is_ended_when_another_fails(monkeypatch: pytest.Monke
     assert codes_of(3, attempt) == [75] * 3
 
 
-def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STOPPED", 0.2)
 
     def attempt(rank: int, number: int) -> int:
@@ -147,7 +147,7 @@ def test_a_rank_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codes_of(1, attempt) == [75]
 
 
-def test_a_rank_that_does_not_reach_the_store_is_started_again(
+def test_a_rank_that_does_not_reach_the_store_is_restarted(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(restarts, "UNMET", 1.0)
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_reach_the_store_is_started_again(
     assert capfd.readouterr().err.count("has not reached the store in 1 s") == 1
 
 
-def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_parent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STOPPED", 0.2)
     stopped = tmp_path / "stopped"
 
@@ -184,7 +184,7 @@ def test_a_parent_that_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("resumed", ["while the child waits", "for the next start"])
-def test_a_store_that_is_stopped_continues(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "ANSWER", 0.5)
     monkeypatch.setattr(parents.answered, "__defaults__", (1.0,))
     stores = list[int]()
@@ -236,7 +236,7 @@ def fails(*args: object) -> None:
         (fails, "the search for another layout failed: KeyError: 'a device'"),
     ],
 )
-def test_without_all_parents_the_launcher_decides(
+def test_the_launcher_decides_if_a_parent_is_missing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], search: Callable[..., None], why: str
 ) -> None:
     monkeypatch.setattr(parents, "ROLL", 0.5)
@@ -315,9 +315,7 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> 
         ),
     ],
 )
-def test_a_signal_around_a_start_saves_what_copies_hold(
-    faults: tuple[Planned, ...], tmp_path: Path, undisturbed: Run
-) -> None:
+def test_a_signal_near_a_start_saves_the_copies(faults: tuple[Planned, ...], tmp_path: Path, undisturbed: Run) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(*faults, code=75)
     # The iteration is 3 if a rank had begun that step, and 1 if the copies of step 2 were not complete.
@@ -328,14 +326,14 @@ def test_a_signal_around_a_start_saves_what_copies_hold(
     run.assert_equal(undisturbed)
 
 
-def test_a_rank_that_leaves_with_a_code_of_its_own_is_a_failure(tmp_path: Path, undisturbed: Run) -> None:
+def test_an_unknown_exit_code_is_a_failure(tmp_path: Path, undisturbed: Run) -> None:
     run = Run(tmp_path, 2, [*SHARDED, "--restarts-in-job", "2"])
     said = run.start(Planned("exit", 1, 2))
     assert "rank 1 has ended with code 3 before the end of the run" in said
     run.assert_equal(undisturbed)
 
 
-def test_a_start_in_which_all_ranks_died_at_once_is_reported(tmp_path: Path) -> None:
+def test_the_simultaneous_death_of_all_ranks_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, ["--restarts-in-job", "2"])
     run.start(Planned("kill", 0, 2), Planned("kill", 1, 2))
     (event,) = run.events("recovery")

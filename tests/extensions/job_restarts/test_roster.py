@@ -26,7 +26,7 @@ def test_living_workers_keep_their_ranks_and_no_worker_has_two(data: st.DataObje
 
 
 @given(st.data())
-def test_a_smaller_roster_has_living_workers_once(data: st.DataObject) -> None:
+def test_a_smaller_roster_lists_living_workers_once(data: st.DataObject) -> None:
     living = data.draw(st.sets(st.integers(0, 11), min_size=1))
     roster = tuple(data.draw(st.permutations(range(12)))[:8])
     size = data.draw(st.integers(1, len(living)))
@@ -54,6 +54,6 @@ def test_a_spare_of_the_same_host_comes_first() -> None:
     assert replaced((0, 1, 2, 3), {0, 1, 3, 4, 5}, host_of) == (0, 1, 5, 3)
 
 
-def test_a_smaller_roster_takes_whole_hosts_first() -> None:
+def test_a_smaller_roster_prefers_whole_hosts() -> None:
     assert fewer((0, 1, 2, 3, 4, 5), {0, 2, 3, 4, 5}, HOSTS, 4) == (2, 3, 4, 5)
     assert fewer((0, 1, 2, 3), {0, 1, 2, 4}, HOSTS, 4) == (0, 1, 2, 4)

@@ -51,7 +51,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank(begin: Callable[..., Run], undis
     assert event["steps_lost"] <= 1
 
 
-def test_spares_that_die_before_and_while_they_are_needed(begin: Callable[..., Run], undisturbed: Run) -> None:
+def test_spares_may_die_before_and_while_they_are_needed(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(5, 3)
     gone = Planned("workers 3", 0, 1)  # while it waits
     run.start(gone, Planned("host 1", 0, 2), Planned("start workers 2", 2, 0, start=1))
@@ -69,7 +69,7 @@ def test_a_host_of_several_ranks_is_replaced_by_a_host_of_spares(begin: Callable
     run.assert_equal(whole)
 
 
-def test_without_a_spare_left_fewer_ranks_take_another_layout(
+def test_without_spares_fewer_ranks_continue_under_another_layout(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_stages = Layout(Family(), Pipeline(ranks=2))
@@ -87,7 +87,7 @@ def test_without_a_spare_left_fewer_ranks_take_another_layout(
     assert event["steps_lost"] <= 1
 
 
-def test_without_the_store_the_launcher_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
+def test_without_the_store_the_launcher_resumes_from_copies_in_memory(tmp_path: Path) -> None:
     flags = ["--fp64", *SHARDED, "--global-batch-size", "12"]
     whole, run = Run(tmp_path / "whole", 3, flags), Run(tmp_path / "run", 3, [*flags, *IN_JOB])
     whole.start()

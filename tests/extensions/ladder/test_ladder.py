@@ -41,14 +41,14 @@ def grid() -> list[Point]:
     return [Point(n, d, loss_of(n, d)) for n, d in product((1e6, 4e6, 2e7), (2e7, 1e8, 6e8))]
 
 
-def test_a_law_of_parameters_and_tokens_is_found() -> None:
+def test_the_fit_recovers_a_law_of_parameters_and_tokens() -> None:
     found = fit(grid()).described()
     expected = {"E": 1.5, "A": 400, "a": 0.34, "B": 410, "b": 0.28}
     assert found == pytest.approx(expected, rel=1e-3)
     assert fit(grid())(Point(1e8, 2e9, 0)) == pytest.approx(loss_of(1e8, 2e9), rel=1e-6)
 
 
-def test_runs_of_one_ratio_have_a_law_of_compute() -> None:
+def test_runs_with_one_token_ratio_give_a_law_of_compute() -> None:
     points = [Point(n, 20 * n, 0.8 + 300 * (120 * n * n) ** -0.2) for n in (1e4, 3e4, 6e4, 1e5)]
     assert [form_of(some).terms for some in (points, grid(), grid()[:5])] == [1, 2, 1]
     law = fit(points)
@@ -102,7 +102,7 @@ MUTANTS = (
 
 
 @pytest.mark.parametrize(("function", "old", "new"), [each[1:] for each in MUTANTS], ids=[each[0] for each in MUTANTS])
-def test_a_mutant_is_found(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mutant_is_detected(function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = inspect.getsource(getattr(scaling_law, function))
     assert source.count(old) == 1
     there = dict(vars(scaling_law))
@@ -165,7 +165,7 @@ def test_rungs_are_smaller_versions_of_the_target() -> None:
         ((), {"swept": (16,)}, "--sweep-widths 16: has no effect without --rates"),
     ],
 )
-def test_what_is_refused(flags: tuple[str, ...], wanted: dict[str, Any], told: str) -> None:
+def test_invalid_ladders_are_refused(flags: tuple[str, ...], wanted: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         ladder_of(*flags, **wanted)
 
@@ -181,7 +181,7 @@ def reached(ladder: Ladder, noise: float = 0.0) -> list[Outcome]:
     return found
 
 
-def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Path) -> None:
+def test_a_prediction_has_a_curve_a_rate_and_its_limits(tmp_path: Path) -> None:
     ladder = ladder_of(widths=(16, 32, 48), rates=(5e-3, 1e-2, 2e-2))
     found = reached(ladder)
     prediction = predict(ladder, found, swept_rates(found))
@@ -211,7 +211,7 @@ def test_a_prediction_has_a_curve_a_rate_and_what_it_does_not_know(tmp_path: Pat
     assert "the best rate, 0.02, is the first or last rate of the sweep" in told
 
 
-def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
+def test_swept_sizes_also_use_the_rate_of_the_others() -> None:
     ladder = ladder_of(widths=(16, 32, 48), rates=(2e-3, 4e-3), swept=(16, 32))
     rates = [[rung.rate for rung in ladder.rungs if rung.size.hidden_size == width] for width in (16, 32, 48)]
     assert rates == [[2e-3, 4e-3, 1e-2], [2e-3, 4e-3, 1e-2], [1e-2]]
@@ -231,7 +231,7 @@ def test_swept_sizes_have_the_rate_of_the_others_too() -> None:
     assert "the law fits runs at learning rates of 0.01, but the target has 0.5: the law does not cover it" in told
 
 
-def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> None:
+def test_a_diverged_rung_is_finished_but_excluded_from_the_fit(tmp_path: Path) -> None:
     ladder = ladder_of(widths=(16, 32, 48, 32), depths=(2, 2, 2, 1), rates=(5e-3, 1e-2, 2e-2))
     for each in reached(ladder):
         (tmp_path / each.rung.name).mkdir()
@@ -253,7 +253,7 @@ def test_a_rung_that_diverged_is_finished_and_not_in_the_law(tmp_path: Path) -> 
     assert math.isnan(valid_loss(bare) or 0) and valid_loss({"valid_loss": "NaN?"}) is None
 
 
-def test_no_rung_is_trained_for_a_law_that_cannot_be_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rung_is_trained_if_the_law_cannot_be_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ["--output", str(tmp_path / "ladder"), "--evaluations", "4", "--widths", "16", "32"]
     with pytest.raises(ValueError, match="make runs of 2 sizes, and a law needs 3"):
         main([*own, "--", *TARGET])
@@ -263,7 +263,7 @@ def test_no_rung_is_trained_for_a_law_that_cannot_be_fitted(tmp_path: Path, monk
     assert not (tmp_path / "ladder").exists()
 
 
-def test_the_rate_of_a_larger_model() -> None:
+def test_the_best_rate_is_extrapolated_to_a_larger_model() -> None:
     falling = [BestRate(n, 0.01 * (n / 1e4) ** -0.5, bracketed=True) for n in (1e4, 4e4, 1.6e5)]
     found = rate_of_target(falling, 6.4e5, transfers=False)
     assert found == pytest.approx((0.00125,) * 3)
@@ -296,7 +296,7 @@ def test_a_rung_is_trained_once_and_resumes(tmp_path: Path, capsys: pytest.Captu
         main([*own, "--rung", "1", "--", *flags])
 
 
-def test_an_array_has_a_task_for_each_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_array_has_one_task_per_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--output", str(tmp_path / "ladder"), "--widths", "16", "32", "--sbatch-option=--time=1:00:00"]
     assert main([*own, "--sbatch", "--print", "--", *TARGET]) == 0
     script = capsys.readouterr().out
@@ -323,7 +323,7 @@ def expectation(path: Path, low: float) -> str:
 RUN = f"{TINY} --eval-iters 1 --eval-interval 2"
 
 
-def test_a_run_logs_its_distance_and_warns_outside_the_band(tmp_path: Path) -> None:
+def test_a_run_logs_its_deviation_and_warns_outside_the_band(tmp_path: Path) -> None:
     for name, low, warned in (("inside", 3.0, 0), ("outside", 4.1, 1)):
         save = tmp_path / name
         flags = f"{RUN} --save {save} --expect {expectation(tmp_path / 'ladder.json', low)}"

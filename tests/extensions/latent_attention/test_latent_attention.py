@@ -33,7 +33,7 @@ MLA = SHAPE + "--multi-latent-attention --kv-lora-rank 12"
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "now"])
-def test_widths_are_taken_from_checkpoints_and_compared(before: bool, tmp_path: Path) -> None:
+def test_widths_are_read_from_checkpoints_and_compared(before: bool, tmp_path: Path) -> None:
     sections = values_by_section(parse_args(MLA.split()))
     if before:
         sections["model"] |= sections.pop("multi-latent attention")

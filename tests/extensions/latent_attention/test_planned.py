@@ -32,7 +32,7 @@ def test_flops_of_latent_attention() -> None:
         assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
 
 
-def test_recomputed_heads_leave_latents() -> None:
+def test_recomputation_of_heads_saves_only_latents() -> None:
     """Queries, keys and values are not saved. The projection output that contains the key-value latent and the rotary
     key is saved."""
     widths = LATENT.options(LatentAttentionFlags)
@@ -58,7 +58,7 @@ def test_latents_are_gathered_in_place_of_hidden_states() -> None:
     assert Counter(backward) == Counter([*scatters, *regathered, entering, entering])
 
 
-def test_latents_in_tensor_parallel() -> None:
+def test_latent_gradients_are_reduced_under_tensor_parallelism() -> None:
     """Without sequence parallelism, the gradients of the latents are reduced instead of those of the hidden states."""
     forward, backward = per_layer(4, False, "latent", "fp32")
     assert forward == [("all_reduce", S * B * H * 4)] * 2

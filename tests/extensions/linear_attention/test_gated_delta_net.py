@@ -95,7 +95,7 @@ PRODUCT = model_of("delta-product")
 
 
 @pytest.mark.parametrize("starts", [(0,), (0, 3, 4, 11)])
-def test_delta_product(starts: tuple[int, ...]) -> None:
+def test_delta_product_matches_the_recurrence(starts: tuple[int, ...]) -> None:
     """The reference is the recurrence of arXiv 2502.10297: for each token, a state decays once and is then updated at
     three keys, one after the other."""
     net = next(m for m in GPTModel(PRODUCT, FP64).train().modules() if isinstance(m, gated_delta_net.GatedDeltaNet))
@@ -163,7 +163,9 @@ def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, packed: bool, steps: int) -> None:
+def test_kernels_of_flash_linear_attention_match_torch(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, steps: int
+) -> None:
     """The loss and gradients of a model whose linear attention calls the kernels equal those of a model that does
     not."""
     config = replace(DELTA_NET if steps == 1 else PRODUCT, recompute_granularity="selective" if packed else None)
@@ -190,7 +192,7 @@ def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, pack
         assert calls[0]["cu_seqlens"].tolist() == [steps * start for start in (*starts, 48)]
 
 
-def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_only_on_gpus_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert flash_rule(torch.bfloat16, cuda) is None  # flash-linear-attention is not installed
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
@@ -201,7 +203,7 @@ def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatc
     assert flash_rule(torch.bfloat16, cuda) is None
 
 
-def test_pattern() -> None:
+def test_pattern_chooses_full_or_linear_attention() -> None:
     """As in Megatron-LM, a frequency N means N - 1 layers of linear attention followed by one layer of full attention.
     Linear attention has no rotary embedding."""
     config = replace(DELTA_NET, num_layers=8, linear_attention_freq="4", window_size=3)

@@ -63,14 +63,14 @@ def log_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_flags_of_checkpoints_from_when_they_were_the_trunk_s_are_kept() -> None:
+def test_logging_flags_of_older_checkpoints_are_kept() -> None:
     saved = {"logging": {"tensorboard_dir": "board", "log_interval": 7, "wandb_project": "p"}}
     config = config_of_sections(saved)
     assert config.options(LogsConfig) == LogsConfig(tensorboard_dir="board", wandb_project="p")
     assert config.logging == LoggingConfig(log_interval=7)
 
 
-def test_tags_are_megatron_s() -> None:
+def test_tags_match_megatron() -> None:
     found = dict.fromkeys(tag for tag, _, _ in scalars(record(1, mtp_loss_2=1.0, valid_loss=2.0, grad_norm=1.0)))
     assert list(found) == [
         *("consumed_samples", "time", "lm loss", "lm loss vs samples", "learning-rate", "learning-rate vs samples"),
@@ -82,7 +82,7 @@ def test_tags_are_megatron_s() -> None:
     assert tag_of("valid_source_web_loss") == "lm loss validation source_web"
 
 
-def test_a_value_of_a_table_has_the_number_of_its_row() -> None:
+def test_table_values_are_tagged_with_their_row_number() -> None:
     table = {"layer": [0, 4], "expert_load": [None, [0.5, 1.5]], "output_gain": [None, 1.5], "output_rms": [2.0, 3.0]}
     found = {"iteration": 5, "layers": table, "parameters": {"decoder.layers.1.b": {"grad_norm": 4.0}}}
     assert list(scalars(found)) == [
@@ -93,7 +93,7 @@ def test_a_value_of_a_table_has_the_number_of_its_row() -> None:
     ]
 
 
-def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_only_the_records_that_it_rewrites(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last in ((1, 6), (4, 12), (11, 14)):  # the second run hides the record at 8 samples; the third does not
@@ -143,7 +143,7 @@ def test_a_full_disk_costs_tensorboard_no_record(
 
 
 @pytest.mark.parametrize("save", ["save", None])
-def test_weights_and_biases_has_its_files_in_the_folder_of_the_run_or_none(
+def test_weights_and_biases_files_are_in_the_run_folder_or_absent(
     save: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
@@ -163,7 +163,7 @@ def test_weights_and_biases_has_its_files_in_the_folder_of_the_run_or_none(
     assert [path.name for path in (tmp_path / "here").iterdir()] == ([] if save else ["metrics.jsonl"])
 
 
-def test_a_run_that_is_requeued_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_run_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 

@@ -60,7 +60,7 @@ def means(lines: list[dict]) -> Means:
     return {(line["source"], line["document"]): (line["tokens"], line["loss"]) for line in lines}
 
 
-def test_losses_of_documents_match_their_tokens_at_every_layout(tmp_path: Path, data: list[str]) -> None:
+def test_document_losses_match_their_tokens_under_every_layout(tmp_path: Path, data: list[str]) -> None:
     ((alone, expected),) = run_world(1, losses, [*MODEL, *data], tmp_path / "alone.jsonl")
     assert len(alone) == len(expected) > 15 and sum(line["tokens"] for line in alone) == 16 * 8
     assert all((line["iteration"], line["split"], line["set"]) == (2, "valid", "") for line in alone)
@@ -77,7 +77,7 @@ def test_losses_of_documents_match_their_tokens_at_every_layout(tmp_path: Path, 
             assert tokens == found[key][0] and loss == pytest.approx(found[key][1], rel=1e-12), (layout, key)
 
 
-def test_documents_of_named_sets_and_of_data_without_documents(tmp_path: Path, data: list[str]) -> None:
+def test_documents_of_named_sets_are_logged(tmp_path: Path, data: list[str]) -> None:
     log = tmp_path / "log.jsonl"
     named = ["--data-path", data[2], "--valid", f"web={data[4]}", "--eval-interval", "1"]
     ((lines, _),) = run_world(1, losses, [*MODEL, *named, "--split", "1,0,0"], log)

@@ -51,12 +51,12 @@ def log(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("pattern", FOUND_IN_LINES)
-def test_patterns_of_parsers(log: str, pattern: str) -> None:
+def test_parsers_find_the_expected_values(log: str, pattern: str) -> None:
     found = [match[1] for line in log.splitlines() if (match := re.search(pattern, line))]
     assert found == FOUND_IN_LINES[pattern], log
 
 
-def test_fields_split_at_bars(log: str) -> None:
+def test_fields_are_separated_by_bars(log: str) -> None:
     """Each field between bars consists of a name, a colon and a number, so `grep -Eo 'name [^|]*'` and `cut -d'|'` can
     extract it."""
     lines = [line for line in log.splitlines() if re.search(r"\] iteration +\d+/", line)]
@@ -67,7 +67,7 @@ def test_fields_split_at_bars(log: str) -> None:
     assert [float(each[" consumed samples"]) for each in fields] == [4, 8, 12, 16, 20]
 
 
-def test_tensorboard_has_the_records_under_the_tags_of_megatron(log: str, folder: Path) -> None:
+def test_tensorboard_uses_megatrons_tags(log: str, folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "board"))

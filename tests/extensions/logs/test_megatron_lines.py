@@ -12,7 +12,7 @@ from tests.pure.test_log_format import RECORD
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 
 
-def test_progress_line_of_megatron() -> None:
+def test_progress_line_matches_megatron() -> None:
     assert progress_line(RECORD, 100, False, NOW) == (
         " [2030-01-02 03:04:05] iteration       10/     100 | consumed samples:           80 | "
         "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:     8 | "
@@ -27,7 +27,7 @@ def test_progress_line_of_megatron() -> None:
     assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
 
 
-def test_validation_lines_of_megatron() -> None:
+def test_validation_lines_match_megatron() -> None:
     ruler, line, end = evaluation_lines("", 10, 3.25).split("\n")
     assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "
     assert ruler == end == "-" * (len(line) + 1)
@@ -36,7 +36,7 @@ def test_validation_lines_of_megatron() -> None:
     assert "PPL: 4.851652E+08" in evaluation_lines("valid", 10, 1e4)
 
 
-def test_a_step_without_loss_prints_none() -> None:
+def test_a_step_without_loss_omits_the_loss_field() -> None:
     """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
     line = progress_line(RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}, 100, True, NOW)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line

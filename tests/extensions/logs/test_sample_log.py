@@ -44,7 +44,7 @@ LAYOUTS = [
 ]
 
 
-def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) -> None:
+def test_every_layout_logs_the_same_samples(tmp_path: Path, data: list[str]) -> None:
     texts = []
     for number, (world_size, flags) in enumerate(LAYOUTS):
         texts.append(log_of(tmp_path / f"{number}", data, world_size, flags).read_bytes())
@@ -58,7 +58,7 @@ def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) ->
     assert all(len(record["crc32"]) == len(record["origins"]) for record in records)
 
 
-def test_a_longer_plan_continues_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
+def test_a_longer_run_continues_in_the_original_order(tmp_path: Path, data: list[str]) -> None:
     """48 samples are less than one epoch of each source, but 240 samples are several epochs. In this case, Megatron-LM
     would switch to a different order."""
     flags = "--micro-batch-size 3 --num-workers 0"

@@ -56,7 +56,7 @@ def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[
     return found, expected
 
 
-def test_losses_of_sources_match_their_tokens_at_every_layout(tmp_path: Path, data: list[str]) -> None:
+def test_source_losses_match_their_tokens_under_every_layout(tmp_path: Path, data: list[str]) -> None:
     flags = "--hidden-dropout 0 --attention-dropout 0"
     ((alone, expected),) = run_world(1, records, [*MODEL, *data, *flags.split()], tmp_path)
     assert {name: alone[0][f"source_{name}_loss"] for name in expected} == pytest.approx(expected, rel=1e-12)

@@ -6,7 +6,7 @@ from megatron.extensions.observe.logs.terminal import terminal_lines
 from tests.pure.test_log_format import RECORD
 
 
-def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
+def test_an_interval_takes_at_most_two_terminal_rows() -> None:
     troubled = RECORD | {"skipped_iterations": 3, "nan_iterations": 1, "moe_load_min": 0.5, "moe_load_max": 1.5}
     troubled["moe_aux_loss"] = 1.0
     for width in (40, 60, 80, 120, 200):

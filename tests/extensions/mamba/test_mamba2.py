@@ -81,7 +81,7 @@ def test_products_in_bf16_are_within_their_stated_error(decay: float, packed: bo
         assert (grad - right).norm() <= 3 * unit * right.norm(), name
 
 
-def test_a_tokens_own_input_is_added_with_its_factor() -> None:
+def test_the_input_is_added_with_its_factor() -> None:
     *tokens, state = operands(53)
     direct = torch.randn(6, dtype=torch.float64, requires_grad=True)
     found, _ = ssd_of_chunks(operands_in_chunks(*tokens, 16), None, state, HARDWARE, direct, torch.float64)

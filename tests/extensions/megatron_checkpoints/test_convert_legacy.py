@@ -91,7 +91,7 @@ def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: 
     assert_converts_to_the_same(theirs, change, tmp_path)
 
 
-def test_experts_may_be_in_one_tensor(tmp_path: Path) -> None:
+def test_experts_stored_in_one_tensor_are_read(tmp_path: Path) -> None:
     """weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views of [experts, input, output channels]."""
 
     def change(content: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ OLD_NAMES = {
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-def test_models_from_before_the_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
+def test_models_older_than_megatron_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
     """Old files have nested dicts and other names. Before version 2, each rank's q, k and v rows also have a different
     order."""
 
@@ -162,7 +162,7 @@ def in_16_bits(scaled: bool, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleaved: Path, tmp_path: Path) -> None:
+def test_fp32_parameters_and_the_loss_scale_are_converted(scaled: bool, interleaved: Path, tmp_path: Path) -> None:
     convert("--input", interleaved, "--output", tmp_path / "before")
     rewrite(interleaved, lambda content: in_16_bits(scaled, content))
     convert("--input", interleaved, "--output", tmp_path / "after")
@@ -180,7 +180,9 @@ def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleave
     assert same(again, after)
 
 
-def test_fp32_parameters_out_of_order(interleaved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp32_parameters_in_another_order_are_refused(
+    interleaved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def change(content: dict[str, Any]) -> None:
         in_16_bits(False, content)
         mains = content["optimizer"]["fp32_from_fp16_params"][1]
@@ -199,11 +201,11 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("bucket", "apart", "places", "end"), PLACES)
-def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], end: int) -> None:
+def test_buffer_offsets_match_megatron(bucket: int | None, apart: bool, places: list[int], end: int) -> None:
     assert layout_of([("a", 10), ("b", 64), ("c", 100)], bucket, apart) == (places, end)
 
 
-def test_tied_embeddings_have_a_bucket_of_their_own() -> None:
+def test_tied_embeddings_have_a_separate_bucket() -> None:
     """The other parameters in the buffer end at a multiple of 64, where the embedding would begin without its own
     bucket."""
     assert layout_of([("embedding.word_embeddings.weight", 10), ("b", 70)], None, True) == ([128, 0], 138)
@@ -271,7 +273,7 @@ CASES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_damage_is_one_line(message: str, interleaved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_in_one_line(message: str, interleaved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CASES[message](interleaved)
     assert message in refusal(interleaved, capsys)
 
@@ -308,7 +310,7 @@ BUFFERS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("message", BUFFERS)
-def test_buffers_that_do_not_fit(message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mismatched_buffers_are_refused(message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = unpack("legacy_moe", tmp_path)
     BUFFERS[message](folder)
     line = refusal(folder, capsys)

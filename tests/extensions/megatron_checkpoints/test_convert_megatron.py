@@ -71,7 +71,7 @@ def test_the_run_resumes_at_its_position_with_the_same_losses(name: str, tmp_pat
     assert found == {step: pytest.approx(expected["losses"][step - 1], abs=1e-6) for step in (3, 4)}
 
 
-def test_weights_only_have_the_true_vocabulary_and_become_a_release(dense: Path, tmp_path: Path) -> None:
+def test_weights_only_conversion_drops_padding_and_gives_a_release(dense: Path, tmp_path: Path) -> None:
     convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
     checkpoint = opened(tmp_path / "ours")
     assert checkpoint.payload["iteration"] == 0 and not any(key.startswith("optimizer.") for key in checkpoint.tensors)
@@ -83,7 +83,7 @@ def test_weights_only_have_the_true_vocabulary_and_become_a_release(dense: Path,
     assert torch.equal(opened(tmp_path / "again").read(name), checkpoint.read(name))
 
 
-def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path, tmp_path: Path) -> None:
+def test_round_trip_keeps_every_tensor_and_state(theirs: Path, tmp_path: Path) -> None:
     convert("--input", theirs, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron", "--workers", "2")
     before, after = (Checkpoint(folder / "iter_0000002") for folder in (theirs, tmp_path / "back"))
@@ -133,7 +133,9 @@ def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Pa
     assert torch.equal(found.flatten(), old[key][1].flatten())
 
 
-def test_a_decoupled_learning_rate(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decoupled_learning_rate_is_converted(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lie("decoupled_lr", 0.02)(dense / "iter_0000002")
     convert("--input", dense, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
@@ -230,6 +232,8 @@ CASES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_damage_is_one_line_and_leaves_nothing(message: str, dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_in_one_line_and_leaves_no_output(
+    message: str, dense: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     CASES[message](dense / "iter_0000002")
     assert message in refusal(dense, capsys)

@@ -69,7 +69,7 @@ def write(folder: Path, metas: dict[str, ParamMeta], sizes: tuple[int, int, int,
         pytest.param(EXPERTS, (2, 1, 4, 1), id="more experts than ranks of TP"),
     ],
 )
-def test_ranks_are_put_together(flags: str, sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
+def test_gradients_of_all_ranks_are_combined(flags: str, sizes: tuple[int, int, int, int], tmp_path: Path) -> None:
     model = resolve_legal(parse_args(f"{MODEL} {flags}".split()), 1).model
     expected = write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, sizes)
     found = GradientFolder(tmp_path, model)
@@ -99,7 +99,7 @@ def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
     ],
     ids=["a stage", "a TP rank"],
 )
-def test_a_lost_file_is_named(lost: str, message: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_named(lost: str, message: str, tmp_path: Path) -> None:
     model = resolve_legal(parse_args(MODEL.split()), 1).model
     write(tmp_path, {meta.name: meta for meta in stage_metas(model)}, (2, 2, 1, 2))
     for path in tmp_path.glob(f"{lost}*"):

@@ -44,7 +44,7 @@ def as_they_save(name: str, folder: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", LISTINGS)
-def test_there_and_back_with_their_names(name: str, tmp_path: Path) -> None:
+def test_round_trip_keeps_megatron_names(name: str, tmp_path: Path) -> None:
     theirs = as_they_save(name, tmp_path / "theirs")
     convert("--input", theirs, "--output", tmp_path / "ours")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")

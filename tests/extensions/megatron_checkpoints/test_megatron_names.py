@@ -31,7 +31,7 @@ FOUND += ["own-widths", "streams", "hybrid-multi-token"]
 
 
 @pytest.mark.parametrize("style", FOUND)
-def test_a_written_name_is_found_again(style: str) -> None:
+def test_written_names_are_read_back(style: str) -> None:
     config = STYLES[style]
     metas = {meta.name: meta for meta in stage_metas(config)}
     names = Names(metas.values(), hybrid=config.stated_layers is not None)
@@ -42,7 +42,7 @@ def test_a_written_name_is_found_again(style: str) -> None:
     assert {each for way in ways.values() for each in way.names} == set(written)
 
 
-def test_kinds_of_channels_are_apart() -> None:
+def test_kinds_of_channels_are_separate() -> None:
     """The weight has two groups. Each group has two channels of x, and one channel each of z, B, C and the step
     size."""
     way = Way(("z", "x", "B", "C", "dt"), kinds=(1, 2, 1, 1, 1))
@@ -50,13 +50,13 @@ def test_kinds_of_channels_are_apart() -> None:
     assert torch.equal(way.whole(tensors, (2, 6, 1)), torch.arange(12).view(2, 6, 1))
 
 
-def test_a_sink_has_the_name_it_has_there() -> None:
+def test_attention_sinks_have_megatrons_name() -> None:
     ours = ParamMeta("decoder.layers.3.self_attention.core.softmax_offset", (8,), role="sink")
     (piece,), layer = Names([ours], hybrid=False).written(ours, stacked=True)
     assert (piece.names, layer) == (["decoder.layers.self_attention.core_attention.softmax_offset"], 3)
 
 
-def test_each_sublayer_of_a_hybrid_module_is_a_layer() -> None:
+def test_each_sublayer_of_a_hybrid_model_is_a_layer() -> None:
     ours = [
         f"mtp.layers.1.transformer_layer.{name}" for name in ("self_attention.linear_proj.weight", "mlp.router.weight")
     ]
@@ -71,13 +71,13 @@ def test_each_sublayer_of_a_hybrid_module_is_a_layer() -> None:
     assert alone.names == [f"{front}.0.mlp.router.weight"]
 
 
-def test_a_table_of_tokens_gains_rows_for_padding() -> None:
+def test_a_token_table_gains_padding_rows() -> None:
     table = torch.tensor([[3, 1], [0, 2]])
     assert torch.equal(with_rows(table, 3), torch.tensor([[3, 1], [0, 2], [0, 0]]))
     assert torch.equal(with_rows(table, 1), table[:1])
 
 
-def test_biases_of_experts_have_a_row_for_each() -> None:
+def test_expert_biases_have_one_row_per_expert() -> None:
     bias = ParamMeta("decoder.layers.0.mlp.experts.linear_fc1.bias", (4, 2, 6), role="bias", expert=True)
     ways = [way.names for way in Names([bias], hybrid=False).ways(bias)]
     experts = "decoder.layers.0.mlp.experts.experts"
@@ -90,7 +90,7 @@ def test_biases_of_experts_have_a_row_for_each() -> None:
 
 
 @pytest.mark.parametrize("files", [f"{LATEST} iter_0000000/mp_rank_00/model_optim_rng.pt", "common.pt metadata.json"])
-def test_their_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str) -> None:
+def test_megatron_checkpoints_are_recognized_before_ours(tmp_path: Path, files: str) -> None:
     check_kind(tmp_path, files, "", "megatron")
 
 
@@ -102,12 +102,12 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("style", UNEQUAL)
-def test_parts_without_names_are_listed(style: str) -> None:
+def test_parameters_without_megatron_names_are_listed(style: str) -> None:
     parts = unequal_parts(run_of(replace(STYLES[style], mtp_num_layers=STYLES[style].mtp_num_layers or 1)))
     assert any(UNEQUAL[style] in part for part in parts)
 
 
-def test_models_that_megatron_has_not_are_refused() -> None:
+def test_models_that_megatron_does_not_support_are_refused() -> None:
     with pytest.raises(
         ValueError, match="Megatron-LM does not support --scale-word-embeddings, --activation-func geglu"
     ):

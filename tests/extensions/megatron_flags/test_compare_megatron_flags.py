@@ -44,7 +44,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_checkout_with_new_flags(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_flags_of_a_checkout_are_listed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkout may lack modules. New and changed flags are listed with their treatment."""
     assert compare_megatron_flags.main([str(checkout)]) == 1
     out = capsys.readouterr().out
@@ -68,14 +68,14 @@ def test_the_table_is_written_for_one_branch(checkout: Path, tmp_path: Path, mon
     assert len(found) == 8 and found["--glitter"] == "unknown" and found["--use-flash-attn"] == "no effect"
 
 
-def test_the_table_is_what_would_be_written() -> None:
+def test_the_table_is_up_to_date() -> None:
     rows = read_table()
     parsers = {name: [row.flag for row in rows if name in row.branches.split()] for name in ("main", "dev")}
     sources = [line[2:] for line in TABLE.read_text(encoding="utf-8").splitlines()[:2]]
     assert table_text(parsers, sources) == TABLE.read_text(encoding="utf-8")
 
 
-def test_a_folder_that_is_not_a_checkout(checkout: Path) -> None:
+def test_a_folder_that_is_not_a_checkout_is_refused(checkout: Path) -> None:
     with pytest.raises(ValueError, match="give the folder of a checkout"):
         compare_megatron_flags.main([str(checkout / "megatron")])
     (checkout / "megatron/training/arguments.py").write_text("import megatron.core.gone")

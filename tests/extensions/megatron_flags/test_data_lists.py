@@ -19,13 +19,13 @@ def read(lists: DataLists) -> DatasetConfig:
     return with_data_lists(RunConfig().with_options(lists)).data
 
 
-def test_words_of_a_file(tmp_path: Path) -> None:
+def test_words_of_a_file_are_read(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("0.3 a\n0.7 b\n")
     found = read(DataLists(data_args_path=str(tmp_path / "words")))
     assert found == DatasetConfig(data_path=("0.3", "a", "0.7", "b"))
 
 
-def test_lists_of_a_file(tmp_path: Path) -> None:
+def test_lists_of_a_file_are_read(tmp_path: Path) -> None:
     file = tmp_path / "lists.json"
     file.write_text(json.dumps({"train": [0.5, "a", 0.5, "b"], "valid": "c", "test": None}))
     found = read(DataLists(per_split_data_args_path=str(file)))
@@ -36,11 +36,11 @@ def test_lists_of_a_file(tmp_path: Path) -> None:
     "text",
     ["train: 1 0:0.9 a, 2.5 0.1:1 dir/b", '"train: 1 0:0.9 a, 2.5 0.1:1 dir/b"\n', "tr_0: 1 0:0.9 a,2.5 0.1:1 dir/b"],
 )
-def test_weighted_ranges(text: str) -> None:
+def test_weighted_ranges_are_parsed(text: str) -> None:
     assert weighted_ranges(text) == ("1", "a@0:0.9", "2.5", "dir/b@0.1:1")
 
 
-def test_weighted_ranges_of_flags_and_files(tmp_path: Path) -> None:
+def test_weighted_ranges_come_from_flags_and_files(tmp_path: Path) -> None:
     (tmp_path / "valid").write_text("valid: 1 0.9:1 a")
     of_file = str(tmp_path / "valid")
     lists = DataLists(train_weighted_split_paths=("t: 1 0:0.9 a",), valid_weighted_split_paths_path=of_file)
@@ -59,7 +59,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("lists", "message"), UNREADABLE)
-def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Path) -> None:
+def test_unreadable_lists_are_refused(lists: DataLists, message: str, tmp_path: Path) -> None:
     if lists.per_split_data_args_path:
         (tmp_path / "lists").write_text("[1]")
         lists = DataLists(per_split_data_args_path=str(tmp_path / "lists"))
@@ -67,7 +67,7 @@ def test_lists_that_cannot_be_read(lists: DataLists, message: str, tmp_path: Pat
         read(lists)
 
 
-def test_lists_with_other_data() -> None:
+def test_lists_cannot_be_combined_with_other_data() -> None:
     """If the data lists cannot be read, the error messages still consider the run's other data."""
     lists = ("--train-weighted-split-paths", "t: 1 0:1 a", "--valid-weighted-split-paths", "v: 1 0:1 a")
     with pytest.raises(ValueError, match="--train-data-path: cannot be combined with --train-weighted-split-paths, "):

@@ -100,7 +100,7 @@ def started(script: str, folder: Path, arguments: list[str], **environ: str) -> 
 @pytest.mark.parametrize(
     "script", [needs("phases", name) if "--rampup-batch-size" in words else name for name, words in SHRUNK.items()]
 )
-def test_each_form_trains_as_it_is(script: str, tmp_path: Path, files: dict[str, str]) -> None:
+def test_each_script_trains_unchanged(script: str, tmp_path: Path, files: dict[str, str]) -> None:
     save = tmp_path / "run"
     save.mkdir()
     arguments = {

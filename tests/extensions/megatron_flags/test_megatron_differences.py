@@ -63,13 +63,13 @@ def test_every_difference_is_listed_and_has_cases(listed: list[str]) -> None:
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("subject", MEETING)
-def test_flags_meet_a_difference(subject: str) -> None:
+def test_flags_report_their_differences(subject: str) -> None:
     meet, others = MEETING[subject]
     assert [flags for flags in meet if subject not in subjects_met(flags)] == []
     assert [flags for flags in others if subject in subjects_met(flags)] == []
 
 
-def test_flags_of_a_file_count_as_given(tmp_path: Path) -> None:
+def test_flags_of_a_file_report_differences(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("calculate_per_token_loss: true\ntrain-iters: 5\neod-mask-loss: false\n")
     assert read_flags(["--config", str(file)]).spelled >= {"--calculate-per-token-loss", "--train-iters"}

@@ -42,12 +42,12 @@ VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encodi
 
 
 @pytest.mark.parametrize(("argv", "field", "value"), [tuple(case.values()) for case in VALUES])
-def test_values(argv: str, field: str, value: Any) -> None:
+def test_flag_values_are_translated(argv: str, field: str, value: Any) -> None:
     found = flat_values(parse_args(argv.split()))[field]
     assert found == value and type(found) is type(value)
 
 
-def test_features_that_are_not_built_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unimplemented_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
         "--mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 --dataloader-type cyclic --gibberish "
         "--onnx-safe --num-experts 64 128",
@@ -66,7 +66,7 @@ def test_features_that_are_not_built_are_refused(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_a_file_may_ask_for_it_too(tmp_path: Path) -> None:
+def test_flags_in_a_file_are_translated_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run\.yaml: onnx-safe: asks for this activation function"):
         parse_args(["--config", write(tmp_path, "onnx-safe: true")])
     assert len(command_line(["--config", write(tmp_path, "use-mcore-models: true"), *TINY.split()]).notes) == 1
@@ -108,7 +108,7 @@ def test_meaningless_flags_get_one_line_each() -> None:
     assert command.config == parse_args(TINY.split())
 
 
-def test_the_fused_head_of_megatron_is_the_loss_in_chunks() -> None:
+def test_megatrons_fused_head_is_the_loss_in_chunks() -> None:
     command = command_line(f"{TINY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear".split())
     assert command.config.parallel.loss_chunk_tokens == 4096
     command = command_line(f"{TINY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te".split())
@@ -179,7 +179,7 @@ HEAD = read_table()
 """Table rows for all flags of Megatron-LM's branches main and dev."""
 
 
-def test_every_flag_and_value_of_head_is_known() -> None:
+def test_every_current_megatron_flag_is_known() -> None:
     assert len(HEAD) > 900 and not [row for row in HEAD if row.treatment == UNKNOWN]
     wrong = [(row.flag.name, row.treatment, found) for row in HEAD if (found := treatment(row.flag)) != row.treatment]
     assert not wrong, "write the table again: python tools/compare_megatron_flags.py"
@@ -187,7 +187,7 @@ def test_every_flag_and_value_of_head_is_known() -> None:
 
 
 @pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
-def test_every_flag_of_head_is_answered_with_a_reason(kind: str) -> None:
+def test_every_current_megatron_flag_is_answered_with_a_reason(kind: str) -> None:
     """Each flag gives a line that begins with the flag and a colon, or that names the equivalent flags of this
     program."""
     signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
@@ -213,7 +213,7 @@ EXCHANGES = [name for name, entry in TABLE.entries.items() if isinstance(entry, 
         ("--cuda-graph-impl full_iteration", "the host launches every kernel"),
     ],
 )
-def test_substitutes_say_what_they_cost(flags: str, cost: str) -> None:
+def test_substitutes_state_their_cost(flags: str, cost: str) -> None:
     (note,) = read_flags(flags.split()).notes
     assert note.startswith(f"{flags} is read as ") and cost in note
 
@@ -245,7 +245,7 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
     assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 
 
-def test_a_rotary_embedding_of_a_file_survives_no_position_embedding(tmp_path: Path) -> None:
+def test_rotary_embeddings_of_a_file_survive_no_position_embedding(tmp_path: Path) -> None:
     path = write(tmp_path, "position-embedding-type: rope\n")
     assert parse_args(["--config", path, "--no-position-embedding"]).model.position_embedding_type == "rope"
     path = write(tmp_path, "no-position-embedding: true\nposition-embedding-type: learned_absolute\n")

@@ -29,7 +29,7 @@ EXPRESSIONS = [
 VALUES = {"A": "1000000", "B": "7", "C": "A+B", "D": ""}
 
 
-def test_arithmetic_is_that_of_bash() -> None:
+def test_arithmetic_matches_bash() -> None:
     lines = [*(f"{name}='{value}'" for name, value in VALUES.items()), *(f"echo $(({each}))" for each in EXPRESSIONS)]
     said = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
     assert [evaluate(each, VALUES.get) for each in EXPRESSIONS] == [int(line) for line in said.split()]
@@ -55,7 +55,7 @@ def translated(text: str, folder: Path, capsys: pytest.CaptureFixture[str], code
     return capsys.readouterr().out
 
 
-def test_names_in_arithmetic_are_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_in_arithmetic_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "TRAIN_SAMPLES=1000000; WARM=$((TRAIN_SAMPLES/100)); GPUS=(8 4)\n((GBS = 4 * GPUS)); let GBS*=2\n"
         "torchrun pretrain_gpt.py --num-layers 2 --train-samples $TRAIN_SAMPLES --lr-warmup-samples $WARM "
@@ -122,7 +122,7 @@ TESTS = [
 
 
 @pytest.mark.parametrize(("test", "answer"), TESTS)
-def test_a_test_is_decided_as_bash_does(test: str, answer: str) -> None:
+def test_tests_are_evaluated_like_in_bash(test: str, answer: str) -> None:
     script = LaunchScript(f"SIX=6\nif {test}; then A=yes; else A=no; fi\npython pretrain_gpt.py --name $A")
     assert script.choices == ({"A": ["yes", "no"]} if answer == "both" else {})
     assert script.flags()[1] == answer or answer == "both"
@@ -190,7 +190,7 @@ def test_steps_of_arithmetic_match_bash(command: str) -> None:
     assert [values["N"], values["M"]] == said.split()
 
 
-def test_an_array_is_given_as_far_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_are_expanded_as_far_as_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "GPUS=(0 1 2 3)\nARGS=(--num-layers 2 --seed 5)\n((SEED++))\n"
         'torchrun --nproc-per-node ${#GPUS[@]} pretrain_gpt.py "${ARGS[@]:0:2}" --tp ${#GPUS[@]} '

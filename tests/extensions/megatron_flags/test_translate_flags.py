@@ -70,7 +70,7 @@ def test_values_of_examples_are_translated(capsys: pytest.CaptureFixture[str]) -
     assert "--lion-beta1 0.9" in capsys.readouterr().out
 
 
-def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_input_without_script_or_flags_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert "give a script, or flags after --" in capsys.readouterr().err
@@ -93,7 +93,7 @@ STYLES = [
 
 
 @pytest.mark.parametrize(("script", "words"), STYLES)
-def test_words_of_other_styles(script: str, words: str) -> None:
+def test_other_flag_styles_are_accepted(script: str, words: str) -> None:
     assert " ".join(LaunchScript(script).flags()) == words
 
 
@@ -109,12 +109,12 @@ BRANCHES = [
 
 
 @pytest.mark.parametrize(("script", "words"), BRANCHES)
-def test_branches_and_quotes(script: str, words: str) -> None:
+def test_branches_and_quotes_are_parsed(script: str, words: str) -> None:
     found = LaunchScript(re.sub("^pretrain ", "python pretrain_gpt.py ", script, flags=re.MULTILINE))
     assert " ".join(found.flags()) == words and not found.unsure
 
 
-def test_a_branch_whose_test_is_not_known_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undecidable_branch_is_read_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.sh"
     script.write_text('A="--bf16"\nif [ -n "$KEY" ]; then A="$A --wandb-project p"; fi\npython pretrain_gpt.py $A')
     main([str(script)])
@@ -123,7 +123,7 @@ def test_a_branch_whose_test_is_not_known_is_read_and_named(tmp_path: Path, caps
     assert printed.err == "flags from a branch whose condition is unknown: --wandb-project\n"
 
 
-def test_a_file_of_another_kind_is_no_launch_script() -> None:
+def test_other_files_are_not_launch_scripts() -> None:
     with pytest.raises(ValueError, match="no launch script"):
         main([__file__])
 
@@ -190,7 +190,7 @@ ALLOCATIONS = {
 
 
 @pytest.mark.parametrize("shares", ALLOCATIONS, ids=str)
-def test_shares_of_layers_are_allocated_as_by_megatron(shares: tuple[int, float, float]) -> None:
+def test_layer_shares_are_allocated_as_in_megatron(shares: tuple[int, float, float]) -> None:
     assert pattern_of(*shares) == ALLOCATIONS[shares]
 
 

@@ -11,14 +11,14 @@ from tools.coordinate_check import Axis, Measured, config_of, main, slope, verdi
 MUP = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16".split()
 
 
-def test_slopes_match_powers() -> None:
+def test_slopes_of_power_laws_are_measured() -> None:
     assert slope([1, 2, 8], [3, 6, 24]) == pytest.approx(1)
     assert slope([64, 256], [1.0, 0.5]) == pytest.approx(-0.5)
     assert slope([64, 256], [0.0, 0.0]) == 0
     assert slope([64, 256], [1.0, float("nan")]) == float("inf")
 
 
-def test_logits_may_shrink_and_nothing_else() -> None:
+def test_only_logits_may_shrink() -> None:
     def axis(part: str, last: float) -> Axis:
         parts = ("embedding", "attention", "mlp", "stream", "logits")
         sizes = {other: [1.0] for other in parts}
@@ -28,7 +28,7 @@ def test_logits_may_shrink_and_nothing_else() -> None:
     assert not verdict(axis("stream", 0.5), 0, 0.2)[1] and not verdict(axis("logits", 2.0), 0, 0.2)[1]
 
 
-def test_widths_and_their_like_are_in_proportion() -> None:
+def test_all_sizes_scale_with_the_width() -> None:
     model = config_of(
         ["--ffn-hidden-size", "96", "--group-query-attention", "--num-query-groups", "2"], hidden_size=128
     ).model
@@ -36,7 +36,7 @@ def test_widths_and_their_like_are_in_proportion() -> None:
     assert model.query_groups == 4
 
 
-def test_slopes_are_flat_with_mup_and_not_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slopes_are_flat_only_with_mup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "check.png"
     sizes = ["--widths", "64", "256", "--depths", "2", "8"]
     assert main([*sizes, "--output", str(picture), "--", *MUP]) == 0

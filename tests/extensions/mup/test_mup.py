@@ -99,7 +99,7 @@ DOWN, UP, LATENT_NORM, PROJECTION = (
 )
 
 
-def test_widths_that_do_not_grow_have_factors_of_their_own() -> None:
+def test_constant_widths_have_separate_factors() -> None:
     """The factors follow each matrix's own fan-in (table 8): four times the hidden size, with MLPs or latents of
     unchanged width."""
     own = "--ffn-hidden-size 64 --mup-base-widths ffn-hidden-size=64"
@@ -142,7 +142,7 @@ def test_multipliers_follow_the_sizes() -> None:
     assert scaled == pytest.approx(usual / sqrt(8))  # YaRN's factor remains
 
 
-def test_a_resolved_configuration_is_its_own() -> None:
+def test_resolving_twice_changes_nothing() -> None:
     config = config_of(f"{BASE} {DEPTH} --mup-output-mult 0.3")
     assert resolve(config, 1) == config
     own = config.model.options(MupFlags)
@@ -177,12 +177,12 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), PROBLEMS)
-def test_problems_say_what_to_do(flags: str, message: str) -> None:
+def test_problems_state_a_remedy(flags: str, message: str) -> None:
     found = findings(parse_args(f"{MODEL} {BASE} {flags}".split()), 1)
     assert any(message in str(problem) for problem in found), [*map(str, found)]
 
 
-def test_factors_of_megatron_lm() -> None:
+def test_factors_match_megatron_lm() -> None:
     """The factors are those of Megatron-LM (commit 0044db1f), except where this program follows the papers."""
     width = 4.0
     found = rates(f"{BASE} --qk-layernorm", *ADAM)

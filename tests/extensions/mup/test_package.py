@@ -104,7 +104,7 @@ def test_rates_and_decays_match_the_package(model: str, optimizer: str) -> None:
     assert find_spec("mup") is None or by_package(model, optimizer) == recorded
 
 
-def test_logits_have_the_factor_of_the_package() -> None:
+def test_logits_have_the_same_factor_as_in_the_package() -> None:
     """`MuReadout` multiplies by the base width divided by the width, and draws its weight independently of the
     width."""
     config = config_of(MODELS["untied"], 64)

@@ -32,7 +32,7 @@ def test_a_minimum_at_an_end_needs_another_rate() -> None:
     assert next_rate({1e-3: math.inf, 2e-3: math.inf}) == pytest.approx(5e-4)
 
 
-def test_groups_are_compared() -> None:
+def test_parameter_groups_are_compared() -> None:
     lines = table({"a/1": curve(2e-3), "a/2": curve(3e-3), "b/1": curve(2e-3), "b/2": curve(1e-4)})
     assert lines[-2:] == [
         "a: best rates within a factor 1.50",
@@ -53,7 +53,7 @@ def test_a_sweep_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         main([*own, "--", *flags, "--weight-decay", "0.5"])
 
 
-def test_a_loss_that_is_no_number_counts_as_diverged(tmp_path: Path) -> None:
+def test_a_nan_loss_counts_as_diverged(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     for text, found in (('"NaN"', None), ('"Infinity"', None), ("NaN", None), ("2.5", 2.5)):
         metrics.write_text(f'{{"iteration": 1, "valid_loss": 2.0}}\n{{"iteration": 2, "valid_loss": {text}}}\n')

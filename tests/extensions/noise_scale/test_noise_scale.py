@@ -30,7 +30,7 @@ def config_of(flags: str, world_size: int) -> RunConfig:
     return resolve_legal(parse_args(f"{RUN} {flags}".split()), world_size)
 
 
-def test_gaussian_gradients_have_the_noise_scale_that_is_known() -> None:
+def test_gaussian_gradients_have_the_known_noise_scale() -> None:
     """The gradients have 50 elements with mean 0.1 and standard deviation 0.5: tr(S) / |G|^2 = 12.5 / 0.5 = 25."""
     draw, window = random.Random(1), Window(400)
     noise, signal = Coefficients.of_noise(2, 16), Coefficients.of_signal(2, 16)
@@ -101,7 +101,7 @@ def expected(gradients: Tensor, replicas: int) -> list[float]:
 
 
 @pytest.mark.parametrize("model", ["", f"{EXPERTS} --untie-embeddings-and-output-weights"])
-def test_a_step_gives_the_moments_of_its_gradients(model: str) -> None:
+def test_a_step_measures_the_moments_of_its_gradients(model: str) -> None:
     ((found, gradients),) = run_world(1, literal, config_of(model, 1), 4)
     assert found == [pytest.approx(expected(each, 1), rel=1e-9) for each in gradients]
 
@@ -171,6 +171,6 @@ def test_a_run_logs_an_interval_and_resumes(tmp_path: Path) -> None:
     ("flags", "rule"),
     [("--micro-batch-size 8", "--micro-batch-size 8"), ("--context-parallel-size 2", "--log-noise-scale")],
 )
-def test_what_cannot_be_measured_is_refused(flags: str, rule: str) -> None:
+def test_runs_that_cannot_be_measured_are_refused(flags: str, rule: str) -> None:
     problems = validate(parse_args(f"{RUN} {flags}".split()), 2 if "context" in flags else 1)
     assert [problem for problem in problems if rule in str(problem)], problems

@@ -65,7 +65,7 @@ def uploads(port: int) -> list[str]:
     return [each["Key"] for each in found]
 
 
-def test_files(storage: AttemptStorage) -> None:
+def test_files_are_written_read_listed_and_removed(storage: AttemptStorage) -> None:
     file = ROOT / "file"
     assert storage.names(ROOT) == [] and storage.size(file) is None and not storage.exists(file)
     for missing in (storage.read, storage.open, storage.remove):
@@ -84,7 +84,7 @@ def test_files(storage: AttemptStorage) -> None:
     assert not storage.exists(ROOT)
 
 
-def test_a_name_is_not_a_pattern_of_what_to_remove(storage: AttemptStorage) -> None:
+def test_names_are_not_treated_as_patterns(storage: AttemptStorage) -> None:
     other, own = (ROOT / name / "iter_0000001" for name in ("lr1", "lr[12]"))
     for final in (other, own):
         write_folder(storage, final, b"x")
@@ -95,7 +95,7 @@ def test_a_name_is_not_a_pattern_of_what_to_remove(storage: AttemptStorage) -> N
     assert AttemptStorage("s3").finished(other) and AttemptStorage("s3").read(other / "a") == b"x"
 
 
-def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
+def test_a_large_object_is_uploaded_in_parts_with_bounded_memory(
     storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LIMITS, "traffic", Traffic())
@@ -112,7 +112,7 @@ def test_a_large_object_is_uploaded_in_parts_of_bounded_memory(
     assert storage.size(ROOT / "large") == (23 << 20) + 4 and storage.read(ROOT / "large", 23 << 20) == b"more"
 
 
-def test_an_object_is_replaced_only_as_it_was_seen(storage: AttemptStorage) -> None:
+def test_an_object_is_replaced_only_if_unchanged(storage: AttemptStorage) -> None:
     file = ROOT / "latest"
     storage.replace(file, b"1", None)
     with pytest.raises(FileExistsError, match="changed by another writer"):
@@ -126,7 +126,7 @@ def test_an_object_is_replaced_only_as_it_was_seen(storage: AttemptStorage) -> N
     assert storage.read(file) == b"2"
 
 
-def test_an_upload_that_was_cut_off_is_invisible_and_cleaned(storage: AttemptStorage, port: int) -> None:
+def test_an_interrupted_upload_is_invisible_and_removed(storage: AttemptStorage, port: int) -> None:
     write_folder(storage, ROOT / "iter_1", b"whole")
     storage.begin(ROOT / "iter_2")
     file = storage.create(storage.scratch(ROOT / "iter_2") / "a")
@@ -161,7 +161,7 @@ def test_late_requests_of_a_dead_attempt_change_no_checkpoint(storage: AttemptSt
 
 
 @pytest.mark.parametrize("then", ["iter_1", "iter_2"])
-def test_an_attempt_is_not_published_once_the_next_has_begun(storage: AttemptStorage, then: str) -> None:
+def test_an_attempt_is_not_published_after_the_next_has_begun(storage: AttemptStorage, then: str) -> None:
     """The next attempt removes the files of the first attempt."""
     dead = AttemptStorage("s3")
     dead.begin(ROOT / "iter_1")
@@ -175,7 +175,7 @@ def test_an_attempt_is_not_published_once_the_next_has_begun(storage: AttemptSto
     assert storage.names(ROOT) == [then] and AttemptStorage("s3").read(ROOT / then / "a") == b"whole"
 
 
-def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStorage) -> None:
+def test_readers_follow_a_rewritten_checkpoint(storage: AttemptStorage) -> None:
     final, reader = ROOT / "iter_1", AttemptStorage("s3")
     FsspecStorage.begin(storage, final)
     for content in (b"as earlier versions wrote it", b"old", b"new"):
@@ -198,7 +198,7 @@ def test_readers_follow_a_checkpoint_that_is_written_again(storage: AttemptStora
     assert reader.finished(final) and file_system().find(f"{BUCKET}/run") == [f"{BUCKET}/run/iter_1/config.json"]
 
 
-def test_a_file_that_is_replaced_while_it_is_read_ends_the_read(
+def test_replacing_a_file_during_a_read_is_an_error(
     storage: AttemptStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(CACHE, "folder", tmp_path)
@@ -245,7 +245,7 @@ def test_a_store_that_stops_reading_does_not_stop_the_upload(
     assert LIMITS.traffic.repeated >= 1 and storage.read(ROOT / "stalled") == data
 
 
-def test_retries_end_with_a_clear_error_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_retries_end_with_a_clear_error_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LIMITS, "retry_seconds", 6.0)
     given = credentials(9)
     with environment(given), pytest.raises(OSError, match=r"s3://bucket/run/a: .*\(\d+ attempts in \d+ s\)") as error:
@@ -253,17 +253,17 @@ def test_retries_end_with_a_clear_error_without_secrets(monkeypatch: pytest.Monk
     assert given["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
 
 
-def test_a_name_that_no_bucket_can_have_is_refused_at_once() -> None:
+def test_an_invalid_bucket_name_is_refused_at_once() -> None:
     error = pytest.importorskip("botocore.exceptions").ParamValidationError(report="Invalid bucket name")
     assert is_final(error) and not is_final(ConnectionError())
 
 
-def test_a_slash_at_the_end_leaves_the_local_folder_as_it_is() -> None:
+def test_a_trailing_slash_does_not_change_the_local_folder() -> None:
     assert local_root("/fast", "s3://bucket/run/") == local_root("/fast", "s3://bucket/run")
     assert local_root("/fast", "s3://bucket/run") != local_root("/fast", "s3://other/run")
 
 
-def test_an_error_that_stays_is_raised_at_once() -> None:
+def test_a_permanent_error_is_raised_at_once() -> None:
     limits, calls = Limits(), list[int]()
 
     def missing(attempt: int) -> None:
@@ -275,7 +275,7 @@ def test_an_error_that_stays_is_raised_at_once() -> None:
     assert calls == [0]
 
 
-def test_time_while_the_process_is_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limits_ignore_time_while_the_process_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that were in flight fail when the process continues, long after their time limit."""
     now = [0.0]
     monkeypatch.setattr("megatron.extensions.operate.object_storage.limits.time.monotonic", lambda: now[0])
@@ -292,7 +292,7 @@ def test_time_while_the_process_is_stopped_does_not_count(monkeypatch: pytest.Mo
         limits.tried("a", lambda attempt: stopped(0), lambda _: None)
 
 
-def test_pauses_grow_and_the_bandwidth_is_kept() -> None:
+def test_retry_pauses_grow_and_the_bandwidth_limit_is_kept() -> None:
     limits, pauses = Limits(), list[float]()
 
     def third(attempt: int) -> int:
@@ -350,7 +350,7 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     assert is_precondition(error.value) and store.content == b"2"
 
 
-def test_any_store_of_fsspec(capfd: pytest.CaptureFixture[str]) -> None:
+def test_any_fsspec_store_can_be_used(capfd: pytest.CaptureFixture[str]) -> None:
     """fsspec's in-memory store supports neither conditional replacement nor multipart uploads."""
     storage, root = AttemptStorage("memory"), PurePath("/run")
     write_folder(storage, root / "iter_1", b"whole")

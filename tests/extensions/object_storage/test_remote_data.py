@@ -116,7 +116,7 @@ def test_cut_connections_change_no_token(corpora: list[Path], port: int) -> None
     assert faults.cuts
 
 
-def test_a_run_has_the_losses_of_the_local_disk(corpora: list[Path], tmp_path: Path) -> None:
+def test_a_run_has_the_same_losses_as_with_local_data(corpora: list[Path], tmp_path: Path) -> None:
     """Two ranks share the cache, and a resumed run reuses it."""
     flags = [*TINY.replace("--mock-data ", "").split(), "--train-iters", "6", "--log-interval", "1"]
     flags += ["--split", "90,10,0", "--num-workers", "2", "--storage-cache", str(tmp_path / "shared")]
@@ -143,7 +143,7 @@ def source(data: bytes, fetched: list[int]) -> Stored:
     return Stored("file", "1", len(data), fetch)
 
 
-def test_the_cache_keeps_its_limit_and_repairs_damage(tmp_path: Path) -> None:
+def test_the_cache_respects_its_limit_and_repairs_damage(tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes(5 << 20)
     fetched = list[int]()
     stored = source(data, fetched)
@@ -161,7 +161,7 @@ def test_the_cache_keeps_its_limit_and_repairs_damage(tmp_path: Path) -> None:
     assert cache.whole(stored).read_bytes() == data == cache.whole(stored).read_bytes() and fetched[2:] == [len(data)]
 
 
-def test_readers_of_one_block_fetch_it_once(tmp_path: Path) -> None:
+def test_concurrent_readers_fetch_a_block_once(tmp_path: Path) -> None:
     fetched = list[int]()
     stored, cache = source(bytes(1 << 20), fetched), BlockCache(tmp_path)
     threads = [threading.Thread(target=cache.read, args=(stored, 0, 600_000)) for _ in range(8)]
@@ -183,7 +183,7 @@ def test_a_full_disk_only_costs_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache.read(stored, 0, 10) == cache.read(stored, 0, 10) == bytes(10) and len(fetched) == 2
 
 
-def test_shards_give_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
+def test_shards_merge_to_the_dataset_of_one_machine(port: int, tmp_path: Path) -> None:
     """Shards are made from JSON lines that are divided and from a file that is not. They are written to a URL and read
     from it."""
     random = np.random.default_rng(4)
@@ -218,7 +218,7 @@ def test_shards_give_the_dataset_of_one_machine(port: int, tmp_path: Path) -> No
     assert len(merged) == 6000 and (merged[5999] == merged[2999]).all()
 
 
-def test_each_byte_is_of_one_shard() -> None:
+def test_each_byte_belongs_to_one_shard() -> None:
     files = [TextFile(str(n), form, kind, size, "") for n, (form, kind, size) in enumerate(
         [("jsonl", "", 1000), ("jsonl", ".gz", 700), ("parquet", "", 1), (None, "", 0), ("jsonl", "", 5000)]
     )]  # fmt: skip
@@ -233,7 +233,7 @@ def test_each_byte_is_of_one_shard() -> None:
             Shard.of_text(wrong)
 
 
-def test_nothing_is_left_of_a_failed_upload(port: int) -> None:
+def test_a_failed_upload_leaves_nothing_behind(port: int) -> None:
     prefix = f"s3://{BUCKET}/data/failed"
 
     def fail() -> None:

@@ -70,7 +70,7 @@ def started_at(said: str) -> int:
     return max(map(int, re.findall(r"starting at iteration (\d+)", said)), default=0)
 
 
-def test_checkpoints_of_save_interval_are_uploaded_and_the_newest_kept(
+def test_checkpoints_of_save_interval_are_uploaded_and_the_newest_are_kept(
     port: int, tmp_path: Path, expected: list[tuple[int, float]]
 ) -> None:
     url = f"s3://{BUCKET}/plain"
@@ -138,5 +138,5 @@ def test_a_run_that_does_not_resume_moves_local_checkpoints_away(port: int, tmp_
     assert "local checkpoints up to iteration 2 are moved to" in said and "starting at iteration" not in said
 
 
-def test_rules() -> None:
+def test_configuration_rules() -> None:
     assert "has no interval" in "".join(problems("--save /tmp/x --save-local /tmp/y", 1, TINY))

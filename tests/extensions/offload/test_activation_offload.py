@@ -34,7 +34,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("layers", "flags"), RUNS)
-def test_offload_changes_no_bit(layers: int, flags: str) -> None:
+def test_offloading_changes_no_bit(layers: int, flags: str) -> None:
     """The runs use 16 bits; the parity matrix tests other layouts."""
     plain = f"{COMMON} {flags}".split()
     offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
@@ -139,7 +139,7 @@ def test_nothing_is_offloaded_without_gradients() -> None:
     assert offload.sent == 0
 
 
-def test_sizes_of_buffers_are_powers_of_two() -> None:
+def test_buffer_sizes_are_powers_of_two() -> None:
     pool = HostPool(pinned=False)
     buffers = [pool.take(size) for size in (1, 3, 4, 5)]
     assert [len(buffer.memory) for buffer in buffers] == [1, 4, 4, 8] and pool.nbytes == 17
@@ -147,7 +147,7 @@ def test_sizes_of_buffers_are_powers_of_two() -> None:
     assert pool.take(4) is buffers[1] and pool.take(2) is not buffers[2]
 
 
-def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> None:
+def test_uneven_stages_are_validated_when_the_vocabulary_is_known() -> None:
     flags = BASE.replace("--mock-data", "--data-path corpus --tokenizer-type ByteTokenizer")
     flags += " --num-layers 5 --pp 2 --cpu-offloading --cpu-offloading-num-layers 3"
     config = parse_args(flags.split())

@@ -77,7 +77,7 @@ RUNS = [
     RUNS,
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "chain", "fp8"],
 )
-def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
+def test_host_and_device_updates_are_bit_identical(ranks: int, flags: str, fraction: float) -> None:
     """On a CPU, updates with and without offloading use the same kernels. The test compares loss, gradients, weights,
     main parameters and moments of two steps."""
     both = f"{MODEL}{flags}", f"{MODEL}{flags} {OFFLOAD}{fraction}"
@@ -89,7 +89,7 @@ CHECKPOINTS = ["--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16", "--bf16 --optimi
 
 
 @pytest.mark.parametrize("flags", CHECKPOINTS)
-def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_every_fraction(flags: str, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.visit("half", 2, parse(f"{flags} {OFFLOAD}0.5"), train=True)
     checkpoints.visit("none", 1, parse(flags), train=True)
@@ -135,7 +135,7 @@ PACKED = f"--bf16 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-
 
 
 @pytest.mark.parametrize("flags", ["--bf16", PACKED], ids=["fp32", "packed"])
-def test_a_step_that_is_skipped_changes_nothing_on_device_and_host(flags: str) -> None:
+def test_a_skipped_step_changes_nothing_on_device_and_host(flags: str) -> None:
     run_world(1, _skip_a_step, f"{flags} {OFFLOAD}0.5 --disable-bias-linear")
 
 
@@ -169,7 +169,7 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--bf16 --overlap-param-gather", f"--fp32 {ZERO3} --optimizer sgd"])
-def test_copies_may_be_as_late_as_their_events_allow(flags: str) -> None:
+def test_late_copies_do_not_change_results(flags: str) -> None:
     argv = shlex.split(f"{MODEL}{flags} {OFFLOAD}0.7")
     expected = train_in_world(2, argv)
     with mock.patch.object(host_update, "CopyQueue", LateQueue):
@@ -187,6 +187,6 @@ def _threads_of_updates(rank: int, world_size: int) -> tuple[list[int], int]:
     return seen, torch.get_num_threads()
 
 
-def test_the_host_updates_with_the_threads_that_it_is_given() -> None:
+def test_the_host_update_uses_the_given_threads() -> None:
     ((seen, after),) = run_world(1, _threads_of_updates)
     assert seen and set(seen) == {3} and after == 1

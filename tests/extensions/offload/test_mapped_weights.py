@@ -78,14 +78,14 @@ def _starts(rank: int, world_size: int, folder: str) -> str:
             return str(error)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_before_files_are_created(tmp_path: Path) -> None:
     """The error states the bytes that all ranks on the disk need together."""
     for said in run_world(2, _starts, str(tmp_path)):
         assert said.startswith(f"--offload-weights-folder {tmp_path}: ") and "are needed for weights, gradients" in said
         assert said.endswith("has 976.56 KiB; free space, or give a folder on another disk")
 
 
-def test_a_file_that_finds_no_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_room_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -14,7 +14,7 @@ from megatron.training.config.validation import resolve
 from tests.extensions.planner.test_out_of_memory import MODEL, measured_once, planned, report  # noqa: F401 (a fixture)
 
 
-def test_offload_of_activations_is_named_before_recomputation_of_layers() -> None:
+def test_activation_offloading_is_suggested_before_recomputation() -> None:
     smallest = "--num-layers 4 --min-offloaded-tensor-size 1"
     offload = {"cpu_offloading": True, "cpu_offloading_num_layers": 3}
     found = list(out_of_memory.changes(resolve(parse_args(f"{MODEL} {smallest}".split()), 2)))
@@ -25,7 +25,7 @@ def test_offload_of_activations_is_named_before_recomputation_of_layers() -> Non
 
 
 @pytest.mark.parametrize("free", [2**30, 100_000])
-def test_states_in_host_memory_are_named_where_that_has_room(free: int) -> None:
+def test_states_in_host_memory_are_suggested_if_there_is_room(free: int) -> None:
     flags = "--data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 "
     flags += "--recompute-granularity selective --use-precision-aware-optimizer "
     flags += "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"

@@ -58,7 +58,7 @@ def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
     assert rank.host < 135 * GIB
 
 
-def test_a_plan_says_what_a_host_lacks() -> None:
+def test_a_plan_states_the_missing_host_memory() -> None:
     memory, device = [planned(LLAMA_8B)], read_device("rtx4090")
     short = Fit.of(memory, 24, replace(device, host_memory_gib=64.0))
     assert list(short.lines)[1:] == [
@@ -73,7 +73,7 @@ def test_a_plan_says_what_a_host_lacks() -> None:
         assert not list(fit.lines) and not fit.record
 
 
-def test_files_hold_the_matrices_instead_of_host_memory() -> None:
+def test_files_contain_the_matrices_instead_of_host_memory() -> None:
     """Llama 3.1 8B on a host of any size: files contain 18 bytes per matrix element."""
     memory = planned(f"{LLAMA_8B} --offload-weights-folder FOLDER").plan.memory
     assert memory.disk == 18 * MATRICES and memory.host < 10 * 2**20

@@ -105,7 +105,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
         assert ("reduce", before) in events[fetched:], f"{name} comes after {before} has left"
 
 
-def test_checkpoints_load_with_and_without(tmp_path: Path) -> None:
+def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for name, flags in (("plain", "--fp32"), ("streamed", f"--fp32 {STREAM}")):
         checkpoints.visit(name, 1, parse(flags), train=True)

@@ -39,7 +39,7 @@ def plans(dims: ParallelDims, distributed: bool, **more) -> MatrixPlan:
 @pytest.mark.parametrize("blockwise", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_each_element_travels_once(dims, distributed, blockwise):
+def test_each_element_is_sent_once(dims, distributed, blockwise):
     plan = plans(dims, distributed, blockwise=blockwise)
     assert plan.matrices and {matrix.meta.name for matrix in plan.matrices} == {
         meta.name for meta in METAS if meta.matrix and meta.role != "embedding"
@@ -84,7 +84,7 @@ def test_matrices_are_the_linear_maps():
     assert [m.size for m in blocks.matrices if "qkv" in m.meta.name] == [(12, 6), (12, 6), *[(4, 6)] * 4]
 
 
-def test_rounds_bound_what_a_rank_gathers():
+def test_rounds_bound_the_gathered_bytes():
     plan = plans(ParallelDims(dp=2), True, round_size=100)
     assert len(plan.rounds) > 2
     assert sorted(n for numbers in plan.rounds for n in numbers) == list(range(len(plan.matrices)))

@@ -137,7 +137,7 @@ def update_of(step, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_fused_weights_are_matrices_of_their_own_or_one(split):
+def test_fused_weights_are_separate_matrices_or_one(split):
     flags = {"muon_split_qkv": split, "muon_split_gate_up": split, "muon_coefficient_type": "polar_express"}
     (step,) = run_world(1, step_of, ParallelDims(), flags | {"muon_num_ns_steps": 9})
     update = update_of(step, QKV)
@@ -170,7 +170,7 @@ def test_the_router_may_be_left_to_adam():
 
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(2, 5, 8), (1, 8, 5), (3, 6, 6)])
-def test_singular_values_come_near_one(kind, shape):
+def test_singular_values_are_near_one(kind, shape):
     noise = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     u, _, v = torch.linalg.svd(noise, full_matrices=False)
     result = newton_schulz(u * torch.linspace(5, 0.2, min(shape[1:])) @ v, coefficients(kind, 5))
@@ -179,17 +179,17 @@ def test_singular_values_come_near_one(kind, shape):
     torch.testing.assert_close(u * values.unsqueeze(-2) @ v, result, rtol=0, atol=1e-9)
 
 
-def test_the_size_of_a_gradient_does_not_matter():
+def test_the_gradient_scale_does_not_matter():
     noise = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     steps = coefficients("quintic", 5)
     torch.testing.assert_close(newton_schulz(noise * 1e-12, steps), newton_schulz(noise, steps), rtol=0, atol=1e-9)
 
 
-def test_a_matrix_without_gradient_stays():
+def test_a_matrix_without_gradient_does_not_change():
     assert not newton_schulz(torch.zeros(1, 3, 4), coefficients("quintic", 5)).any()
 
 
-def test_scales():
+def test_scale_modes_multiply_the_update():
     assert scale(16, 4, "spectral") == scale(4, 16, "spectral") == 4
     assert (scale(16, 4, "unit_rms_norm"), scale(4, 16, "unit_rms_norm")) == (2, 0.5)
     assert (scale(16, 4, "shape_scaling"), scale(4, 16, "shape_scaling")) == (2, 1)
@@ -203,7 +203,7 @@ def test_both_configurations_must_agree():
         type(optimizer)(replace(optimizer.config, optimizer="muon"), ddp, state)
 
 
-def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None:
+def test_another_optimizer_for_some_parameters_is_refused(tmp_path: Path) -> None:
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
     assert Run(muon).load() == Progress(1, 8)
@@ -213,7 +213,9 @@ def test_another_optimizer_of_some_parameters_is_refused(tmp_path: Path) -> None
     assert "--moe-router-skip-muon is False in the checkpoint but True in the run" in str(error.value)
 
 
-def test_states_of_another_rule_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_different_update_rule_are_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such states occur, for example, if an older version used Muon for Mamba-2's packed projection."""
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
@@ -234,7 +236,7 @@ def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> No
     assert metas["in_proj.weight"].kind == "matrices"  # it has the same weight decay as other matrices
 
 
-def test_matrices_of_delta_nets() -> None:
+def test_delta_net_projections_are_matrices_and_convolutions_are_not() -> None:
     """Each channel of a convolution is a filter over tokens: it does not map one vector to another. The input
     projection is one matrix, as in Megatron-LM."""
     layer = GPTModel(delta.DELTA_NET, weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention

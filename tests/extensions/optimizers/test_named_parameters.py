@@ -58,7 +58,7 @@ UPDATES = [
 
 
 @pytest.mark.parametrize(("name", "lr_mult", "decay"), UPDATES)
-def test_an_update_follows_its_group(
+def test_updates_follow_their_parameter_group(
     changes: dict[str, dict[str, torch.Tensor]], name: str, lr_mult: float, decay: float
 ) -> None:
     """Adam's first update is the learning rate times a direction that depends only on the gradient."""
@@ -70,7 +70,7 @@ def test_an_update_follows_its_group(
     torch.testing.assert_close(changes["own"][name], lr * lr_mult * (direction - decay * weight), rtol=1e-9, atol=1e-12)
 
 
-def test_groups_are_printed_and_a_resumed_run_says_what_differs(tmp_path: Path) -> None:
+def test_groups_are_printed_and_a_resumed_run_reports_differences(tmp_path: Path) -> None:
     files = ["--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-style", "constant", "--eval-iters", "0"]
     done = run_program("pretrain_gpt.py", *MODEL, *GROUPS, *files, "--train-iters", "2")
     assert "parameter group (lr x 0.1, no weight decay): 7 parameters, " in done.stdout, done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_groups_are_printed_and_a_resumed_run_says_what_differs(tmp_path: Path) 
 NORMS = ("final_layernorm", "layers.0.input_layernorm")
 
 
-def test_a_rule_is_read() -> None:
+def test_rules_are_parsed() -> None:
     assert group_rule(r"fc1\.weight lr_mult=2 weight_decay=0").settings == {"lr_mult": 2.0, "weight_decay": 0.0}
     flags = NamedParameterFlags(param_group=("norm weight_decay=0.2", "final wd_mult=1"))
     config = OptimizerConfig(extension_options=(flags,))
@@ -103,7 +103,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("text", "rule"), UNREADABLE)
-def test_a_rule_that_cannot_be_read_is_refused(text: str, rule: str) -> None:
+def test_unreadable_rules_are_refused(text: str, rule: str) -> None:
     config = resolve(parse_args([*MODEL, "--param-group", text]), 1)
     (problem,) = validate(config, 1)
     assert str(problem).startswith(f"--param-group {text}: ") and rule in str(problem)
@@ -134,12 +134,12 @@ NOTHING_OR_ALL = [
 
 
 @pytest.mark.parametrize(("flags", "message"), NOTHING_OR_ALL)
-def test_an_expression_of_nothing_or_all_is_refused(flags: str, message: str) -> None:
+def test_an_expression_that_matches_nothing_or_all_is_refused(flags: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         train_in_world(2, [*MODEL, *shlex.split(flags)])
 
 
-def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_states_and_restart_from_zero(tmp_path: Path) -> None:
     base = ("pretrain_gpt.py", *TINY.split(), "--bf16", "--lr-decay-style", "constant")
     save = ("--save", str(tmp_path), "--load", str(tmp_path))
     freeze = ("--freeze", r"layers\.0\.", "--freeze", "embedding")

@@ -27,5 +27,5 @@ def test_the_plan_equals_the_allocated_bytes(flags: str) -> None:
     check(4, f"{PADDED} {flags}", beyond=100 if "--num-experts" in flags else 1)
 
 
-def test_states_in_fewer_bits_are_named_where_memory_ran_out() -> None:
+def test_out_of_memory_errors_suggest_low_precision_states() -> None:
     assert "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16" in report("")

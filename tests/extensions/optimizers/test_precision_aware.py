@@ -44,7 +44,7 @@ def test_states_in_the_main_dtype_give_plain_adam() -> None:
     assert first_difference(plain, train_in_world(1, f"{MODEL} --fp64 {AWARE}".split()), 1e-9) is None
 
 
-def test_remainders_lose_nothing() -> None:
+def test_remainders_are_lossless() -> None:
     """The result equals that with fp32 main parameters, except for parameters halfway between two bf16 numbers."""
     flags = f"{MODEL} --bf16 {AWARE}"
     whole, parts = (train_in_world(1, f"{flags}{more}".split()) for more in ("--no-store-param-remainders", ""))
@@ -62,7 +62,7 @@ def test_remainders_lose_nothing() -> None:
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
-def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squared: bool) -> None:
+def test_rounding_is_unbiased_and_idempotent(name: str, squared: bool) -> None:
     torch.manual_seed(1)
     x = torch.randn(640) * torch.randn(640).exp()
     x, key = x.square() if squared else x, x.view(torch.int32)
@@ -152,7 +152,7 @@ OF_STATES = [
 
 
 @pytest.mark.grid("case", OF_STATES[-2:-1], OF_STATES)
-def test_states_in_few_bits_have_the_same_bits(case: tuple[int, str]) -> None:
+def test_sharding_changes_no_bit_of_low_precision_states(case: tuple[int, str]) -> None:
     """Main parameters are remainders, fp32 or fp16. The bf16 parameters are gathered layer by layer."""
     ranks, formats = case
     flags = f"{MODEL} --bf16 {AWARE} {formats} --micro-batch-size 2 --clip-grad 0"

@@ -55,7 +55,7 @@ def test_a_threshold_that_no_head_exceeds_changes_nothing() -> None:
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-9)
 
 
-def test_factors_of_elements() -> None:
+def test_row_factors_are_expanded_to_flat_ranges() -> None:
     of_rows = torch.arange(6.0).view(2, 3)
     whole = of_rows[:, :, None].expand(2, 3, 5).flatten()
     for start, stop in ((0, 30), (3, 4), (7, 23), (29, 30)):

@@ -207,7 +207,7 @@ def test_updates_match_one_process(dims, distributed):
     assert any(run_world(dims.world_size, compare_with_one_process, dims, distributed))
 
 
-def test_a_skipped_step_leaves_all_states():
+def test_a_skipped_step_changes_no_state():
     run_world(2, skipped_step, "soap")
 
 
@@ -218,7 +218,7 @@ def test_states_reshard(tmp_path: Path):
         run_world(dims.world_size, load_and_compare, dims, distributed, "soap", tmp_path)
 
 
-def test_a_model_trains_the_same_at_layouts(tmp_path: Path) -> None:
+def test_a_model_trains_the_same_under_every_layout(tmp_path: Path) -> None:
     """The test trains in fp64 and includes a resume under another layout."""
     flags = "--optimizer soap --soap-precondition-frequency 2 --num-layers 2"
     path = tmp_path / "rows.json"
@@ -229,7 +229,7 @@ def test_a_model_trains_the_same_at_layouts(tmp_path: Path) -> None:
     assert done.returncode == 0 and verdicts == ["trained", "equal"], done.stdout + done.stderr
 
 
-def test_sizes_of_factors() -> None:
+def test_factors_have_the_sizes_of_the_dims() -> None:
     meta = ParamMeta("weight", (3, 4, 6), role="hidden", stacked=1)
     assert matrix_size(meta) == (4, 6)
     link = Soap(OptimizerConfig("soap"))

@@ -33,7 +33,7 @@ def steps(name: str, count: int, log: list[str], fails: bool = False) -> Body:
     ("first", "second", "order"),
     [(2, 2, "F0 B0 F1 B1 F B"), (0, 2, "F B0 B1 B"), (3, 0, "F0 B F1 F2 F"), (1, 3, "F0 B0 F B1 B2 B")],
 )
-def test_passes_run_in_turns_until_one_ends(first: int, second: int, order: str) -> None:
+def test_passes_alternate_until_one_ends(first: int, second: int, order: str) -> None:
     for _ in range(20):
         log: list[str] = []
         overlap.run(steps("F", first, log), steps("B", second, log))
@@ -53,7 +53,7 @@ def test_an_error_ends_both_passes(fail: tuple[bool, bool], order: str) -> None:
     assert log[-4:] == ["F0", "B0", "F", "B"]
 
 
-def test_a_backward_hands_over_in_the_middle_and_is_watched_like_the_caller() -> None:
+def test_a_backward_pass_yields_midway_and_keeps_the_modes_of_the_caller() -> None:
     log: list[str] = []
 
     class Exchange(torch.autograd.Function):
@@ -85,7 +85,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoa
 
 
 @pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 2)])
-def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -> None:
+def test_a_single_micro_batch_runs_without_alternation(schedule: str, pp: int) -> None:
     chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
     for microbatches in (1, 8):
         lists = build_schedule(schedule, pp, microbatches, chunks, None, True)

@@ -115,7 +115,9 @@ def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
 @pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize(("overlap", "fallback"), [("ring", False), ("symmetric", True)])
 @pytest.mark.parametrize("size", [2, 4])
-def test_layers_agree_and_send_as_many_bytes(size: int, overlap: str, fallback: bool, deferred: bool) -> None:
+def test_overlapped_layers_agree_and_send_the_same_bytes(
+    size: int, overlap: str, fallback: bool, deferred: bool
+) -> None:
     """The symmetric-memory operations are torch's, with the fallbacks that torch uses in its own tests. The pair of
     layers needs one gather and one reduction in each pass, and gathers the first input again for its weight
     gradient."""
@@ -128,7 +130,7 @@ def test_layers_agree_and_send_as_many_bytes(size: int, overlap: str, fallback: 
         assert fallback or also_sent == sent
 
 
-def test_symmetric_memory_is_looked_for_at_the_start() -> None:
+def test_missing_symmetric_memory_is_reported_at_startup() -> None:
     config = parse_args(RUN)
     (check,) = [each for each in Parts().with_registered(config).callbacks if isinstance(each, SymmetricMemory)]
     with pytest.raises(ValueError, match=r"reach each other's memory, and those of the tensor-parallel ranks 0 do not"):

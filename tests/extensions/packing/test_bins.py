@@ -57,7 +57,7 @@ def test_every_token_but_the_first_is_predicted_once_an_epoch(
 
 
 @given(LENGTHS, st.integers(2, 16), st.integers(1, 50), st.integers(0, 3))
-def test_documents_are_whole_where_they_fit_and_samples_are_not_too_long(
+def test_documents_stay_whole_if_they_fit_and_samples_are_not_too_long(
     lengths: list[int], seq_length: int, window: int, seed: int
 ) -> None:
     samples, _ = packed(lengths, seq_length, window, seed)
@@ -70,7 +70,7 @@ def test_documents_are_whole_where_they_fit_and_samples_are_not_too_long(
 
 
 @given(LENGTHS, st.integers(2, 16), st.integers(0, 3))
-def test_the_order_depends_on_seed_round_and_lengths_alone(lengths: list[int], seq_length: int, seed: int) -> None:
+def test_the_order_depends_only_on_seed_round_and_lengths(lengths: list[int], seq_length: int, seed: int) -> None:
     first, again = (packed(lengths, seq_length, 8, seed, 1)[0] for _ in range(2))
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
 

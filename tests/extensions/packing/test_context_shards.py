@@ -135,7 +135,7 @@ def test_short_documents_send_no_keys() -> None:
     assert score(owners_of(shards, 64), documents, 4).work < 1.02
 
 
-def test_rows_of_positions() -> None:
+def test_rows_are_computed_from_positions() -> None:
     held = (range(2, 5), range(9, 12))
     assert rows_of(held, (range(3, 5), range(10, 11))) == (range(1, 3), range(4, 5))
     assert even_shards(16, 2).held == ((range(4), range(12, 16)), (range(4, 8), range(8, 12)))
@@ -177,7 +177,7 @@ def test_the_log_has_the_work_of_the_busiest_context_rank(tmp_path: Path) -> Non
     assert all(0 <= record["context_keys_sent"] <= 1 for record in records)
 
 
-def test_a_plan_says_how_equal_the_work_will_be() -> None:
+def test_a_plan_predicts_the_balance_of_work() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 4000).astype(np.int64) + 1
     for asked, how in ((False, "with --balance-packed-samples"), (True, "as divided")):
         line = survey_line(PackingConfig("best-fit", 4000, asked), lengths, 4096, StepShape(32, 1, 1, 4))
@@ -201,7 +201,7 @@ def test_a_plan_says_how_equal_the_work_will_be() -> None:
         (f"{PACKED} --cp 2 --max-seqlen-per-dp-cp-rank 4", "has no effect without --hybrid-context-parallel"),
     ],
 )
-def test_rules(flags: str, said: str) -> None:
+def test_configuration_rules(flags: str, said: str) -> None:
     config = parse_args(f"{TINY} --data-path x {flags}".replace("--mock-data ", "").split())
     assert any(said in str(problem) for problem in findings(config, 2))
 

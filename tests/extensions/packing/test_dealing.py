@@ -40,7 +40,7 @@ SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
 
 
 @given(SHAPES, st.randoms(use_true_random=False))
-def test_each_sample_is_dealt_once_and_no_exchange_helps_the_busiest(shape: tuple[int, int, int], random) -> None:  # type: ignore[no-untyped-def]
+def test_each_sample_is_assigned_once_and_no_exchange_helps_the_busiest(shape: tuple[int, int, int], random) -> None:  # type: ignore[no-untyped-def]
     replicas, micro_batches, size = shape
     works = np.array([random.randrange(1, 1000) for _ in range(replicas * micro_batches * size)], np.int64)
     dealt = deal(works, replicas, size)
@@ -115,11 +115,11 @@ def test_an_iterator_takes_the_samples_of_each_step_at_any_start(tmp_path: Path,
         assert taken(starts, ranks) == [list(range(first, first + size)) for first, size in starts]
 
 
-def test_without_a_dealer_samples_are_in_megatrons_order() -> None:
+def test_without_balancing_samples_are_in_megatrons_order() -> None:
     assert in_order(None, range(8, 16), 2, 2).tolist() == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]  # type: ignore[arg-type]
 
 
-def test_gradients_match_one_process_and_of_another_order(tmp_path: Path) -> None:
+def test_gradients_match_one_process_and_the_original_order(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x", np.random.default_rng(2).integers(1, 24, 90).tolist())
     flags = f"{MODEL} --data-path {prefix}".split()
     alone = train_in_world(1, flags)
@@ -128,7 +128,7 @@ def test_gradients_match_one_process_and_of_another_order(tmp_path: Path) -> Non
         assert max(value for _, value in differences(alone, found)) < TOLERANCE, layout
 
 
-def test_the_spelling_of_megatron() -> None:
+def test_the_flag_spelling_of_megatron_is_accepted() -> None:
     config = parse_args(f"{MODEL} --data-path x --sequence-packing-scheduler dp_balanced".split())
     options = {field: value for each in config.extension_options for field, value in vars(each).items()}
     assert options["balance_packed_samples"] and options["sequence_packing"] == "best-fit"
@@ -151,7 +151,7 @@ def test_the_log_has_the_work_of_the_busiest_replica(tmp_path: Path) -> None:
     assert all(1 <= record["work_imbalance"] < record["work_imbalance_in_order"] for record in records)
 
 
-def test_a_plan_says_how_equal_the_work_will_be() -> None:
+def test_a_plan_predicts_the_balance_of_work() -> None:
     lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
     step = StepShape(32, 8, 1)
     lines = [survey_line(PackingConfig("best-fit", 4000, asked), lengths, 128, step) for asked in (False, True)]

@@ -52,7 +52,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
         f"{PACKING}.dealing.equal_groups",
         "if not _swap(found, works):",
         "if True:",
-        dealing.test_each_sample_is_dealt_once_and_no_exchange_helps_the_busiest,
+        dealing.test_each_sample_is_assigned_once_and_no_exchange_helps_the_busiest,
     ),
     "extra tokens to the first ranks": (
         f"{PACKING}.context_shards.chunks_of_documents",
@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_rule_is_noticed(name: str) -> None:
+def test_a_broken_rule_is_detected(name: str) -> None:
     path, old, new, check = MUTANTS[name]
     check()
     forget()

@@ -46,7 +46,7 @@ def packed(prefix: str, documents: range | Pieces, samples: int | None, format: 
     return PackedDataset(IndexedDataset(prefix), documents, samples, format, **rules)  # type: ignore[arg-type]
 
 
-def test_samples_hold_documents_apart_and_whole(tmp_path: Path) -> None:
+def test_samples_contain_separate_whole_documents(tmp_path: Path) -> None:
     lengths = [5, 4, 9, 3, 20, 1, 2, 7, 6]
     prefix = corpus(tmp_path / "x", lengths)
     indexed = IndexedDataset(prefix)
@@ -78,7 +78,7 @@ def test_end_of_document_inside_a_document_is_masked_on_request_only(tmp_path: P
     assert [mask.tolist() for mask in masks if mask is not None] == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 0]]
 
 
-def test_a_longer_run_and_one_of_pieces_keep_the_order(tmp_path: Path) -> None:
+def test_a_longer_run_and_a_resumed_run_keep_the_order(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x", (np.arange(60) * 7 % 13 + 2).tolist())
     format = SampleFormat(16, EOD, 50)
     short, long = (packed(prefix, range(10, 60), samples, format) for samples in (5, 500))
@@ -104,7 +104,7 @@ def train_split(config: DatasetConfig, size: int | None) -> Dataset:
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_blends_of_packed_documents(tmp_path: Path, weights: bool) -> None:
+def test_blends_pack_documents_of_each_source(tmp_path: Path, weights: bool) -> None:
     first, second = (corpus(tmp_path / name, [5, 9, 3, 12] * 9, seed) for seed, name in enumerate(("a", "b")))
     words = ("1", first, "3", second) if weights else (first, second)
     config = DatasetConfig(data_path=words, split="1,0,0").with_options(PackingConfig("best-fit"))
@@ -116,7 +116,7 @@ def test_blends_of_packed_documents(tmp_path: Path, weights: bool) -> None:
     assert "best-fit packing: " in line and " % padding, 0 of " in line
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_flags_of_packing_are_validated(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x", [8] * 40)
     given = f"{TINY} --data-path {prefix} {PACKED}".replace("--mock-data ", "")
     config = resolve(parse_args(given.split()), 1)
@@ -147,7 +147,7 @@ def test_layouts_compute_the_same_as_one_process(tmp_path: Path) -> None:
         assert max(value for _, value in differences(alone, found)) < TOLERANCE, layout
 
 
-def test_documents_of_a_sample_learn_nothing_of_each_other(tmp_path: Path) -> None:
+def test_documents_of_a_sample_do_not_influence_each_other(tmp_path: Path) -> None:
     """The gradient of packed documents equals the gradient of the same documents in separate samples."""
     texts = [np.append(np.random.default_rng(n).integers(0, EOD, size), EOD) for n, size in enumerate((7, 4, 2))]
     together = write_documents(tmp_path / "x", texts)

@@ -25,7 +25,7 @@ def test_without_a_norm_gates_multiply(first: bool) -> None:
     torch.testing.assert_close(gated_group_norm(y, gate, None, 1e-5, first), expected)
 
 
-def test_parameters_and_flops_match_both() -> None:
+def test_parameters_and_flops_match_both_mixers() -> None:
     both = replace(SIDE_BY_SIDE.with_options(ParallelMixerFlags()), num_layers=1, experimental_attention_variant=None)
     found = {letter: with_fields(both, {"hybrid_layer_pattern": letter}) for letter in "HM*-"}
     flops = {letter: model_flops(config) for letter, config in found.items()}

@@ -83,7 +83,7 @@ def test_a_lost_host_slows_few_steps(copies: Copies, tmp_path: Path, monkeypatch
     assert "there" in copies.failure or "refused" in copies.failure
 
 
-def test_attempts_become_rarer() -> None:
+def test_retries_back_off() -> None:
     backoff, due = Backoff(), list[int]()
     for number in range(1, 200):
         if backoff.is_due():

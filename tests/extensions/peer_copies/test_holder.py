@@ -62,7 +62,7 @@ def header(data: bytes, **more: object) -> bytes:
     return sealed(json.dumps({"iteration": 3, "part": "0-own", "nbytes": len(data), **more}).encode())
 
 
-def test_what_is_sent_is_read_back_and_outlives_the_holder(holder: Address, tmp_path: Path) -> None:
+def test_sent_copies_can_be_read_and_outlive_the_holder(holder: Address, tmp_path: Path) -> None:
     data, link = os.urandom(3_000_000), Link(holder)
     link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))
     part = bytearray(1_000_000)
@@ -89,7 +89,7 @@ def test_a_stopped_holder_is_replaced(holder: Address, tmp_path: Path, monkeypat
     leased(again).close()
 
 
-def test_a_holder_that_was_replaced_leaves_the_copies(tmp_path: Path) -> None:
+def test_a_replaced_holder_leaves_the_copies_in_place(tmp_path: Path) -> None:
     first = open_holder(tmp_path / "host", keep=60)
     (tmp_path / "host" / "holder.json").unlink()
     again = open_holder(tmp_path / "host", keep=60)
@@ -97,7 +97,7 @@ def test_a_holder_that_was_replaced_leaves_the_copies(tmp_path: Path) -> None:
     reached(again).end()
 
 
-def test_a_holder_outlives_who_starts_it(tmp_path: Path) -> None:
+def test_a_holder_outlives_the_process_that_starts_it(tmp_path: Path) -> None:
     folder = tmp_path / "host"
     folder.mkdir()
     nobody, output = os.pipe()
@@ -111,7 +111,7 @@ def test_a_holder_outlives_who_starts_it(tmp_path: Path) -> None:
         assert process.communicate()[1] == b""
 
 
-def test_a_copy_counts_only_when_it_has_arrived_whole(holder: Address, tmp_path: Path) -> None:
+def test_a_copy_counts_only_when_complete(holder: Address, tmp_path: Path) -> None:
     folder, data, link = tmp_path / "host" / GENERATION, b"12345678", Link(holder)
     link.put(GENERATION, "0-own.0", header(data), memoryview(data), Pace(None))
     link._ask(op="put", generation=GENERATION, name="0-own.0", header=len(header(data)), nbytes=len(data))
@@ -122,7 +122,7 @@ def test_a_copy_counts_only_when_it_has_arrived_whole(holder: Address, tmp_path:
 
 
 @pytest.mark.parametrize("change", [{"token": "0" * 32}, {"name": "../x"}, {"generation": ".."}, {"op": "_answer"}])
-def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> None:
+def test_invalid_requests_are_refused(holder: Address, change: dict[str, str]) -> None:
     link = Link(replace(holder, token=change.get("token", holder.token)))
     request = {"op": "get", "generation": GENERATION, "name": "0-own.0", "start": 0, "length": 1}
     link._ask(**request | change)
@@ -130,7 +130,7 @@ def test_requests_that_are_refused(holder: Address, change: dict[str, str]) -> N
         link._answer()
 
 
-def test_a_sender_learns_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
+def test_a_sender_is_told_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
     (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # makes writing fail at the same point as a full file system
     data, link = bytes(8_000_000), Link(holder)
     with pytest.raises(HolderError, match="IsADirectoryError"):
@@ -163,7 +163,7 @@ def test_a_damaged_header_is_ignored(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 10**6), max_size=20), st.integers(1, 10**9))
-def test_a_pace_sends_no_more_than_its_rate(chunks: list[int], rate: int) -> None:
+def test_the_transfer_rate_is_limited(chunks: list[int], rate: int) -> None:
     now = 0.0
     pace = Pace(rate, lambda: now)
     for number, chunk in enumerate(chunks):
@@ -198,7 +198,7 @@ def test_a_set_does_not_mix_iterations_before_and_after_a_rollback() -> None:
     assert (newest.number, newest.iteration) == (8, 12)
 
 
-def test_what_a_host_holds_and_keeps(tmp_path: Path) -> None:
+def test_a_host_lists_its_copies_and_keeps_one_generation(tmp_path: Path) -> None:
     for generation in (GENERATION, "g000002-0123abcd"):
         (tmp_path / generation).mkdir()
         (tmp_path / generation / WORLD).write_text('{"parts": ["0-own"]}')
@@ -215,7 +215,7 @@ def test_what_a_host_holds_and_keeps(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / GENERATION).iterdir()) == ["0-own.0", "0-own.0.json", WORLD]
 
 
-def test_copies_whose_holder_was_killed_are_deleted_after_a_time(tmp_path: Path) -> None:
+def test_copies_of_a_killed_holder_are_deleted_after_a_while(tmp_path: Path) -> None:
     own, left, new, served = (
         tmp_path / f"megatron-copies-{os.getuid()}-{name}" for name in ("own", "left", "new", "served")
     )

@@ -111,7 +111,7 @@ def test_each_start_without_copies_gives_the_folder_another_identity(tmp_path: P
     assert "FileExistsError" in new_identity(tmp_path / "file")[1]
 
 
-def test_the_memory_of_a_url_depends_on_no_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_for_a_url_do_not_depend_on_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = folder_of("/dev/shm", str(ROOT)), folder_of("/dev/shm", "runs/a")
     monkeypatch.chdir(tmp_path)
     assert folder_of("/dev/shm", f"{ROOT}/") == before[0] and folder_of("/dev/shm", "runs/a") != before[1]

@@ -68,7 +68,7 @@ MUTANTS: dict[str, tuple[str, str, str, Check]] = {
         "placement.partners",
         "for way in range(1, min(copies + 1, len(group)))",
         "for way in range(0, min(copies, len(group) - 1))",
-        lambda folder: test_placement.test_a_host_holds_each_part_once_and_enough_hosts_do(),
+        lambda folder: test_placement.test_each_part_is_on_enough_hosts_and_at_most_once_per_host(),
     ),
     "position not restored": (
         "memory_checkpoint.MemoryCheckpoint.__init__",
@@ -80,7 +80,7 @@ MUTANTS: dict[str, tuple[str, str, str, Check]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
+def test_every_mutant_is_detected(name: str, tmp_path: Path) -> None:
     place, old, new, check = MUTANTS[name]
     mutant = Mutant({f"extensions.operate.peer_copies.{place}": [(old, new)]}, Combination.of())
     check(tmp_path / "sound") if name != "position not restored" else None

@@ -41,7 +41,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[str], list[Part], int]:
 
 
 @given(worlds())
-def test_a_host_holds_each_part_once_and_enough_hosts_do(world: tuple[list[str], list[Part], int]) -> None:
+def test_each_part_is_on_enough_hosts_and_at_most_once_per_host(world: tuple[list[str], list[Part], int]) -> None:
     host_of, parts, copies = world
     every = len(set(host_of))
     for part, held in zip(parts, place(host_of, parts, copies), strict=True):
@@ -53,7 +53,7 @@ def test_a_host_holds_each_part_once_and_enough_hosts_do(world: tuple[list[str],
 
 
 @given(worlds())
-def test_only_what_no_replica_holds_is_sent(world: tuple[list[str], list[Part], int]) -> None:
+def test_parts_that_replicas_hold_are_not_sent(world: tuple[list[str], list[Part], int]) -> None:
     host_of, parts, copies = world
     placed = place(host_of, parts, copies)
     for part, held in zip(parts, placed, strict=True):
@@ -87,7 +87,7 @@ def test_equal_hosts_hold_and_send_equal_bytes(hosts: int, ranks: int, copies: i
 
 @settings(max_examples=40)
 @given(worlds())
-def test_any_loss_of_so_many_hosts_survives_and_the_count_is_right(world: tuple[list[str], list[Part], int]) -> None:
+def test_the_stated_number_of_hosts_may_be_lost(world: tuple[list[str], list[Part], int]) -> None:
     host_of, parts, copies = world
     placed, hosts = place(host_of, parts, copies), sorted(set(host_of))
     least = min(len(held) for held in placed)
@@ -97,7 +97,7 @@ def test_any_loss_of_so_many_hosts_survives_and_the_count_is_right(world: tuple[
         assert count == least or all(good)
 
 
-def test_a_loss_is_fatal_only_if_it_takes_a_group() -> None:
+def test_losing_hosts_is_fatal_only_if_a_whole_group_is_lost() -> None:
     host_of = hosts_of([2] * 8)
     parts = [Part(rank, (rank,), 1) for rank in range(16)]
     placed = place(host_of, parts, 1)
@@ -107,7 +107,7 @@ def test_a_loss_is_fatal_only_if_it_takes_a_group() -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_a_host_alone_keeps_its_own_parts(copies: int) -> None:
+def test_a_single_host_keeps_its_own_parts(copies: int) -> None:
     placed = place(["here"] * 3, [Part(rank, (rank,), 1) for rank in range(3)], copies)
     assert [[each.host for each in held] for held in placed] == [["here"]] * 3
     assert not survives(placed, ["here"])

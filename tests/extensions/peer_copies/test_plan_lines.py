@@ -20,7 +20,7 @@ def planned(flags: str, world_size: int, ranks_per_node: int) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "no_shard"])
-def test_plan_of_four_hosts(strategy: str) -> None:
+def test_plan_for_four_hosts(strategy: str) -> None:
     said = planned(f"--bf16 --data-parallel-sharding-strategy {strategy} --peer-copy-bandwidth 1", 8, 2)
     assert "4 hosts of 2 ranks, 1 copy of each part on other hosts\nsurvive any lost host, and " in said
     if strategy == "optim":
@@ -37,7 +37,7 @@ def test_goodput_with_copies() -> None:
     assert said.startswith("goodput 97.19% ") and "at the best --save-interval 94.86%" in said
 
 
-def test_plan_of_one_host() -> None:
+def test_plan_for_one_host() -> None:
     said = planned("", 2, 2)
     assert "1 host of 2 ranks, 0 copies" in said and "as there are no more hosts" in said
     assert "survive the end of ranks, but not the loss of a host" in said

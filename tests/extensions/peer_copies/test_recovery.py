@@ -51,7 +51,7 @@ def test_a_killed_rank_costs_no_complete_step(begin: Callable[..., Run], undistu
     assert not list(run.memory.iterdir())
 
 
-def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: Run) -> None:
+def test_a_run_recovers_from_a_lost_host_and_from_damaged_memory(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(*SHARDED)
     run.start(Planned("error", 0, 3))
     run.lose(1)
@@ -70,7 +70,7 @@ def test_a_lost_host_and_damaged_memory(begin: Callable[..., Run], undisturbed: 
     run.assert_equal(undisturbed)
 
 
-def test_the_step_before_a_damaged_one_is_loaded(begin: Callable[..., Run], undisturbed: Run) -> None:
+def test_the_step_before_a_damaged_copy_is_loaded(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(*SHARDED)
     run.start(Planned("error", 0, 3))
     for host in (0, 1):
@@ -94,7 +94,7 @@ def damage(folder: Path, iteration: int, part: str) -> None:
     raise AssertionError(f"there is no copy of {part} at iteration {iteration}")
 
 
-def test_a_refused_run_does_not_hide_what_has_ended_the_other(tmp_path: Path) -> None:
+def test_a_refused_run_does_not_hide_the_earlier_failure(tmp_path: Path) -> None:
     run = Run(tmp_path, 1)
     try:
         run.start(Planned("error", 0, 2))

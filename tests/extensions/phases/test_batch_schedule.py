@@ -16,7 +16,7 @@ from megatron.training.plan import RunPlan
 from tests.pure.test_batch_size import walk
 
 
-def test_ramp_of_megatron() -> None:
+def test_ramp_matches_megatron() -> None:
     """The ramp from 16 to 1024 by 8 over 300,000 samples has 126 intervals of about 2,380 samples."""
     sizes = ramp(1024, 16, 8, 300_000)
     assert len(sizes.earlier) == 126
@@ -52,7 +52,7 @@ def test_a_schedule_by_tokens() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--step-batch-size-schedule 0:4,80:8", "--rampup-batch-size 4 4 5"])
-def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
+def test_lengths_in_iterations_become_samples_if_the_batch_size_varies(flags: str) -> None:
     """The first two batches have 4 samples each, and later batches have 8."""
     flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
     flags += " --global-batch-size 8" if "rampup" in flags else ""
@@ -67,13 +67,13 @@ UNREADABLE["0.5:4"] = "must be TOKENS"
 
 
 @pytest.mark.parametrize(("text", "message"), UNREADABLE.items())
-def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
+def test_an_unreadable_schedule_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_batch_schedule(text)
 
 
 @pytest.mark.parametrize("text", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"])
-def test_unreadable_sizes_with_a_length_in_tokens(text: str) -> None:
+def test_unreadable_sizes_with_a_length_in_tokens_are_one_error(text: str) -> None:
     """The run's length is not derived from invalid batch sizes; rules report the error."""
     flag = text.split()[0]
     config = parse_args(f"--seq-length 16 {text} --train-tokens 4096".split())

@@ -44,7 +44,7 @@ def test_runs_killed_around_a_change_of_phase_take_each_sample_once(change: int,
     assert len(set(origins)) == len(origins) == sum(CHANGES[change])
 
 
-def test_a_validation_takes_the_data_of_its_phase(tmp_path: Path) -> None:
+def test_validation_uses_the_data_of_its_phase(tmp_path: Path) -> None:
     """An evaluation of a checkpoint from the beginning of a phase uses the data of that phase."""
     phases = tmp_path / "phases.yaml"
     phases.write_text("- {name: short, seq-length: 8}\n- {name: long, from-iterations: 2, seq-length: 16}\n")

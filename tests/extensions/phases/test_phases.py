@@ -102,7 +102,7 @@ TWO = """
 """
 
 
-def test_what_a_phase_changes(tmp_path: Path) -> None:
+def test_a_phase_changes_its_settings(tmp_path: Path) -> None:
     plan = made(tmp_path / "s.yaml", TWO)
     main, long, last = plan.phases
     assert [phase.first_sample for phase in plan.phases] == [0, 192, 300]
@@ -121,7 +121,7 @@ def test_what_a_phase_changes(tmp_path: Path) -> None:
     assert by_iterations.schedule_of(by_iterations.phases[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
 
 
-def test_a_ramp_and_phases_go_together(tmp_path: Path) -> None:
+def test_a_ramp_and_phases_can_be_combined(tmp_path: Path) -> None:
     more = "--mock-data --train-samples 400 --rampup-batch-size 4 4 60"
     plan = made(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
     assert [(s.first_sample, s.first_iteration) for s in plan.phases] == [(0, 0), (52, 13)]
@@ -151,13 +151,13 @@ def test_a_phase_begins_at_a_fraction_of_the_run(tmp_path: Path) -> None:
         assert any("must be at least 0 and below 1: the fraction of the run that is before" in each for each in found)
 
 
-def test_a_beginning_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_beginning_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     for wrong in ("[1, 2]", "{a: 1}", "soon", "true"):
         found = problems(tmp_path / "s.yaml", f"- {{}}\n- {{from-samples: {wrong}}}\n")
         assert any("from-samples" in each and "must be an integer, at least 0" in each for each in found)
 
 
-def test_every_mistake_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     text = """
 - {name: a, hidden-size: 32, min-lr: 1}
 - {name: b, from-tokens: 0, seq-lenght: 4}
@@ -180,7 +180,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         assert part in found, f"{part}\n\nin\n\n{found}"
 
 
-def test_rules_of_a_run_judge_each_phase(tmp_path: Path) -> None:
+def test_each_phase_is_validated_by_the_rules_of_a_run(tmp_path: Path) -> None:
     text = """
 - {min-lr: 1}
 - {name: long, from-samples: 80, seq-length: 34, micro-batch-size: 3, global-batch-size: 10}
@@ -202,12 +202,12 @@ WRONG = yaml.safe_load(Path(__file__).with_name("wrong_phases.yaml").read_text(e
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case["said"])
-def test_what_a_file_cannot_say(tmp_path: Path, case: dict[str, str]) -> None:
+def test_invalid_phase_files_are_refused(tmp_path: Path, case: dict[str, str]) -> None:
     found = "\n".join(problems(tmp_path / "s.yaml", case["file"], case["flags"]))
     assert case["said"] in found, found
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     config = parse_args(flags(tmp_path / "none.yaml"))
     plan, found = PhasePlan.planned(resolve(config, 1))
     assert plan is None and "No such file" in str(found[0]) and found[0].flag == "--data-phases"
@@ -237,7 +237,7 @@ def test_phases_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -
         assert message in str(caught.value), str(caught.value)
 
 
-def test_a_run_without_phases_may_take_them_up(tmp_path: Path) -> None:
+def test_a_run_may_add_phases_later(tmp_path: Path) -> None:
     config = resolve(parse_args([*GOOD.split(), "--mock-data", "--train-samples", "400"]), 1)
     history = History(96, plan_of(config).record(96))
     text = "- {}\n- {from-samples: 96, seq-length: 32}"
@@ -249,7 +249,7 @@ def test_a_run_without_phases_may_take_them_up(tmp_path: Path) -> None:
     assert plan_of(longer).continued(history).phases[0].lengths == (400, 900)
 
 
-def test_the_former_name_of_the_flag() -> None:
+def test_the_old_name_of_the_flag_is_accepted() -> None:
     config = parse_args([*GOOD.split(), "--mock-data", "--data-stages", "s.yaml"])
     assert config.options(PhasesConfig).data_phases == "s.yaml"
     assert "--data-phases s.yaml -> not given" in str(changed_lengths(config, parse_args(GOOD.split())))
@@ -299,7 +299,7 @@ def test_a_plan_prints_each_phase(tmp_path: Path) -> None:
         assert any(part in line for line in lines), (part, lines)
 
 
-def test_the_phases_of_a_published_recipe_are_legal() -> None:
+def test_the_phases_of_a_published_recipe_are_valid() -> None:
     path = Path(__file__).parents[3] / "scripts" / "recipes" / "smollm3_phases.yaml"
     more = "--seq-length 4096 --global-batch-size 576 --train-iters 4747000 --vocab-size 128256"
     config = parse_args(flags(path, more))
@@ -311,7 +311,7 @@ def test_the_phases_of_a_published_recipe_are_legal() -> None:
         assert blend.weights is not None and sum(blend.weights) == pytest.approx(1)
 
 
-def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
+def test_a_plan_names_missing_data(tmp_path: Path) -> None:
     description = pytest.importorskip("megatron.extensions.plan.planner.dry_run")
     plan = made(tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000")
     lines = list(description.data_lines(plan, plan.phases[0], ParallelDims()))

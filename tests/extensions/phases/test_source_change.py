@@ -34,7 +34,7 @@ from tests.tiny import TINY
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 40), st.integers(0, 40))
 @settings(max_examples=30, deadline=None)
-def test_the_rest_of_a_stream_is_what_no_sample_had(
+def test_the_rest_of_a_stream_is_its_unused_part(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, samples: int, taken: int
 ) -> None:
     if sum(lengths) < 1:

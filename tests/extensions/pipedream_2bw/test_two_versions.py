@@ -235,7 +235,7 @@ def thawed(rank: int, world_size: int, config: RunConfig, frozen: RunConfig, fol
         return [(newest - previous).abs().max().item() for newest, previous in pairs]
 
 
-def test_weights_without_a_former_version_start_from_the_newest(tmp_path: Path) -> None:
+def test_weights_without_an_older_version_start_from_the_newest(tmp_path: Path) -> None:
     pytest.importorskip("megatron.extensions.optim.optimizers", reason="its --freeze")
 
     def differences(world: int, flags: str) -> list[list[float]]:
@@ -261,7 +261,7 @@ SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
-def test_steps_follow_each_other_as_one_long_step(p: int, multiples: list[int]) -> None:
+def test_consecutive_steps_run_as_one_long_step(p: int, multiples: list[int]) -> None:
     """The results are also equal if sends and receives block. No message crosses a cut between steps."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)

@@ -35,13 +35,13 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("flags", "expected"), ENDS)
-def test_ends_by_hand(flags: dict[str, Any], expected: list[int]) -> None:
+def test_first_and_last_stages_can_be_set(flags: dict[str, Any], expected: list[int]) -> None:
     got = counts(parallel(4, **flags))
     assert sum(got) == 30
     assert got == expected
 
 
-def test_an_end_counts_as_one_layer() -> None:
+def test_an_end_can_count_as_one_layer() -> None:
     """The embedding and the output layer each count as one layer, so 30 layers count as 32, or 4 on each of 8
     stages."""
     assert counts(parallel(8, **{LOSS: True, EMBEDDING: True})) == [3, 4, 4, 4, 4, 4, 4, 3]
@@ -77,7 +77,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("text", "pp", "expected"), STAGES)
-def test_stages_by_hand(text: str, pp: int, expected: list[int]) -> None:
+def test_layers_of_every_stage_can_be_set(text: str, pp: int, expected: list[int]) -> None:
     model = replace(MODEL, num_layers=sum(expected))
     config = parallel(pp, pipeline_model_parallel_layout=text)
     assert counts(config, model) == expected
@@ -88,7 +88,7 @@ def test_stages_by_hand(text: str, pp: int, expected: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_any_counts_can_be_written_by_hand(layers: list[int]) -> None:
+def test_any_layer_counts_can_be_set(layers: list[int]) -> None:
     plain = "E" + "|".join("t" * count for count in layers) + "L"
     short = "E," + "|".join(f"(t)*{count}" for count in layers) + ",L"
     assert layers_of_stages(plain) == layers_of_stages(short) == tuple(layers)
@@ -108,7 +108,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("rule", UNREADABLE)
-def test_layouts_that_cannot_be_read(rule: str) -> None:
+def test_unreadable_layouts_are_refused(rule: str) -> None:
     for text in UNREADABLE[rule]:
         with pytest.raises(ValueError, match=rule):
             layers_of_stages(text)

@@ -49,7 +49,7 @@ def measured(device: DeviceFile) -> fit.Measured:
     )
 
 
-def test_constants_of_a_device_are_found_again(h100: DeviceFile) -> None:
+def test_the_fit_recovers_device_constants(h100: DeviceFile) -> None:
     filled = {(m, n): tile_share(m, n, h100.multiprocessors) for m, n, _ in SHAPES}
     about = {"name": "one", "multiprocessors": h100.multiprocessors, "memory_gib": 80.0, "capability": (9, 0)}
     found = fit.device_file(measured(h100), filled, **about)
@@ -62,7 +62,7 @@ def test_constants_of_a_device_are_found_again(h100: DeviceFile) -> None:
     assert max(fit.errors(replace(found, kernel_floor_us=0.0), measured(h100)).values()) < 1e-6
 
 
-def test_steps_of_a_cpu_leave_nothing_to_say_of_single_element_wise_operations(h100: DeviceFile) -> None:
+def test_steps_on_a_cpu_are_not_checked_for_element_wise_operations(h100: DeviceFile) -> None:
     cpu = replace(h100, capability=None)
     assert set(fit.errors(h100, measured(h100))) - set(fit.errors(cpu, measured(h100))) == {"element-wise"}
 
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_written_is_reported_before_measuring(tmp_path: Pa
             calibrate.main(["--output", str(path), "--cpu"])
 
 
-def test_rates_and_latencies_of_links_are_found_again(h100: DeviceFile) -> None:
+def test_the_fit_recovers_link_rates_and_latencies(h100: DeviceFile) -> None:
     known = {"node": Link(0.4, 30.0, 200.0, {"send": 1.5}), "network": Link(0.0125, 100.0, 400.0, {"all_to_all": 0.5})}
     device = replace(h100, links=known, ranks_per_node=2, adapters_per_node=1)
     network = Network(device, 2)
@@ -96,7 +96,7 @@ def test_rates_and_latencies_of_links_are_found_again(h100: DeviceFile) -> None:
             assert found[link].share.get(kind, 1.0) == pytest.approx(expected.share.get(kind, 1.0), rel=1e-3)
 
 
-def test_constants_of_whole_steps_are_found_again(h100: DeviceFile) -> None:
+def test_the_fit_recovers_constants_of_whole_steps(h100: DeviceFile) -> None:
     def step(operations: int, moved: float, products: float) -> object:
         def predict(device: DeviceFile) -> float:
             us = products + operations * device.launch_gap_us + device.memory_us(moved)
@@ -115,7 +115,7 @@ def test_constants_of_whole_steps_are_found_again(h100: DeviceFile) -> None:
     assert fit_steps(on_gpu, slower).step_overhead_ms == pytest.approx(4.0)  # type: ignore[arg-type]
 
 
-def test_points_that_no_line_fits_give_no_negative_constant() -> None:
+def test_the_fit_never_gives_negative_constants() -> None:
     assert fit.line([[1.0, 1.0], [1.0, 2.0]], [2.0, 1.0])[1] == 0.0
     first, second = fit.line([[1.0, 1.0], [2.0, 1.0]], [2.0, 1.0])
     assert first > 0 and second == 0.0
@@ -141,7 +141,7 @@ def test_a_file_of_any_rates_can_be_read(rates: tuple[float, ...], peak: float |
         assert read.peak_tflops["bf16"] >= max(rates) * 0.99
 
 
-def test_a_fit_above_the_known_peak_is_held_there_with_the_depth_that_suits_it() -> None:
+def test_a_fit_above_the_known_peak_is_clamped_and_refitted() -> None:
     speed = fit.gemm_speed(_products(1.0, 1.5).products, [0.5, 0.5], 2.0)
     # The rates assume that half of the device reaches more than half of the peak.
     assert speed.tflops == 2.0 and speed.half_depth == 0.0
@@ -158,7 +158,7 @@ def _measured(rank: int, world_size: int) -> tuple[object, ...]:
     return found, points, slowdown
 
 
-def test_ranks_measure_together_and_write_what_reads_the_same(tmp_path: Path) -> None:
+def test_ranks_measure_together_and_the_written_file_reads_back(tmp_path: Path) -> None:
     (found, points, slowdown), other = run_world(2, _measured)
     assert other == (found, points, slowdown)  # the mean over both ranks
     assert {(point.link, point.kind) for point in points} == {("network", kind) for kind in KINDS}

@@ -19,14 +19,14 @@ def h100() -> DeviceFile:
 
 
 @pytest.mark.parametrize("name", device_names())
-def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
+def test_peaks_match_those_of_the_mfu(name: str) -> None:
     device = read_device(name)
     assert device.peak_tflops["bf16"] == peak_of_model(device.name, PEAK_TFLOPS_16BIT)
     assert device.peak_tflops.get("fp8") == peak_of_model(device.name, LINEAR_FORMATS.facts("fp8").peak_tflops)
     assert set(device.peak_tflops) <= set(device.gemm)
 
 
-def test_a_peak_is_of_the_whole_model() -> None:
+def test_a_peak_is_found_only_by_the_whole_model_name() -> None:
     """A laptop GPU has the same name as the desktop card, but a third of its rate."""
     known = {
         "NVIDIA A100-SXM4-40GB": 312.0,
@@ -43,7 +43,7 @@ def test_a_peak_is_of_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("precision", "size", "tflops"), [("bf16", 8192, 798), ("fp8", 8192, 1290), ("fp8", 16384, 1377)]
 )
-def test_the_gemms_it_was_fitted_to(h100: DeviceFile, precision: str, size: int, tflops: float) -> None:
+def test_predictions_match_the_fitted_gemms(h100: DeviceFile, precision: str, size: int, tflops: float) -> None:
     us = h100.gemm_us(precision, size, size, size)
     assert 2 * size**3 / us / 1e6 == pytest.approx(tflops, rel=0.03)
 
@@ -51,13 +51,13 @@ def test_the_gemms_it_was_fitted_to(h100: DeviceFile, precision: str, size: int,
 @pytest.mark.parametrize(
     ("kernel", "length", "tflops"), [("cudnn", 2048, 484), ("cudnn", 8192, 529), ("flash", 4096, 319)]
 )
-def test_the_attention_it_was_fitted_to(h100: DeviceFile, kernel: str, length: int, tflops: float) -> None:
+def test_predictions_match_the_fitted_attention(h100: DeviceFile, kernel: str, length: int, tflops: float) -> None:
     flops = 1e12
     us = h100.attention_us(kernel, 128, flops, length, backward=False)
     assert flops / us / 1e6 == pytest.approx(tflops, rel=0.02)
 
 
-def test_gemms_lose_by_short_inner_dimensions_and_last_waves(h100: DeviceFile) -> None:
+def test_short_inner_dims_and_partial_waves_slow_gemms(h100: DeviceFile) -> None:
     def rate(m: int, n: int, k: int) -> float:
         return 2 * m * n * k / h100.gemm_us("bf16", m, n, k)
 
@@ -69,7 +69,7 @@ def test_gemms_lose_by_short_inner_dimensions_and_last_waves(h100: DeviceFile) -
     assert h100.gemm_us("bf16", 256, 512, 4096, 64) < 64 * h100.gemm_us("bf16", 256, 512, 4096)
 
 
-def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
+def test_bytes_move_at_the_copy_bandwidth(h100: DeviceFile) -> None:
     assert h100.memory_us(2.95e9) == pytest.approx(1000)
     assert h100.memory_us(1) == h100.kernel_floor_us
     assert replace(h100, copy_tb_per_second=5.9).memory_us(2.95e9) == pytest.approx(500)
@@ -100,6 +100,6 @@ def test_a_wrong_device_file_is_reported(tmp_path: Path, h100: DeviceFile) -> No
         h100.attention_us("flash4", 128, 1e12, 4096, backward=False)
 
 
-def test_nodes_hold_as_many_ranks_each_where_no_flag_says_how_many(h100: DeviceFile) -> None:
+def test_default_nodes_have_equal_numbers_of_ranks(h100: DeviceFile) -> None:
     sizes = {world: h100.ranks_of_node(world) for world in (1, 4, 8, 12, 13, 20, 96)}
     assert sizes == {1: 8, 4: 8, 8: 8, 12: 6, 13: 1, 20: 5, 96: 8}

@@ -62,7 +62,7 @@ def test_all_problems_at_once() -> None:
     ]
 
 
-def test_its_remedies_work() -> None:
+def test_printed_remedies_work() -> None:
     fixed = WRONG.replace("1000", "1008").replace("heads 12", "heads 16").replace("64 --mock", "66 --mock")
     pretrain(f"{fixed} --lr 3e-4 --train-iters 10", code=0)
 
@@ -105,7 +105,7 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert float(plans["widening"]) == pytest.approx(float(plans["transformer_layer"]) + added, rel=1e-5)
 
 
-def test_plan() -> None:
+def test_plan_is_printed() -> None:
     done = pretrain(RIGHT, code=0)
     lines = [line.strip() for line in done.stdout.splitlines()]
     # Token and position embeddings; 12 h^2 for the matrices and 13 h for the biases and norms of each layer; the final
@@ -161,7 +161,7 @@ def test_notes_go_to_stderr() -> None:
     assert done.stderr.startswith("--seed is given twice, with different values: ")
 
 
-def test_only_the_first_rank_speaks() -> None:
+def test_only_the_first_rank_prints() -> None:
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     done = pretrain(WRONG, RANK="3", WORLD_SIZE="64", LOCAL_RANK="3", **address)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
@@ -247,7 +247,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     assert "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
 
 
-def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_plan_ends_cleanly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -256,19 +256,19 @@ def test_an_interrupted_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().err == "Interrupted.\n"
 
 
-def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
+def test_a_plan_with_parameters_in_the_expert_activation() -> None:
     """The experts in this test compute gradients within their backward pass."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
 
-def test_a_plan_refuses_to_freeze_all() -> None:
+def test_a_plan_refuses_to_freeze_all_parameters() -> None:
     done = pretrain(f"{RIGHT} --freeze .")
     assert (done.returncode, done.stdout) == (2, "")
     assert "  --freeze .: matches all " in done.stderr and "leaves nothing to train" in done.stderr
 
 
-def test_json_alone_is_one_object_with_the_predicted_time() -> None:
+def test_json_to_stdout_is_one_object_with_the_predicted_time() -> None:
     done = pretrain(f"{RIGHT} --json --device h100 --gpus-per-node 4", code=0)
     found = json.loads(done.stdout)
     time = found["time"]
@@ -330,7 +330,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
-def test_output_that_is_full_or_closed(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
+def test_full_or_closed_output_is_one_error_line(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
     limit = "ulimit -f 1; " if said is None else ""  # files may have 512 bytes; devices and pipes have no limit
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)

@@ -20,7 +20,7 @@ SEGMENTS = Segments.of_sizes([ROWS // EXPERTS] * EXPERTS, torch.device("cpu"))
 SUMS = 2 * 4 * EXPERTS * OUT * IN
 
 
-def test_products_of_all_experts_are_one_event() -> None:
+def test_grouped_gemms_are_one_event() -> None:
     recorder = Recorder(fp32_sums=True, backend="auto")
     planned = planned_expert_products(recorder)
     rows = Scaled(torch.empty(ROWS, IN, dtype=E4M3), torch.empty(ROWS, 1))
@@ -42,7 +42,7 @@ def test_products_of_all_experts_are_one_event() -> None:
     )
 
 
-def test_kernels_that_are_left_out_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_kernels_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a grouped kernel, the plan records one torch GEMM per expert."""
     recorder = Recorder(fp32_sums=True, backend="auto")
     monkeypatch.setattr(expert_products, "LEFT_OUT", {"grouped_scaled_mm", "add_fp8_products_grouped_"})

@@ -67,7 +67,7 @@ def test_no_interval_is_better_than_the_best(run: Expected, steps: int) -> None:
     assert best.goodput == max(run.shares(each).goodput for each in range(1, 20 * best.steps))
 
 
-def test_the_best_interval_is_near_the_formula_of_young() -> None:
+def test_the_best_interval_is_near_youngs_formula() -> None:
     """For short saves and rare failures, the best interval is sqrt(2 delta M) according to Young (1974)."""
     best = Expected(1.0, 1e6, 60, SaveCost(5, 5, "")).best()
     assert best.steps == pytest.approx(math.sqrt(2 * 5 * 1e6), rel=0.01)
@@ -77,7 +77,7 @@ def test_a_run_that_never_ends_a_segment_has_no_goodput() -> None:
     assert Expected(3600.0, 1.0, 60, SaveCost(1, 1, "")).best().goodput == 0.0
 
 
-def test_a_save_in_the_background_stops_the_run_for_its_copy_to_the_host_alone() -> None:
+def test_a_background_save_stops_the_run_only_for_the_copy_to_the_host() -> None:
     cost = save_cost(10**10, 8 * 10**10, 50.0, background=True, known=None)
     assert (cost.blocking, cost.seconds) == (0.2, 40.0)
     assert save_cost(10**10, 8 * 10**10, 50.0, background=False, known=7.0) == SaveCost(7.0, 7.0, "")
@@ -92,7 +92,7 @@ def test_spare_nodes_pay_if_nodes_are_missing_often() -> None:
     assert alone < 1e-5 < 0.9 < present
 
 
-def test_saves_of_a_run_so_far_are_measured() -> None:
+def test_the_plan_measures_the_earlier_saves_of_a_run() -> None:
     saves: list[dict[str, object]] = [{"event": "save", "seconds": each} for each in (9.0, 3.0, 4.0)]
     others: list[dict[str, object]] = [{"event": "save", "seconds": 99.0, "error": "disk full"}, {"event": "start"}]
     assert measured_save([*saves, *others]) == 4.0
@@ -105,7 +105,7 @@ FLAGS = (
 ).split()
 
 
-def test_a_plan_says_what_failures_cost(tmp_path: Path) -> None:
+def test_a_plan_states_the_cost_of_failures(tmp_path: Path) -> None:
     save = tmp_path / "run"
     save.mkdir()
     (save / "run_events.jsonl").write_text('{"event": "save", "iteration": 2, "seconds": 12.0}\n')
@@ -121,7 +121,7 @@ def test_a_plan_says_what_failures_cost(tmp_path: Path) -> None:
     assert f"best --save-interval {record['best']['steps']:,}" in shown
 
 
-def test_wrong_options_are_refused_together() -> None:
+def test_all_wrong_options_are_refused_at_once() -> None:
     done = run_program("pretrain_gpt.py", *FLAGS, "--failures-per-gpu-day", "-1", "--save-seconds", "x", code=2)
     assert "--failures-per-gpu-day -1: needs the predicted step time of a single layout; add --device" in done.stderr
     assert "--failures-per-gpu-day -1: must be a number above 0" in done.stderr

@@ -60,7 +60,7 @@ def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
     assert made["whole"] == outputs and made["own keys"] > outputs + packed // 2
 
 
-def test_shapes_that_fit_no_kernel_are_planned_as_plain_torch() -> None:
+def test_unsupported_shapes_are_planned_as_plain_torch() -> None:
     plain = ("unfused", torch.bfloat16, 16), ("auto", torch.float32, 16), ("auto", torch.bfloat16, 12)
     for backend, dtype, width in plain:
         operands = AttentionOperands(0.25, dtype, CPU, width, width)

@@ -52,7 +52,7 @@ def test_flops_agree_with_torch(style: str) -> None:
     assert counter.get_total_flops() - linear in (square, pytest.approx(square * (1 + scores_again), rel=1e-12))
 
 
-def test_flops_of_layers_with_heads_of_their_own() -> None:
+def test_flops_of_layers_with_different_heads() -> None:
     """Keys have 8 channels, and values have 6. The 4 heads of one layer attend to half of 16 tokens, and the 6 heads of
     the other layer to 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})

@@ -45,7 +45,7 @@ WIDE = (
 WORLD = 4
 
 
-def test_best_first_yields_by_cost_and_refines_nothing_beyond_the_last_result() -> None:
+def test_best_first_yields_by_cost_and_refines_only_what_is_needed() -> None:
     costs = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0, "e": 1.0}
     bounds = {"a": 0.5, "b": 1.0, "c": 0.0, "d": 8.0, "e": 0.0}
     refined = []
@@ -61,7 +61,7 @@ def test_best_first_yields_by_cost_and_refines_nothing_beyond_the_last_result() 
 
 @pytest.mark.parametrize("world", [1, 12, 96, 768])
 @pytest.mark.parametrize("experts", [None, 6])
-def test_every_generated_size_divides_what_it_cuts(world: int, experts: int | None) -> None:
+def test_every_generated_size_is_a_divisor(world: int, experts: int | None) -> None:
     space = Space(world, 30, 24, 4096, 768, KINDS, experts)
     layouts = [layout for family in space.families() for layout in space.layouts(family)]
     assert layouts and len(set(layouts)) == len(layouts)
@@ -131,7 +131,7 @@ def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
         assert tried.costs.memory_bound(found.layout) <= found.fullest.total
 
 
-def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
+def test_the_bound_of_wide_layers_is_tight() -> None:
     """The GEMMs of this model fill the device, and replicas exchange little data."""
     costs = LayoutCosts(SearchedRun(resolve(parse_args(WIDE), 8), 8), read_device("h100"), 8)
     family = next(costs.run.space.families())
@@ -140,7 +140,7 @@ def test_little_is_left_out_of_the_bound_of_wide_layers() -> None:
     assert found is not None and 0.65 < costs.family_bound(family) / found.step.seconds <= 1
 
 
-def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
+def test_memory_does_not_depend_on_earlier_layouts(tried: Tried) -> None:
     """The pipeline stages offload different numbers of layers."""
     offloading = [found for found in tried.every if found.layout.saving == Saving("optim", "activations")]
     layers = {found.config.parallel.offloaded_layers: found for found in offloading}
@@ -151,7 +151,7 @@ def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_the_search_finds_what_trying_every_layout_finds(tried: Tried, share: float) -> None:
+def test_the_search_matches_an_exhaustive_search(tried: Tried, share: float) -> None:
     sizes = sorted(found.fullest.total for found in tried.every)
     limit = sizes[int(share * (len(sizes) - 1))]
     fastest: dict[tuple[object, ...], float] = {}
@@ -177,7 +177,7 @@ def test_a_search_of_few_families_prints_a_bound_for_the_others(tried: Tried, mo
     assert not missed or few.effort.bound <= min(missed)
 
 
-def test_a_search_that_is_asked_to_end_gives_what_it_has_predicted(tried: Tried) -> None:
+def test_an_interrupted_search_returns_its_predictions_so_far(tried: Tried) -> None:
     limit = max(found.fullest.total for found in tried.every)
     fastest = LayoutSearch(tried.costs, limit).best(10)
 
@@ -193,7 +193,7 @@ def test_a_search_that_is_asked_to_end_gives_what_it_has_predicted(tried: Tried)
     assert left_out and search.effort.bound <= left_out[0].step.seconds
 
 
-def test_a_search_that_may_leave_layouts_out_finds_some_that_fit(tried: Tried) -> None:
+def test_an_approximate_search_finds_layouts_that_fit(tried: Tried) -> None:
     sizes = sorted(found.fullest.total for found in tried.every)
     for share in (0.02, 0.1, 0.4):
         limit = sizes[int(share * len(sizes))]
@@ -212,7 +212,7 @@ def test_offloaded_data_fits_the_host(tried: Tried) -> None:
     assert not any(each.host for each in search.best(10)) and search.effort.beyond_host
 
 
-def test_the_given_layout_is_ranked_among_the_suggested(tried: Tried) -> None:
+def test_the_given_layout_is_ranked_among_the_suggestions(tried: Tried) -> None:
     best = LayoutSearch(tried.costs, max(found.fullest.total for found in tried.every)).best(10)
     for own in (replace(found, given=True) for found in tried.every):
         ranked = ranked_with(own, best)
@@ -229,7 +229,7 @@ def test_a_runs_own_layout_is_recognized_from_its_flags(tried: Tried) -> None:
         assert SearchedRun(found.config, WORLD).own_layout == found.layout
 
 
-def test_if_no_layout_fits_the_nearest_is_named_and_none_is_timed(tried: Tried) -> None:
+def test_if_no_layout_fits_only_the_nearest_is_named(tried: Tried) -> None:
     search = LayoutSearch(tried.costs, 1000)
     assert search.best(10) == [] and search.effort.traced == search.effort.predicted == 0
     nearest = search.nearest()
@@ -250,7 +250,7 @@ def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
         assert [rank.record for rank in tried.costs.memory(pasted)] == [rank.record for rank in found.memory]
 
 
-def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
+def test_a_flag_that_cannot_be_undone_is_named() -> None:
     own = [*RUN, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
     layout = next(run.space.layouts(next(run.space.families())))
@@ -260,7 +260,7 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
     assert words[words.index("--recompute-granularity") + 1] == "none"
 
 
-def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:
+def test_sizes_that_do_not_divide_matrices_are_not_searched() -> None:
     """The 512 rows of the embedding cannot be split evenly over three tensor-parallel ranks."""
     narrow = "--num-layers 1 --hidden-size 96 --num-attention-heads 6 --global-batch-size 12".split()
     run = SearchedRun(resolve(parse_args([*RUN, *narrow]), 6), 6)
@@ -313,12 +313,12 @@ TIMES |= {1.2345e6 * 365.25 * 86400: "1,230,000 years"}
 
 
 @pytest.mark.parametrize(("seconds", "said"), TIMES.items())
-def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> None:
+def test_run_times_have_suitable_units(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--tp 4 --pp 2", 8)])
-def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) -> None:
+def test_a_search_without_the_number_of_ranks_is_refused(flags: str, ranks: int) -> None:
     command = command_line([*RUN, *"--dry-run --device h100 --suggest".split(), *flags.split()], Launch())
     assert command.world_size == ranks and command.notes == (
         f"--suggest searches layouts of {ranks} ranks, the number that the flags require; "

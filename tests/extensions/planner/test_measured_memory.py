@@ -240,7 +240,7 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
-def test_alternating_passes_hold_the_planned_bytes() -> None:
+def test_alternating_passes_save_the_planned_bytes() -> None:
     """The saved bytes between actions equal the plan, except for one scalar per micro-batch. The peaks of the two
     passes may coincide."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
@@ -356,6 +356,6 @@ def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[in
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_logits_are_never_whole_in_fp32(tp: int) -> None:
+def test_logits_are_never_copied_whole_to_fp32(tp: int) -> None:
     for extra, whole in run_world(tp, loss_memory, 512, 50304):
         assert extra < whole / 10

@@ -102,7 +102,7 @@ def totals(events: Iterable[Event]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_a_few_parts_of_a_loop_represent_all_of_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_iterations_represent_the_whole_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "CHUNK", 2**18)
     monkeypatch.setattr(selection, "MERGED_ROWS", 64)
     batch, run = batch_of(LOOPS[case]), Counter[str]()
@@ -122,7 +122,7 @@ def test_a_few_parts_of_a_loop_represent_all_of_them(case: str, monkeypatch: pyt
     assert run["some"] < run["every"]
 
 
-def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(CASES["llama"])
     known = ActivationPlan(batch).stage(whole_model(batch.model))
     tried, stages = [], fake_stage.fake_stages
@@ -143,7 +143,7 @@ def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest
     assert tried and tried == [True, False] * (len(tried) // 2)
 
 
-def test_plans_for_cpus_are_made_on_fake_tensors_which_know_their_device() -> None:
+def test_plans_for_cpus_use_fake_tensors() -> None:
     batch = MicroBatch(batch_of(CASES["gpt"]).model, batch_of(CASES["gpt"]).parallel, 1, "cpu")
     assert fake_stage.planned(batch, lambda meta: meta) is False
     assert fake_stage.planned(batch_of(CASES["gpt"]), lambda meta: meta) is True
@@ -171,6 +171,6 @@ for module in [module for name, module in sys.modules.items() if name.startswith
 """
 
 
-def test_a_run_after_a_plan_computes_with_its_own_functions() -> None:
+def test_a_run_after_a_plan_uses_the_original_functions() -> None:
     """A module that is first imported while a plan is made must not keep the functions that planning replaces."""
     python_apart("-c", PLANNED_FIRST, code=0)

@@ -86,7 +86,7 @@ def test_free_host_memory_is_that_of_a_rank() -> None:
         assert out_of_memory.host_memory_of_a_rank() == pytest.approx(one / 8, rel=0.5)
 
 
-def test_nothing_fits_into_next_to_nothing() -> None:
+def test_no_change_is_named_if_none_fits() -> None:
     assert "no single change is known to fit" in report("", mock.Mock(total_memory=1000))
 
 

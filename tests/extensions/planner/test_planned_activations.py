@@ -242,7 +242,7 @@ def test_fused_regions_save_at_most_the_bytes_that_they_replace() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "full", "all"])
-def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
+def test_offloading_keeps_the_input_of_a_stage_on_the_device(kind: str) -> None:
     model = replace(LLAMA, **RECOMPUTE[kind])
     kept = [
         ActivationPlan(MicroBatch(model, parallel_config(bf16=True, **more), SAMPLES, "cpu")).stage(MIDDLE)
@@ -256,7 +256,7 @@ def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
 )
-def test_grouped_products_of_gpus_can_be_planned(fp8: Fp8Flags) -> None:
+def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
     """On GPUs, the row counts are device tensors, and fake device tensors have no values. The layer keeps offsets
     instead of row counts."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
@@ -299,7 +299,7 @@ def test_recomputation_of_experts_saves_memory() -> None:
     assert kept["moe"] < kept["moe_act"] - activated
 
 
-def test_experts_over_ranks() -> None:
+def test_experts_over_ranks_match_the_plan_on_average() -> None:
     """Message sizes depend on the router, but their mean over the ranks is within three percent of that of an even
     router."""
     model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)

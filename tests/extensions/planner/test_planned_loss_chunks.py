@@ -122,7 +122,7 @@ def test_chunks_leave_one_tensor_of_the_size_of_the_hidden_states() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "further tokens"])
-def test_chunks_multiply_no_more(name: str) -> None:
+def test_chunks_do_not_add_flops(name: str) -> None:
     """Neither the model FLOPs per token nor the FLOPs of a planned step depend on chunks."""
     model = MODELS[name]
     counted = []
@@ -191,7 +191,7 @@ def test_a_plan_names_the_chunk_that_saves_memory() -> None:
     assert chosen_chunk(fresh, 1, step, memory, step_of, memory_of) is None
 
 
-def test_a_plan_names_no_chunk_where_it_saves_nothing() -> None:
+def test_a_plan_names_no_chunk_that_saves_nothing() -> None:
     config, cache = resolve_legal(parse_args([*SMALL_GPU_RUN.split(), "--vocab-size", "1000"]), 1), PlannerCache()
     step = predict_step(config, 1, read_device("h100"), None, cache)
     found = chosen_chunk(
@@ -211,7 +211,7 @@ size."""
 
 
 @pytest.mark.parametrize("vocab", FIGURES)
-def test_figures_of_the_docs(vocab: int) -> None:
+def test_plans_match_the_figures_of_the_docs(vocab: int) -> None:
     """docs/tuning.md states the same figures."""
     wide = replace(LARGE, hidden_size=4096, kv_channels=128, num_attention_heads=32, seq_length=8192, vocab_size=vocab)
     plans = [

@@ -43,7 +43,7 @@ def test_forks_end_with_their_parent(number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_search_is_ended_by_either_signal_once(number: int) -> None:
+def test_a_search_is_ended_once_by_either_signal(number: int) -> None:
     called: list[int] = []
     before = {each: signal.signal(each, lambda *_: called.append(2)) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

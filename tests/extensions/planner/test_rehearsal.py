@@ -89,7 +89,7 @@ def bare(collectives: Sequence[Collective]) -> list[Collective]:
 
 
 @pytest.mark.grid("flags", (LAYOUTS[0], LAYOUTS[4]), LAYOUTS)
-def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
+def test_a_real_rank_calls_the_rehearsed_collectives(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
     rehearsal = rehearsal_of(config, 4, whole=True)
     (records,) = forked({0: partial(all_ranks, rehearsal)}, workers=1)
@@ -103,7 +103,7 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
         assert step
 
 
-def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:
+def test_elements_written_by_two_ranks_or_none_are_reported() -> None:
     def written(*offsets: int) -> list[RankRecord]:
         boxes = [Box("w", (6, 4), (offset, 0), (2, 4), 2) for offset in offsets]
         return [RankRecord(rank, {"dp": rank}, boxes=[box]) for rank, box in enumerate(boxes)]

@@ -45,7 +45,7 @@ def test_a_planted_fault_is_found_with_both_call_sites(fault: str) -> None:
     assert ranks == "4,5" or report.count(f" at {FIXTURE}:") == 2, text
 
 
-def test_a_rank_that_runs_out_of_memory_says_where() -> None:
+def test_an_out_of_memory_rank_is_reported_with_its_call_site() -> None:
     flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault memory --ranks 4,5 --device-memory 0.01"
     code, text = rehearse(*flags.split())
     report = text.partition("A run would fail:")[2]
@@ -61,14 +61,14 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("flags", "why"), ALONE)
-def test_a_rehearsal_of_one_rank_claims_no_agreement(flags: str, why: str) -> None:
+def test_a_one_rank_rehearsal_does_not_claim_agreement(flags: str, why: str) -> None:
     code, text = rehearse(*flags.split())
     lines = text.splitlines()
     assert code == 0 and f"no collectives could be compared: {why}" in lines, text
     assert "No rank fails; nothing was compared." in lines and "agree" not in text, text
 
 
-def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
+def test_a_run_without_faults_passes(tmp_path: Path) -> None:
     report, missing = tmp_path / "report.json", tmp_path / "no"
     code, text = rehearse(
         "--world-size", "4", "--json", str(report), "--load", str(missing), "--allow-missing-checkpoint"

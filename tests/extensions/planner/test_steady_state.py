@@ -13,7 +13,7 @@ from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
 @pytest.mark.parametrize(("schedule", "v"), [("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
-def test_steps_validated_later_take_the_longest_span(schedule, v, p, m):
+def test_late_validated_steps_take_the_longest_span(schedule, v, p, m):
     alone = simulate(build_schedule(schedule, p, m, v), StageCosts())
     time, bubble = post_validated(pipeline_lists(schedule, p, m, v, validates=True))
     assert time == max(alone.spans)
@@ -21,12 +21,12 @@ def test_steps_validated_later_take_the_longest_span(schedule, v, p, m):
     assert alone.makespan > time if schedule == "zb-v" else alone.makespan == time
 
 
-def test_steps_of_zb_h2_have_no_bubble_if_they_are_validated_later():
+def test_zb_h2_with_late_validation_has_no_bubble():
     assert post_validated(pipeline_lists("zb-h2", 8, 16, validates=True)) == (48.0, 0.0)
     assert simulate(pipeline_lists("zb-h2", 8, 16)).makespan == 55
 
 
-def test_a_rank_waits_at_validation_for_the_end_of_the_step_before():
+def test_a_rank_waits_at_validation_for_the_end_of_the_previous_step():
     lists = pipeline_lists("zb-h2", 4, 8, validates=True)
     late = StageCosts(weight_grad=(1.0, 1.0, 1.0, 9.0))
     found = simulate(consecutive(lists, 2), late)

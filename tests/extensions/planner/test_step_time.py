@@ -49,7 +49,7 @@ def replay(device: DeviceFile, *events: Event) -> dict[str, float]:
     return Replay(device, Network(device, 8), groups, host_us=0.0).run(events)
 
 
-def test_a_collective_overlaps_a_product_and_the_rest_is_exposed(device: DeviceFile) -> None:
+def test_a_collective_overlaps_a_gemm_and_the_rest_is_exposed(device: DeviceFile) -> None:
     product = 1e-6 * device.gemm_us("bf16", 8192, 8192, 8192)
     gather = 3 / 4 * 4e9 / 100e9 + 1e-6 * (10 + 3 * 1)
     start, wait = Collective("all_gather", 4 * 10**9, "tp", 1), Wait(1)
@@ -61,7 +61,7 @@ def test_a_collective_overlaps_a_product_and_the_rest_is_exposed(device: DeviceF
     assert replay(slowed, start, *[GEMM] * 40, wait)["tp_communication"] == pytest.approx(gather / 4)
 
 
-def test_products_that_run_at_one_time_share_their_last_waves(device: DeviceFile) -> None:
+def test_concurrent_gemms_share_their_last_waves(device: DeviceFile) -> None:
     """The 144 tiles of one part fill about half of two waves of 132 multiprocessors. The tiles of eight parts fill nine
     waves."""
     part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
@@ -106,7 +106,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize(("kind", "group", "seconds"), FORMULAS)
-def test_collectives_by_formula(device: DeviceFile, kind: str, group: Placement, seconds: float) -> None:
+def test_collectives_follow_their_formulas(device: DeviceFile, kind: str, group: Placement, seconds: float) -> None:
     assert Network(device, 8).seconds(kind, 10**9, group) == pytest.approx(seconds)
 
 
@@ -206,7 +206,7 @@ kernels."""
 
 
 @pytest.mark.parametrize("run", OF_INDUCTOR)
-def test_bytes_of_a_layer_compared_with_compiled_kernels(run: str) -> None:
+def test_layer_bytes_match_compiled_kernels(run: str) -> None:
     precision, more, tolerance = OF_INDUCTOR[run]
     recipe, flags = (more or "delayed", "") if precision == "fp8" else ("", more)
     given = PRECISIONS[precision].format(format="hybrid", recipe=recipe)
@@ -230,7 +230,7 @@ WIDE = (
 
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
-def test_collectives_that_overlap_with_products(precision: str) -> None:
+def test_overlapped_collectives_split_gemms(precision: str) -> None:
     """Each product is split into concurrent GEMMs that do not add to an output. The FLOPs stay the same. In fp8,
     gathers move half as many bytes."""
 

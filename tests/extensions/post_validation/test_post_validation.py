@@ -190,7 +190,7 @@ BUBBLES = [
 
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
 @pytest.mark.parametrize(("flags", "bubble", "notice"), BUBBLES)
-def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
+def test_the_plan_shows_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
     from megatron.extensions.plan.planner import dry_run as description
 
     given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
@@ -213,7 +213,7 @@ def test_schedules_that_wait_for_rank_0_are_those_that_the_simulator_finds(sched
     assert (saved == pytest.approx(0)) == (schedule in WAIT_FOR_RANK_0)
 
 
-def test_without_a_pipeline_it_is_turned_off() -> None:
+def test_post_validation_is_disabled_without_a_pipeline() -> None:
     given = parse_args([*BASE.split(), "--optimizer-post-validation", "--use-precision-aware-optimizer"])
     (notice,) = findings(given, 1)
     assert notice.harmless and "has no effect without --pipeline-model-parallel-size above 1" in str(notice)

@@ -114,7 +114,7 @@ def heartbeat(peer: socket.socket, log: Path) -> Iterator[tuple[Any, int]]:
             process.kill()
 
 
-def test_a_heartbeat_ignores_counts_and_names_what_strangers_send(tmp_path: Path) -> None:
+def test_a_heartbeat_ignores_and_reports_foreign_datagrams(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         peer.settimeout(HANG)
@@ -133,7 +133,7 @@ def test_a_heartbeat_ignores_counts_and_names_what_strangers_send(tmp_path: Path
     assert int(last.split("ignored ")[1].split()[0]) <= count and "that were not heartbeats of this run" in last
 
 
-def test_connections_never_close_the_door_of_a_heartbeat(tmp_path: Path) -> None:
+def test_foreign_connections_do_not_block_a_heartbeat(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         with heartbeat(peer, tmp_path / "log") as (_, port):
@@ -142,7 +142,7 @@ def test_connections_never_close_the_door_of_a_heartbeat(tmp_path: Path) -> None
                     assert connection.recv(1) == b""
 
 
-def test_a_rank_ignores_what_strangers_send(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_ignores_foreign_datagrams(capsys: pytest.CaptureFixture[str]) -> None:
     ends: Any = SimpleNamespace(failed=[], gone=[])
     ends.fail, ends.report_gone = ends.failed.append, ends.gone.append
     board: Any = SimpleNamespace(store=None)
@@ -168,7 +168,7 @@ def udp_ports() -> list[int]:
     return [int(line.split()[1].rpartition(":")[2], 16) for line in lines]
 
 
-def test_another_user_does_not_end_a_run_on_two_hosts(tmp_path: Path) -> None:
+def test_another_user_cannot_end_a_run_on_two_hosts(tmp_path: Path) -> None:
     def start_host(rank: int) -> None:
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 

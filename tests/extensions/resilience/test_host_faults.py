@@ -66,7 +66,7 @@ STRIKES = [
 @pytest.mark.parametrize(
     ("strike", "early", "line"), STRIKES, ids=["pulled", "deaf", "deaf before its heartbeat knows of others"]
 )
-def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, early: bool, line: str) -> None:
+def test_both_hosts_name_each_other_and_exit(tmp_path: Path, strike: Strike, early: bool, line: str) -> None:
     look, struck, told = host_watch.HostWatch.look, tmp_path / "struck", [tmp_path / f"told{rank}" for rank in range(2)]
 
     def late_look(watch: host_watch.HostWatch) -> None:
@@ -110,7 +110,7 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
 
 
 @pytest.mark.parametrize("pulled", [False, True])
-def test_a_host_with_blocked_heartbeats_is_lost_only_without_connections(tmp_path: Path, pulled: bool) -> None:
+def test_blocked_heartbeats_alone_do_not_lose_a_host(tmp_path: Path, pulled: bool) -> None:
     program, screen = tmp_path / "mute_heartbeat.py", tmp_path / "screen"
     program.write_text(host_watch.PROGRAM.read_text().replace("self._network.sendto(data, address)", "pass"))
     lines = [f"no heartbeat of host{rank} (rank {rank} of 2) has arrived on host{1 - rank} in " for rank in range(2)]

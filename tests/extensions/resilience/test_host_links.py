@@ -60,7 +60,7 @@ class Cluster:
 
 
 @pytest.mark.parametrize("hosts", [4, 40])
-def test_a_host_without_a_network_is_found_by_all_that_watch_it_and_finds_them(hosts: int) -> None:
+def test_a_disconnected_host_and_its_watchers_report_each_other(hosts: int) -> None:
     cluster, watching = Cluster(hosts), sorted(watched(range(hosts), 2))
     cluster.beat(2)
     cluster.cut(2)
@@ -71,7 +71,7 @@ def test_a_host_without_a_network_is_found_by_all_that_watch_it_and_finds_them(h
     assert found == {host: {"silent": [2]} for host in watching} | {2: {"silent": watching}}
 
 
-def test_a_one_way_loss_is_found_on_both_sides_with_its_direction() -> None:
+def test_a_one_way_loss_is_reported_on_both_sides_with_its_direction() -> None:
     cluster = Cluster(3)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -95,7 +95,7 @@ def test_a_host_that_was_never_heard_is_reported_separately() -> None:
 
 
 @pytest.mark.parametrize("end", ["bye", "gone"])
-def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
+def test_a_host_that_announces_its_end_is_not_reported(end: str) -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)
@@ -105,7 +105,7 @@ def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "lost"])
-def test_a_failed_host_is_found_without_other_signs(end: str) -> None:
+def test_a_failed_host_is_detected_without_other_signs(end: str) -> None:
     cluster = Cluster(3)
     cluster.beat(2)
     cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)
@@ -119,7 +119,7 @@ def test_a_failed_host_is_found_without_other_signs(end: str) -> None:
     assert cluster.found(0) == {"failed": [1]} and cluster.found(2) == {"silent": [1]}
 
 
-def test_the_last_message_counts_although_the_heartbeat_of_its_host_paused() -> None:
+def test_the_last_message_counts_even_if_its_sender_paused() -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -131,7 +131,7 @@ def test_the_last_message_counts_although_the_heartbeat_of_its_host_paused() -> 
     assert cluster.found(0) == {"failed": [1]}
 
 
-def test_the_last_message_of_a_deaf_host_is_kept_although_this_host_paused() -> None:
+def test_the_last_message_of_a_deaf_host_is_kept_even_if_this_host_paused() -> None:
     cluster = Cluster(2)
     cluster.beat(2)
     cluster.lost = {(0, 1)}
@@ -192,7 +192,7 @@ REPORTS = [
 
 
 @pytest.mark.parametrize(("kind", "phase", "peace", "report"), REPORTS)
-def test_a_rank_whose_run_has_ended_elsewhere_ends(
+def test_a_rank_exits_if_its_run_ended_elsewhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, phase: str, peace: float, report: str
 ) -> None:
     monkeypatch.setattr(host_watch, "PEACE", peace)
@@ -214,7 +214,7 @@ class StoreBehindCable:
         return self.mended.wait(HANG)
 
 
-def test_a_store_knows_for_how_long_an_answer_is_waited_for() -> None:
+def test_a_store_reports_how_long_a_call_has_waited() -> None:
     cable = StoreBehindCable()
     store = AskedStore(cast("Any", cable))
     assert store.waits() == 0.0
@@ -227,7 +227,7 @@ def test_a_store_knows_for_how_long_an_answer_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_a_rank_without_an_answer_checks_the_host_of_the_store(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     asked: list[tuple[str, int]] = []
     watch = watch_of(1, RankStatus(), ends := Ends())
 

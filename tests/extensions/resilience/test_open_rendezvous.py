@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from megatron.extensions.operate.resilience.torchrun import bounded, marked, unless_refused
 
 
-def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -> None:
+def test_only_a_call_that_does_not_return_becomes_an_error() -> None:
     def broken() -> None:
         raise RendezvousStateError("broken")
 
@@ -26,7 +26,7 @@ def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -
             hanging()
 
 
-def test_a_file_reports_that_the_agent_waits_for_other_hosts(tmp_path: Path) -> None:
+def test_waiting_for_other_hosts_is_reported_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "waits"
 
     def fail() -> Any:
@@ -39,7 +39,7 @@ def test_a_file_reports_that_the_agent_waits_for_other_hosts(tmp_path: Path) -> 
     assert not file.exists()
 
 
-def test_a_configuration_that_cannot_run_is_not_started_again(tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_not_restarted(tmp_path: Path) -> None:
     outcome, met = tmp_path / "outcome", list[int]()
     join: Any = unless_refused(lambda: met.append(1), outcome)  # type: ignore[arg-type, return-value]
     join()

@@ -56,7 +56,7 @@ def test_a_lease_that_is_renewed_is_refused_until_released(tmp_path: Path, monke
     second.release()
 
 
-def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_released_during_a_renewal_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lease, "DISK", HANG)
     lease, begun = SaveLease(tmp_path, never), threading.Event()
     lease.acquire()
@@ -90,7 +90,7 @@ def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_path: Path, stopped: bool) -> None:
+def test_a_lease_of_a_stopped_process_on_this_machine_is_free(tmp_path: Path, stopped: bool) -> None:
     """A living process counts as training, even if its disk delays renewals."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
@@ -110,7 +110,7 @@ def test_a_lease_of_a_process_of_this_machine_is_free_if_that_is_stopped(tmp_pat
         os.waitpid(child, 0)
 
 
-def test_one_of_two_runs_that_take_a_dead_lease_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_two_runs_takes_over_a_dead_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
 
     @contextmanager
@@ -125,7 +125,7 @@ def test_one_of_two_runs_that_take_a_dead_lease_is_refused(tmp_path: Path, monke
     first.release()
 
 
-def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp_path: Path) -> None:
+def test_an_unrenewed_lease_is_taken_over_and_its_holder_is_told(tmp_path: Path) -> None:
     errors: list[LeaseError] = []
     asleep = SaveLease(tmp_path, errors.append)
     asleep._write()
@@ -156,7 +156,7 @@ def held(tmp_path: Path) -> tuple[SaveLease, Path, list[LeaseError]]:
 Held = tuple[SaveLease, Path, list[LeaseError]]
 
 
-def test_a_lease_that_is_gone_from_its_folder_is_lost(held: Held) -> None:
+def test_a_deleted_lease_is_lost(held: Held) -> None:
     """Another run took the lease, finished, and released it."""
     lease, folder, errors = held
     lease.check()
@@ -192,9 +192,7 @@ def test_a_missing_folder_is_reported_once_and_leased_again(
     assert json.loads((folder / ".lease").read_text())["token"] == lease._owner["token"] and not errors
 
 
-def test_a_lease_that_a_deletion_of_the_folder_removes_first_is_not_lost(
-    held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_deleted_first_with_its_folder_is_not_lost(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """`rm -r` takes a while."""
     lease, folder, errors = held
     (folder / "iter_0000001").mkdir()
@@ -261,7 +259,7 @@ def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
     return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)
 
 
-def test_a_run_whose_folder_is_deleted_saves_all_it_has_again(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_deleted_saves_everything_again(tmp_path: Path) -> None:
     # The rename is atomic, so the run never sees the folder without the lease.
     save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path.rename(path.with_name('gone')))", tmp_path, 0)
     assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
@@ -310,7 +308,7 @@ STORAGES.register("leased", Objects)
 URL = located("leased://bucket/run")
 
 
-def test_one_of_two_runs_holds_the_lease_in_a_storage_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_two_runs_holds_a_lease_in_object_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Objects, "content_of", {})
     errors = list[LeaseError]()
     first, second = StoredLease(URL, errors.append), StoredLease(URL, never)

@@ -35,7 +35,7 @@ def test_a_trigger_file_that_cannot_be_removed_is_reported_once(
     assert not (tmp_path / "save").exists()
 
 
-def test_triggers_are_looked_for_in_all_folders(tmp_path: Path) -> None:
+def test_triggers_are_detected_in_all_folders(tmp_path: Path) -> None:
     files = looks_in(tmp_path / "save", trigger_path=str(tmp_path / "triggers"))
     assert list(files.due()) == []
     (tmp_path / "triggers").mkdir()
@@ -54,7 +54,7 @@ def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
     assert switch.exists()
 
 
-def test_a_kill_switch_that_is_a_folder_is_refused_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_kill_switch_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     flags = StopFileFlags(kill_switch_path=str(tmp_path))
     (problem,) = rules_of_stop_file(RunConfig(extension_options=(flags,)), 1)
     assert "is a folder but must be a file" in str(problem)

@@ -19,7 +19,7 @@ from tests.pure.test_regions import check_region, compiles
 RG_LRU = model_of("rg-lru")
 
 
-def test_derivative_of_the_root_is_bounded() -> None:
+def test_derivative_of_the_square_root_is_bounded() -> None:
     x = torch.tensor([0.0, 1e-12, 0.25, 1.0], dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(bounded_root(x).sum(), x)
     torch.testing.assert_close(grad, torch.tensor([1000.0, 1000.0, 1.0, 0.5]).double())

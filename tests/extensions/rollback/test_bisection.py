@@ -44,7 +44,7 @@ def said_of(run: Run, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return said
 
 
-def test_a_document(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_document_is_named(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", written(tmp_path / "data", of_step[1:2]))
     run.start("--save-interval 5 --rollback-on-spike --rollback-steps 2")
     said = said_of(run, capsys, "--", "--tp", "2")
@@ -52,7 +52,7 @@ def test_a_document(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFi
     assert f"verdict: document {of_step[1]} of data" in said and "text: tokens " in said
 
 
-def test_a_batch(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_batch_is_named(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", written(tmp_path / "data", of_step))
     run.start("--save-interval 5")
     said = said_of(run, capsys, "--from", "5")
@@ -60,7 +60,7 @@ def test_a_batch(of_step: list[int], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"verdict: the batch of iteration {SPIKE}" in said
 
 
-def test_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_too_high_learning_rate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", written(tmp_path / "data", ()))
     run.start("--exit-interval 12")
     run.start("--lr 1.0")

@@ -7,7 +7,7 @@ import random
 from megatron.extensions.operate.rollback.decision import Decision, decide
 
 
-def test_the_state_and_the_batches_of_a_spike() -> None:
+def test_chooses_the_state_and_the_batches_to_skip_for_a_spike() -> None:
     assert decide(14, 2, None, interval=1) == Decision(14, 12, 13, 14)
     assert decide(14, 1, None, interval=1) == Decision(14, 13, 14, 14)
     assert decide(14, 10, None, interval=9) == Decision(14, 0, 1, 14)

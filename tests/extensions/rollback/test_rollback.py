@@ -62,7 +62,7 @@ class Slow(Callback):
 
 
 @pytest.mark.parametrize("interval", [1, 7])
-def test_goodput_names_steps_that_were_taken_back(interval: int, data: str, tmp_path: Path) -> None:
+def test_goodput_reports_rolled_back_steps(interval: int, data: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     run = Run(tmp_path / "run", data, f"--log-goodput --log-interval {interval} --extension {tmp_path / 'slow.py'}")
     said = run.start(BACK)
@@ -94,7 +94,7 @@ def ends_after_going_back(rank: int) -> None:
     training.train_step = step
 
 
-def test_copies_in_the_memory_of_peers(data: str, tmp_path: Path) -> None:
+def test_rollback_from_copies_in_peer_memory(data: str, tmp_path: Path) -> None:
     flags = f"{SHARDED} optim"
     told, run = (Run(tmp_path / name, data, flags, 2) for name in ("told", "run"))
     told.start("--iterations-to-skip 13 14")
@@ -118,7 +118,7 @@ def resumes_before_the_spike(folder: Path, data: str) -> None:
     run.assert_equal(told)
 
 
-def test_a_run_that_lost_its_memory_goes_back_to_the_disk(data: str, tmp_path: Path) -> None:
+def test_a_run_without_copies_rolls_back_to_the_disk(data: str, tmp_path: Path) -> None:
     resumes_before_the_spike(tmp_path, data)
 
 
@@ -135,7 +135,7 @@ def resumes_after_the_rollback(folder: Path, data: str) -> None:
         assert run.losses()[iteration] == expected, iteration
 
 
-def test_a_checkpoint_after_a_rollback_at_another_layout(data: str, tmp_path: Path) -> None:
+def test_a_checkpoint_after_a_rollback_resumes_under_another_layout(data: str, tmp_path: Path) -> None:
     resumes_after_the_rollback(tmp_path, data)
 
 
@@ -156,13 +156,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name: str, data: str, tmp_path: Path) -> None:
+def test_every_mutant_is_detected(name: str, data: str, tmp_path: Path) -> None:
     place, old, new, check = MUTANTS[name]
     mutant = Mutant({f"extensions.operate.rollback.{place}": [(old, new)]}, Combination.of())
     with planted(mutant), pytest.raises(AssertionError):
         check(tmp_path, data)
 
 
-def test_the_last_rollback(data: str, tmp_path: Path) -> None:
+def test_a_run_ends_after_the_maximum_of_rollbacks(data: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", data, f"{BACK} --spiky-loss-factor 1.001 --max-rollbacks 1 --lr 0.9")
     assert "after 1 rollbacks, the maximum set by --max-rollbacks" in run.start(code=1)

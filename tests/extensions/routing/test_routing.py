@@ -13,7 +13,7 @@ from tests.moe_cases import MIXTRAL, build_layer, context
 from tests.pure.test_moe import B, S, random_input
 
 
-def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
+def test_sinkhorn_balances_each_sequence_only_in_training() -> None:
     config = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=1)
     layer = build_layer(config)
     x = torch.randn(64, B, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 1
@@ -26,14 +26,14 @@ def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
     assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
 
 
-def test_rounding_does_not_choose_experts_of_equal_tokens_under_sinkhorn_routing() -> None:
+def test_equal_tokens_have_equal_experts_under_sinkhorn_routing() -> None:
     layer = build_layer(replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",)))
     x = random_input(MIXTRAL)[:1].expand(S, -1, -1)
     rounded = x * (1 + 1e-15 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3)))
     assert (layer.router(rounded, context(B)).experts == torch.tensor([0, 1])).all()
 
 
-def test_forced_balance_is_random_by_sample_and_place_and_trains_the_router() -> None:
+def test_forced_balance_is_random_by_sample_and_position_and_trains_the_router() -> None:
     config = with_fields(MIXTRAL, {"moe_router_force_load_balancing": True})
     layer, x = build_layer(config), random_input(config)
     with torch.no_grad():

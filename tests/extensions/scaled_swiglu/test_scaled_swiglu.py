@@ -15,7 +15,7 @@ SCALED = model_of("scaled-swiglu")
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_formula(experts: bool) -> None:
+def test_mlps_and_experts_follow_the_formula(experts: bool) -> None:
     more = {"num_experts": 4, "moe_ffn_hidden_size": 8} if experts else {}
     mlp = GPTModel(replace(SCALED, **more), FP64).decoder.layers[0].mlp
     x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)

@@ -52,7 +52,7 @@ def test_shapes() -> None:
     assert rates(several, 100, 400, 500, 550, 600, 800, 900, 1000) == pytest.approx([2, 2, 0.2, 1.1, 2, 2, 1, 0])
 
 
-def test_a_power_law_is_that_of_the_consumed_samples() -> None:
+def test_a_power_law_uses_the_consumed_samples() -> None:
     """The PowerLR schedule (arXiv 2408.13359) is min(peak, b a n^-0.51) with b a = peak knee^0.51, followed by a
     decay."""
     text = "warm-up 1%, power rest exponent -0.51 after 200 samples, linear 10% to 0"
@@ -62,7 +62,7 @@ def test_a_power_law_is_that_of_the_consumed_samples() -> None:
     assert rates("hold 100 samples, power rest exponent -0.5", 100, 400) == [2, 1]
 
 
-def test_tokens_are_samples_of_the_sequence_length() -> None:
+def test_lengths_in_tokens_are_converted_to_samples() -> None:
     text = without_tokens("warm-up 2K tokens # up\nhold rest, power 1e4 tokens exponent -0.5 after 0.5K tokens", 8)
     assert text == "warm-up 250 samples, hold rest, power 1250 samples exponent -0.5 after 62.5 samples"
     assert without_tokens(text, 1) == text
@@ -79,11 +79,11 @@ def test_tokens_are_samples_of_the_sequence_length() -> None:
         ("hold rest", "--lr-decay-style constant"),
     ],
 )  # fmt: skip
-def test_pieces_are_the_schedules_that_have_names(text: str, flags: str) -> None:
+def test_pieces_equal_the_named_schedules(text: str, flags: str) -> None:
     assert of_run(f'--lr-schedule "{text}"') == pytest.approx(of_run(flags), abs=1e-17)
 
 
-def test_a_schedule_goes_by_samples_under_a_ramp(tmp_path: Path) -> None:
+def test_a_schedule_counts_samples_under_a_batch_ramp(tmp_path: Path) -> None:
     """The content of the schedule file replaces its name, and a step with a different batch size advances by its own
     number of samples."""
     file = tmp_path / "schedule.txt"
@@ -110,7 +110,7 @@ MUTANTS = (
 
 
 @pytest.mark.parametrize(("old", "new"), [mutant[1:] for mutant in MUTANTS], ids=[mutant[0] for mutant in MUTANTS])
-def test_a_mutant_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mutant_is_detected(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = inspect.getsource(schedule_pieces._after)
     assert source.count(old) == 1
     there = dict(vars(schedule_pieces))
@@ -119,7 +119,7 @@ def test_a_mutant_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) 
 
     def checks() -> None:
         test_shapes()
-        test_a_power_law_is_that_of_the_consumed_samples()
+        test_a_power_law_uses_the_consumed_samples()
 
     with pytest.raises(AssertionError):
         checks()
@@ -153,7 +153,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("flags", "told"), REFUSED)
-def test_what_is_refused(flags: str, told: str) -> None:
+def test_invalid_schedules_are_refused(flags: str, told: str) -> None:
     problems = validate(parse_args([*TINY.split(), *words(flags)]), 1)
     assert told in "\n".join(map(str, problems))
 
@@ -170,7 +170,7 @@ def test_pieces_that_do_not_cover_the_run_are_reported() -> None:
         assert [each.startswith(rule) for each in found] == [True] * said
 
 
-def test_a_phase_with_a_rate_of_its_own_has_the_pieces_again(tmp_path: Path) -> None:
+def test_a_phase_with_its_own_rate_repeats_the_pieces(tmp_path: Path) -> None:
     file = tmp_path / "phases.yaml"
     file.write_text("- {}\n- {from-samples: 40, lr: 4e-3}\n")
     flags = f"{TINY} --train-samples 80 --data-phases {file}".replace("--train-iters 4", "")
@@ -195,7 +195,7 @@ def trained(folder: Path, flags: str) -> list[dict[str, float]]:
     return [line for line in lines if "lm_loss" in line]
 
 
-def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_a_branch_continues_from_its_run_and_resumes_bitwise(tmp_path: Path) -> None:
     stable = trained(tmp_path / "stable", "--train-iters 8 --save-interval 4")
     source = tmp_path / "stable" / "iter_0000004"
     branch = f"--train-iters 8 --branch-from {source} {BRANCH}"
@@ -236,7 +236,7 @@ def test_a_branch_continues_from_its_run_and_resumes_to_the_bit(tmp_path: Path) 
     assert "--branch-from" in str(problems)
 
 
-def test_a_branch_has_a_branch_and_takes_the_batches_of_a_ramp(tmp_path: Path) -> None:
+def test_a_branch_can_branch_again_and_keeps_the_batch_ramp(tmp_path: Path) -> None:
     ramp = "--rampup-batch-size 2 2 8"
     trained(tmp_path / "stable", f"--train-samples 32 {ramp} --save-interval 5")
     flags = f"{ramp} --train-samples 32 --branch-from {tmp_path / 'stable' / 'iter_0000005'} --decay-tokens 64"

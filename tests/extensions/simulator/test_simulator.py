@@ -17,7 +17,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("m", "forward", "input_grad", "weight_grad", "comm", "bubbles"), PUBLISHED)
-def test_published_bubble_rates(m, forward, input_grad, weight_grad, comm, bubbles):
+def test_simulation_matches_published_bubble_rates(m, forward, input_grad, weight_grad, comm, bubbles):
     costs = StageCosts(forward, input_grad, weight_grad, comm)
     found = {schedule: simulate(build_schedule(schedule, 8, m), costs).bubble for schedule in bubbles}
     assert {schedule: round(bubble, 4) for schedule, bubble in found.items()} == bubbles
@@ -36,7 +36,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert found.makespan == pytest.approx(50 * 5, rel=0.05)
 
 
-def test_activations_by_stage_and_what_w_still_needs():
+def test_activations_include_what_w_still_needs():
     lists = build_schedule("zb-h1", 2, 4)
     assert simulate(lists, StageCosts(activation=(10, 3))).peak_activations == [20, 6]
     assert simulate(lists, StageCosts(activation=(10, 3), kept_for_weight_grad=0)).peak_activations == [20, 3]
@@ -51,7 +51,7 @@ def test_micro_batches_in_flight_at_the_peak():
     assert held_at_peak([F(0, 0), F(0, 1)], StageCosts()) == (1, {0: 1})
 
 
-def test_passes_in_turns_compute_while_the_other_exchanges():
+def test_alternating_passes_compute_while_the_other_exchanges():
     """The three parts of F take 1 each and those of B take 2 each, with all-to-alls in between: F0 B0 F1 B1 F2 B2. A
     pass waits only if its all-to-all takes longer than the other pass."""
     pair = (F(1, 1), B(1, 0))
@@ -63,7 +63,7 @@ def test_passes_in_turns_compute_while_the_other_exchanges():
     assert StageCosts(3, 4, 2).duration(pair) == (9, 0)
 
 
-def test_lists_whose_passes_cannot_run_in_turns():
+def test_lists_whose_passes_cannot_alternate_are_refused():
     both = Action(Kind.FB, 0, 1)
     for rest, message in (
         ([F(0, 1)], "stands before F"),
@@ -86,19 +86,19 @@ def test_a_cycle_between_ranks_is_named():
     assert caught.value.cycle == [(0, B(0, 0), B(1, 0)), (1, F(1, 1), F(0, 1))]
 
 
-def test_only_the_cycle_is_named_not_who_waits_for_it():
+def test_only_the_ranks_in_the_cycle_are_named():
     lists = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)], [B(2, 0), F(2, 0)]]
     with pytest.raises(DeadlockError) as caught:
         simulate(lists)
     assert caught.value.cycle == [(2, B(2, 0), F(2, 0))]
 
 
-def test_an_action_that_no_list_has_is_named():
+def test_a_missing_action_is_named():
     with pytest.raises(DeadlockError, match=r"rank 1 waits at F\(stage 1, .* for F\(stage 0, .* which is in no list"):
         simulate([[F(0, 1)], [F(1, 0)]])
 
 
-def test_sends_in_crossed_order_block_only_at_a_rendezvous():
+def test_crossed_sends_block_only_with_rendezvous():
     lists = add_communication(build_schedule("1f1b", 2, 2))
     simulate(lists, rendezvous=True)
     first = lists[0]

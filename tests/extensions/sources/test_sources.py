@@ -128,7 +128,7 @@ def test_texts_become_the_tokens_of_text_files(tmp_path: Path, maker: Callable[.
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_token_ids_are_taken_as_they_are(tmp_path: Path, maker: Callable[..., str]) -> None:
+def test_token_ids_are_used_unchanged(tmp_path: Path, maker: Callable[..., str]) -> None:
     path = maker(tmp_path, "input_ids", IDS)
     indexed = IndexedDataset(made(path, TokenizerConfig(), 50))
     assert indexed.dtype == np.uint16 and len(indexed) == len(IDS) and indexed.checked
@@ -136,7 +136,9 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path, maker: Callable[..., st
 
 
 @pytest.mark.parametrize("maker", [saved, rows, web_shards])
-def test_files_on_urls_are_those_of_the_disk(tmp_path: Path, maker: Callable[..., str], stored: Put) -> None:
+def test_files_on_urls_give_the_same_data_as_local_files(
+    tmp_path: Path, maker: Callable[..., str], stored: Put
+) -> None:
     """A stream of these files can also continue from any position."""
     local = maker(tmp_path, "input_ids", IDS)
     url = stored(local)
@@ -170,7 +172,7 @@ def test_errors_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyP
             made(maker)
 
 
-def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
+def test_shards_without_the_text_member_are_refused(tmp_path: Path) -> None:
     path = web_shards(tmp_path, "other", IDS)
     with pytest.raises(ValueError, match=r"shard-0.tar, 00000: no member 'text' .*'json'.* json has 'other'"):
         made(path)
@@ -186,13 +188,13 @@ def test_samples_of_shards_without_a_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("maker", "how"), [(saved, "--split 1,0,0 --sequence-packing best-fit"), (rows, "--dataset-type stream")]
 )
-def test_a_killed_run_continues_at_other_layouts(tmp_path: Path, maker: Callable[..., str], how: str) -> None:
+def test_a_killed_run_continues_under_other_layouts(tmp_path: Path, maker: Callable[..., str], how: str) -> None:
     path = maker(tmp_path, "input_ids", IDS)
     check_kills(tmp_path, (8, 4, 1), f"--data-path {path} {how} --tokenizer-type NullTokenizer".split())
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_streams_go_on_at_any_place(tmp_path: Path, maker: Callable[..., str]) -> None:
+def test_streams_continue_from_any_position(tmp_path: Path, maker: Callable[..., str]) -> None:
     path = maker(tmp_path, "input_ids", IDS)
     kind = data_kind_of(path)
     assert isinstance(kind, SourceKind)

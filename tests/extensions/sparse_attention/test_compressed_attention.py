@@ -129,7 +129,7 @@ def test_memory_grows_linearly_with_the_sequence() -> None:
     assert kept_in_bf16(replace(COMPRESSED, seq_length=96)) <= 2 * kept_in_bf16(replace(COMPRESSED, seq_length=48))
 
 
-def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
+def test_multi_token_modules_have_their_own_ratios() -> None:
     config = with_fields(COMPRESSED, {"mtp_num_layers": 1})
     rotations = [kind.rotation for kind in (*config.layers, *config.mtp_layers)]
     assert [rotation.base for rotation in rotations if rotation] == [10000.0, BASE, BASE, BASE, BASE]
@@ -139,7 +139,7 @@ def test_modules_of_further_tokens_have_ratios_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("", 64), ("--v-head-dim 512", 448), ("--qk-head-dim 100", 100)])
-def test_channels_without_position_follow_from_value_channels(flags: str, expected: int) -> None:
+def test_channels_without_rotation_follow_from_value_channels(flags: str, expected: int) -> None:
     """Each key also serves as the value."""
     variant = "--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4]*4"
     config = resolve(parse_args(f"{TINY} {variant} {flags}".split()), 1)

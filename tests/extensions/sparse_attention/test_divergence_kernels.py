@@ -126,7 +126,7 @@ def test_edited_kernels_differ(names: Sequence[str]) -> None:
 
 
 @apart(interpret=True)
-def test_interpreted_kernels_are_not_left_out() -> None:
+def test_interpreted_kernels_pass_the_startup_comparison() -> None:
     """The test makes the comparison that a run makes at its start, on the operands of its layers."""
     interpreted()
     kernels = interpreted_divergence()

@@ -248,7 +248,7 @@ RUNS = {
 
 @pytest.mark.grid("kind", ["compressed"], ["dsa", "compressed"])
 @apart(interpret=True)
-def test_interpreted_kernels_are_not_left_out(kind: str) -> None:
+def test_interpreted_kernels_pass_the_startup_comparison(kind: str) -> None:
     """The test makes the comparison that a run makes at its start, on the operands of its layers."""
     kernels = interpreted()
     kernels.suits = lambda q, width: True
@@ -409,7 +409,7 @@ def test_kernels_compile_to_tensor_core_instructions(kernels: Sequence[str], cap
 
 @pytest.mark.grid("capabilities", [[90]], [[80, 90, 100]])
 @apart(interpret=False)
-def test_kernels_of_selection_compile(capabilities: Sequence[int]) -> None:
+def test_selection_kernels_compile(capabilities: Sequence[int]) -> None:
     """The compiled kernels spill at most two registers."""
     from megatron.extensions.attention.sparse_attention.kernels import selection_triton as triton
 

@@ -126,7 +126,7 @@ def test_gradients_match_the_dense_formula_with_a_mask(
 
 
 @pytest.mark.parametrize(("sparse", "dense"), [("sparse", "latent"), ("sparse-in-some", "latent-whole-queries")])
-def test_as_many_keys_as_tokens_are_multi_latent_attention(sparse: str, dense: str) -> None:
+def test_selecting_all_keys_is_multi_latent_attention(sparse: str, dense: str) -> None:
     config = with_fields(model_of(sparse), {"dsa_indexer_topk": SPARSE.seq_length})
     models = [GPTModel(each, FP64).train() for each in (config, replace(model_of(dense), window_size=None))]
     batch = random_batch(config, **packed_documents(config)).local_to(ParallelState().cp)
@@ -152,7 +152,7 @@ def test_selection_prefers_the_later_of_equal_scores() -> None:
             assert [key for key in found if key >= 0] == sorted(sorted(legal, key=lambda k: (-row[k], -k))[:topk])
 
 
-def test_scores_of_nan_select_existing_keys() -> None:
+def test_nan_scores_select_existing_keys() -> None:
     scores = torch.arange(12.0).view(2, 1, 6)
     scores[1, 0, 2:] = torch.nan
     found = largest(scores, 3)
@@ -162,7 +162,7 @@ def test_scores_of_nan_select_existing_keys() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("longest", [1, 3, 100])
-def test_chunks_are_all_rows_within_shards(size: int, shards: int, longest: int) -> None:
+def test_chunks_cover_all_rows_of_a_shard(size: int, shards: int, longest: int) -> None:
     for rank in range(size):
         spans = rank_spans(64, rank, size)
         places, row = [place for span in spans for place in span], 0
@@ -174,7 +174,7 @@ def test_chunks_are_all_rows_within_shards(size: int, shards: int, longest: int)
         assert row == len(places)
 
 
-def test_merged_chunks_are_the_same_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_chunks_contain_the_same_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "MERGED_ROWS", 6)
     for rank in range(2):
         chunks = chunks_of(rank_spans(64, rank, 2), 2, 3)
@@ -189,7 +189,7 @@ def test_merged_chunks_are_the_same_queries(monkeypatch: pytest.MonkeyPatch) -> 
     assert selection.merged(chunks, 1) == chunks
 
 
-def test_variants_of_some_layers_and_letters() -> None:
+def test_attention_kinds_can_vary_by_layer() -> None:
     assert [(kind.attends, kind.linear) for kind in IN_SOME.layers] == [(True, "dsa"), (True, None)]
     assert all(kind.rotation is not None for kind in IN_SOME.layers)
     letters = {"num_layers": 4, "experimental_attention_variant": None, "hybrid_layer_pattern": "D-+-"}
@@ -276,7 +276,7 @@ def test_every_layout_logs_the_same_loss(loss: str) -> None:
             assert found == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_warm_up_trains_the_indexer_alone() -> None:
+def test_a_warm_up_trains_only_the_indexer() -> None:
     """With dense attention and all other parameters frozen, the indexer learns which keys attention uses."""
     flags = "--dsa-indexer-topk 16 --freeze ^(?!.*indexer) --lr 3e-2 --weight-decay 0 --train-iters 40"
     ((losses, changed),) = run_world(1, logged, flags, 40)
@@ -284,7 +284,7 @@ def test_a_warm_up_trains_the_indexer_alone() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_default_that_has_changed_stays_the_checkpoints(tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_its_default_after_the_default_changed(tmp_path: Path) -> None:
     """Only features that the run uses get a notice, and only if their flag is not given."""
     sparse = "--multi-latent-attention --experimental-attention-variant dsa"
     for flags, kept in ((sparse, True), ("", False)):

@@ -77,7 +77,7 @@ def test_a_tool_finds_its_modules_from_anywhere(name):
         ("--input a --output-prefix b --no-such 1", "unrecognized arguments: --no-such 1"),
     ],
 )
-def test_a_tool_refuses_flags_without_the_usage_of_all(
+def test_errors_about_flags_do_not_print_the_whole_usage(
     flags: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -101,7 +101,7 @@ def test_preprocess_keeps_the_order_of_files_globs_and_workers(corpus, workers):
     assert "documents 12" in shown and "MB/s" in shown and "in a worker" in shown
 
 
-def test_bad_lines_are_named_counted_and_decide_the_exit_code(tmp_path):
+def test_bad_lines_are_named_and_set_the_exit_code(tmp_path):
     lines = [b'{"text": "good"}', b'{"text": 3}', b"", b'{"txt": "x"}', b"nope", b'{"text": "\xff"}', b"[1]"]
     lines += [b'{"text": "\\ud800"}', b'{"text": ""}', b'{"text": "last"}']
     source = tmp_path / "bad.jsonl"
@@ -147,7 +147,7 @@ def test_preprocess_names_every_mistake_at_once(tmp_path):
     assert "Traceback" not in shown
 
 
-def test_flags_without_meaning_here_say_so(tmp_path):
+def test_flags_without_effect_are_reported(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", ["1 2 3"])
     shown = tool(
         "preprocess_data.py",
@@ -167,7 +167,7 @@ def test_input_without_documents_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, code):
     os.mkfifo(tmp_path / "endless.jsonl")
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "endless.jsonl")]
     command += ["--output-prefix", str(tmp_path / "out"), "--workers", "2", *BYTES]
@@ -217,7 +217,7 @@ def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
 # train_tokenizer and the whole workflow
 
 
-def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
+def test_text_survives_training_a_tokenizer_and_tokenizing(tmp_path):
     texts = [f"def function_{i}(argument):\n    return argument * {i}  # naïve\n" for i in range(200)]
     source = jsonl(tmp_path / "text.jsonl", texts)
     prefix = tmp_path / "deep" / "tok"
@@ -241,7 +241,7 @@ LOSSY = [
 
 
 @pytest.mark.parametrize(("flags", "lost"), LOSSY)
-def test_a_lossy_tokenizer_says_what_it_loses(tmp_path: Path, flags: str, lost: str) -> None:
+def test_a_lossy_tokenizer_reports_its_losses(tmp_path: Path, flags: str, lost: str) -> None:
     source = jsonl(tmp_path / "text.jsonl", ["a b ab", "b  a"])
     said = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags.split())
     assert f"note: the tokenizer is lossy: decoding does not restore {lost}" in said
@@ -256,14 +256,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES)
-def test_tokenizer_training_says_what_to_do(tmp_path, flags, message):
+def test_tokenizer_training_errors_state_a_remedy(tmp_path, flags, message):
     source = jsonl(tmp_path / "text.jsonl", ["some words in a line"])
     shown = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags, code=2)
     assert message in shown and "Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
-def test_an_own_tokenizer_makes_data_trains_and_generates(tmp_path):
+def test_a_trained_tokenizer_works_for_data_training_and_generation(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "line {i} of a text"}}\n' for i in range(40)))
     own = ("--extension", str(EXTENSION), "--tokenizer-type", "OwnTokenizer")
     prefix = str(tmp_path / "out")
@@ -293,7 +293,7 @@ def test_merge_equals_preprocessing_all_at_once(tmp_path):
     assert "--overwrite" in shown
 
 
-def test_merge_refuses_what_does_not_fit(tmp_path):
+def test_merge_refuses_incompatible_inputs(tmp_path):
     given = "--input", FIXTURES / "alpha", FIXTURES / "gamma", "/no/x"
     shown = tool("merge_datasets.py", *given, "--output-prefix", tmp_path / "out", code=2)
     assert "uint16: " in shown and "int32: " in shown and "/no/x.idx" in shown
@@ -321,7 +321,7 @@ def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
         np.testing.assert_array_equal(dumped[name], recorded[name])
 
 
-def test_inspect_describes_and_finds_damage(tmp_path):
+def test_inspect_describes_data_and_detects_damage(tmp_path):
     shown = tool("inspect_dataset.py", FIXTURES / "alpha", "--eod", 1)
     assert "documents 60, sequences 60, tokens 2,420" in shown and "token ids: 1 to 511" in shown
     for suffix in (".bin", ".idx"):

@@ -57,18 +57,18 @@ def plain(folder: Path) -> StandIn:
 
 @settings(max_examples=100)
 @given(text=UNICODE)
-def test_ids_of_any_text(plain: StandIn, text: str) -> None:
+def test_ids_match_for_any_text(plain: StandIn, text: str) -> None:
     assert plain._encode(text).tolist() == plain.reference.tokenize(text)
 
 
-def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
+def test_special_tokens_around_and_within_texts_match(folder: Path) -> None:
     stand_in = stand_in_for(saved(folder / "around", around=True))
     assert (stand_in.prefix.tolist(), stand_in.suffix.tolist()) == ([1], [0])
     ids = stand_in.tokenize("a <s> b")
     assert ids.tolist() == stand_in.reference.tokenize("a <s> b") and ids.tolist().count(1) == 2
 
 
-def test_gpt2_files(folder: Path) -> None:
+def test_gpt2_files_match(folder: Path) -> None:
     """GPT-2's tokenizer treats <|endoftext|> within a text as plain text."""
     from tokenizers import ByteLevelBPETokenizer
 
@@ -81,12 +81,12 @@ def test_gpt2_files(folder: Path) -> None:
     assert ids.tolist() == tokenizer.tokenize("x<|endoftext|>y") and tokenizer.eod not in ids
 
 
-def test_what_it_cannot_stand_in_for() -> None:
+def test_unsupported_tokenizers_are_not_replaced() -> None:
     with pytest.raises(DifferentIds, match="not ByteTokenizer"):
         stand_in_for(ByteTokenizer())
 
 
-def test_the_reason_is_one_line(tmp_path: Path) -> None:
+def test_the_reason_is_reported_in_one_line(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
@@ -95,7 +95,7 @@ def test_the_reason_is_one_line(tmp_path: Path) -> None:
     assert "gigatoken does not support this tokenizer: " in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_difference_is_noticed_at_once_and_later(plain: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_detected_at_startup_and_later(plain: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = StandIn._encode
     monkeypatch.setattr(StandIn, "_encode", lambda self, text: encode(self, text.replace("quick", "slow")))
     with pytest.raises(DifferentIds, match="a quick fox"):
@@ -123,7 +123,7 @@ def run(folder: Path, prefix: str, *flags: str) -> list[np.ndarray]:
 
 
 @pytest.mark.usefixtures("plain")
-def test_preprocessing_is_the_same_by_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocessing_gives_the_same_data_with_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = run(folder, "fast", "--bpe-backend", "gigatoken")
     assert "by gigatoken; ids of" in capsys.readouterr().out
     slow = run(folder, "slow", "--bpe-backend", "tokenizers")
@@ -133,7 +133,7 @@ def test_preprocessing_is_the_same_by_both(folder: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("plain")
-def test_preprocessing_starts_again_where_ids_differ(
+def test_preprocessing_restarts_where_ids_differ(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = StandIn._encode

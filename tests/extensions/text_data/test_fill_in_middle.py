@@ -74,7 +74,7 @@ def restored(ids: list[int]) -> list[int]:
     return before + moved + after
 
 
-def test_documents_are_rearranged_and_nothing_else(tokenizer: Tokenizer) -> None:
+def test_documents_are_only_rearranged(tokenizer: Tokenizer) -> None:
     dataset, kinds = made(tokenizer, fim_rate=0.7, fim_spm_rate=0.4), []
     for number in range(len(dataset)):
         before, after = documents(dataset.inner.text(number)), dataset.text(number)
@@ -88,7 +88,7 @@ def test_documents_are_rearranged_and_nothing_else(tokenizer: Tokenizer) -> None
     assert shares["spm"] == pytest.approx(0.7 * 0.4, abs=0.1)  # plus documents whose prefix is empty by chance
 
 
-def test_a_sample_depends_on_seed_and_number_alone(tokenizer: Tokenizer) -> None:
+def test_a_sample_depends_only_on_seed_and_number(tokenizer: Tokenizer) -> None:
     first, again = made(tokenizer), made(tokenizer)
     backwards = [again.text(number) for number in reversed(range(40))][::-1]
     assert all((first.text(number) == backwards[number]).all() for number in range(40))
@@ -106,7 +106,7 @@ def test_padding_does_not_count(tokenizer: Tokenizer) -> None:
     assert sample["loss_mask"] is not None and sample["loss_mask"].sum() == LENGTH - 9
 
 
-def test_fragments_and_text_that_stays(tokenizer: Tokenizer) -> None:
+def test_fragments_are_rearranged_and_other_text_stays(tokenizer: Tokenizer) -> None:
     class Files(Plain):
         def _text(self, index: int) -> NDArray[np.int64]:
             parts = [tokenizer.tokenize(text) for text in ("# keep this", "one two", "three four five")]

@@ -44,14 +44,14 @@ def test_the_same_documents_in_every_format(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_plain_text_is_a_document_a_file_or_a_line(tmp_path: Path, compression: str) -> None:
+def test_plain_text_has_a_document_per_file_or_line(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.txt{compression}"
     path.write_bytes(COMPRESS[compression](b"\xef\xbb\xbfone\r\n\ntwo\nthree"))
     assert documents(path) == ["one\r\n\ntwo\nthree"]
     assert documents(path, text_documents="line") == ["one", "two", "three"]
 
 
-def test_a_folder_is_its_known_files_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_gives_its_known_files_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "b" / "c").mkdir(parents=True)
     (tmp_path / ".hidden").mkdir()
     files = {"b/c/2.txt": "two", "b/1.txt": "one", "z.txt": "last", ".hidden/x.txt": "x", "README.md": "y"}
@@ -102,7 +102,7 @@ def test_files_of_other_formats_are_recognized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [27, 28, 31])
-def test_zstd_of_long_windows(tmp_path: Path, window: int) -> None:
+def test_zstd_files_with_long_windows_are_read(tmp_path: Path, window: int) -> None:
     zstandard = pytest.importorskip("zstandard")
     settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=window)
     compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()
@@ -113,7 +113,7 @@ def test_zstd_of_long_windows(tmp_path: Path, window: int) -> None:
 
 @pytest.mark.parametrize("kind", ["string_view", "dictionary", "dictionary_view", "run_end_encoded", "extension"])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_text_columns_of_every_layout(tmp_path: Path, kind: str, name: str) -> None:
+def test_text_columns_of_every_kind_are_read(tmp_path: Path, kind: str, name: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -139,7 +139,7 @@ def test_text_columns_of_every_layout(tmp_path: Path, kind: str, name: str) -> N
     assert documents(tmp_path / name) == texts
 
 
-def test_a_view_that_is_not_utf_8_spoils_no_other(tmp_path: Path) -> None:
+def test_a_string_that_is_not_utf_8_affects_only_its_row(tmp_path: Path) -> None:
     import pyarrow as pa
 
     made = pa.array([b"one", b"\xff and more than twelve bytes", None, b"four"], pa.binary_view())
@@ -177,7 +177,7 @@ def test_a_table_of_another_dialect_is_reported_with_the_remedy(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
+def test_integers_of_any_length_are_read(tmp_path: Path, name: str) -> None:
     """Python refuses to convert integers of more than 4,300 digits."""
     rows = ['{"id": %s, "text": "one"}' % ("9" * 5000), '{"id": [-%s], "text": "two"}' % ("7" * 300_000)]
     (tmp_path / name).write_text(f"[{', '.join(rows)}]" if name == "a.json" else "\n".join(rows))
@@ -189,7 +189,7 @@ def test_integers_of_any_length(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("compression", [name for name in COMPRESS if name])
-def test_streams_one_after_the_other_and_none_that_is_cut(tmp_path: Path, compression: str) -> None:
+def test_concatenated_streams_are_read_and_truncated_ones_refused(tmp_path: Path, compression: str) -> None:
     first, second = (COMPRESS[compression](json_lines(TEXTS[part])) for part in (slice(0, 6), slice(6, None)))
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(first + second)
@@ -218,19 +218,21 @@ MISNAMED = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), MISNAMED)
-def test_files_whose_content_contradicts_their_name(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_content_that_contradicts_the_file_name_is_reported(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / name)) + ".*" + re.escape(said)):
         documents(tmp_path / name)
 
 
-def test_a_first_line_that_is_cut_spoils_no_other(tmp_path: Path) -> None:
+def test_a_truncated_first_line_affects_no_other_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text":\n{"text": "b"}\n')
     (chunk,) = read_chunks(find_inputs([str(tmp_path)]), Reading(), 1 << 20)
     assert texts_of(chunk.records[1], chunk, Reading()) == ["b"]
 
 
-def test_a_row_that_is_bad_spoils_no_other(tmp_path: Path) -> None:
+def test_a_bad_row_affects_no_other_row(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

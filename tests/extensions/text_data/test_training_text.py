@@ -116,7 +116,7 @@ def test_samples_of_text_match_the_dataset_it_would_become(tmp_path: Path, writt
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_remote_text(tmp_path: Path, written: str, s3: str, name: str) -> None:
+def test_remote_text_is_read(tmp_path: Path, written: str, s3: str, name: str) -> None:
     import boto3
 
     boto3.client("s3").put_object(Bucket="texts", Key=f"{name}-folder/{name}", Body=content_of(name, TEXTS))
@@ -129,7 +129,7 @@ def test_remote_text(tmp_path: Path, written: str, s3: str, name: str) -> None:
         tokenized(f"{s3}/{name}-folder")
 
 
-def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_is_tokenized_again_only_after_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n")
     first = tokenized(str(path))
@@ -141,7 +141,7 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, ca
     assert IndexedDataset(tokenized(str(path), append_eod=False))[0].tolist() == list(b"one\ntwo\nthree\n")
 
 
-def test_content_decides_whether_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_changed_content_is_tokenized_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The name, folder and modification time of a text file do not matter."""
     cache, state = str(tmp_path / "cache"), (10**18, 10**18)
 
@@ -159,7 +159,7 @@ def test_content_decides_whether_tokens_are_made_again(tmp_path: Path, caplog: p
     assert caplog.text.count("tokenizing 1 file") == 4, "another name, and none for what is known"
 
 
-def test_changed_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one text")
     prefix = tokenized(str(path))
@@ -180,7 +180,7 @@ def test_changed_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCapture
     ]
 
 
-def test_tokens_say_what_they_were_made_from(tmp_path: Path) -> None:
+def test_tokens_record_their_source(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one text")
     told = json.loads((Path(tokenized(str(path))).parent / "made_from.json").read_text())
@@ -232,7 +232,7 @@ def test_another_revision_of_a_tokenizer_gives_other_tokens(tmp_path: Path, monk
     assert IndexedDataset(tokenized(str(tmp_path / "a.txt"), tokenizer=config))[0].tolist()[-1] == 0
 
 
-def test_the_code_of_a_users_tokenizer_is_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_tokenizer_code_gives_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "class Own:\n    eod, bos, vocab_size = 0, None, 2\n    def tokenize(self, text): return [1] * (len(text) {})\n"
     )
@@ -271,7 +271,7 @@ def test_origins_name_the_source_of_the_flags(tmp_path: Path) -> None:
     assert run_world(1, source_names, [str(paths[2])]) == [{"b.txt"}]
 
 
-def test_a_text_key_for_each_data_set(tmp_path: Path) -> None:
+def test_each_data_set_may_have_its_own_text_key(tmp_path: Path) -> None:
     row = '{"text": "plain", "body": "of a body", "a=b": "of a sign"}\n'
     for name in ("a.jsonl", "b.jsonl", "date=1/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -295,7 +295,7 @@ def test_a_text_key_for_each_data_set(tmp_path: Path) -> None:
             assert re.search(said or "^$", told), words
 
 
-def test_tools_take_both_names_of_the_text_key(tmp_path: Path) -> None:
+def test_tools_accept_both_names_of_the_text_key(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
     for name in ("--json-keys", "--text-key"):
         flags = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / name), name, "body"]
@@ -303,7 +303,7 @@ def test_tools_take_both_names_of_the_text_key(tmp_path: Path) -> None:
         assert IndexedDataset(f"{tmp_path / name}_body_document")[0].tolist() == list(b"one")
 
 
-def test_a_step_of_a_sample_log_is_decoded(tmp_path: Path) -> None:
+def test_steps_of_a_sample_log_can_be_decoded(tmp_path: Path) -> None:
     for name in ("one/a.jsonl", "two/a.jsonl"):
         (tmp_path / name).parent.mkdir()
         texts = [f"{number} of {name}" * (number % 3 + 1) for number in range(20)]
@@ -354,7 +354,7 @@ def logged_run(rank: int, world_size: int, data: list[str], log: str) -> tuple[s
     return log, [bytes(token for token in text if token < 256).decode() for text in texts]
 
 
-def test_a_document_of_text_is_shown(tmp_path: Path) -> None:
+def test_documents_of_text_are_shown(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(["one", "two", "three"]))
     tool = ("tools/inspect_dataset.py", tmp_path / "a.jsonl", "--document")
     done = run_program(*tool, 2, 0, "--tokenizer-type", "ByteTokenizer", code=0)
@@ -364,7 +364,7 @@ def test_a_document_of_text_is_shown(tmp_path: Path) -> None:
     assert "a.jsonl is text; give the prefix" in run_program(*tool, 0, code=2).stderr
 
 
-def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
+def test_the_epochs_of_each_source_are_printed(written: str) -> None:
     config, tokens = DatasetConfig(data_path=("3", written, "1", "nothing"), split="80,20,0"), sum(map(len, TEXTS))
     lines = list(source_lines(config, 400, 64))
     size = IndexedDataset(written).num_tokens
@@ -375,7 +375,7 @@ def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
     assert list(source_lines(DatasetConfig(mock_data=True), 400, 64)) == []
 
 
-def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> None:
+def test_bad_records_end_a_run_unless_skipping_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\nnope\n{"text": "two"}\n')
     said = r"1 records cannot be read, --max-bad-lines allows 0.*\n.*a\.jsonl:2: not JSON"
@@ -387,7 +387,7 @@ def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> N
         tokenized(str(path))
 
 
-def test_text_is_recognized_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_files_are_recognized_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
     for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
         check_kind(tmp_path, "", name, kind)
@@ -397,7 +397,7 @@ def test_text_is_recognized_by_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")
 
 
-def test_tools_and_plans_tell_text_too(tmp_path: Path) -> None:
+def test_tools_and_plans_recognize_text(tmp_path: Path) -> None:
     text, more = tmp_path / "x.jsonl", "--dry-run --vocab-size 1000 --tokenizer-type ByteTokenizer --data-path"
     done = run_program("pretrain_gpt.py", *TINY.replace("--mock-data", "").split(), *more.split(), text, code=2)
     assert f"--data-path {text}: there is no such file; the path is relative to" in done.stderr

@@ -63,21 +63,21 @@ def test_credentials_are_hidden_and_kept_for_the_connection(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", PLAIN)
-def test_other_urls_stay(url: str) -> None:
+def test_other_urls_are_unchanged(url: str) -> None:
     assert take_credentials(url) == with_credentials(url) == redacted(url) == url
 
 
-def test_a_password_alone_is_hidden_in_texts_of_libraries() -> None:
+def test_a_password_alone_is_hidden_in_library_messages() -> None:
     take_credentials(f"ftp://user:{PASSWORD}@host/d")
     assert redacted("530 user/hunter2@secret is not accepted") == "530 user/*** is not accepted"
 
 
-def test_files_of_a_listing_keep_the_user() -> None:
+def test_listed_files_keep_the_credentials() -> None:
     folder = take_credentials(f"ftp://user:{PASSWORD}@host/folder")
     assert with_credentials(like(folder, "ftp://host/folder/d.jsonl")) == f"ftp://user:{PASSWORD}@host/folder/d.jsonl"
 
 
-def test_a_configuration_holds_none(tmp_path: Path) -> None:
+def test_a_configuration_contains_no_credentials(tmp_path: Path) -> None:
     (tmp_path / "flags.yaml").write_text(f"valid-data-path: '{SIGNED_URL}'\n")
     config = parse_args(["--config", str(tmp_path / "flags.yaml"), "--train-data-path", "0.5", USER_URL])
     save_config(config, tmp_path / "saved.yaml")

@@ -66,12 +66,12 @@ def gpt2_files(folder):
 
 
 @given(text=UNICODE)
-def test_own_sentencepiece_model_loses_nothing(sentencepiece_model, text):
+def test_trained_sentencepiece_model_is_lossless(sentencepiece_model, text):
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model)
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_own_sentencepiece_model_ends_documents_with_its_own_token(sentencepiece_model):
+def test_trained_sentencepiece_model_ends_documents_with_its_eod_token(sentencepiece_model):
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.eos) == (300, 4, 1, 2)
     assert max(tokenizer.tokenize(TEXT)) < 300
@@ -95,13 +95,13 @@ def test_llama2_begins_with_bos_and_ends_documents_with_eos(foreign_model):
 
 
 @given(text=UNICODE)
-def test_gpt2_bpe_loses_nothing(gpt2_files, text):
+def test_gpt2_bpe_is_lossless(gpt2_files, text):
     tokenizer = build("GPT2BPETokenizer", **gpt2_files)
     ids = tokenizer.tokenize(text)
     assert tokenizer.detokenize(ids) == text
 
 
-def test_gpt2_bpe_equals_the_one_of_transformers(gpt2_files):
+def test_gpt2_bpe_matches_transformers(gpt2_files):
     transformers = pytest.importorskip("transformers")
     reference = transformers.GPT2Tokenizer(gpt2_files["vocab_file"], gpt2_files["merge_file"])
     tokenizer = build("GPT2BPETokenizer", **gpt2_files)
@@ -111,7 +111,7 @@ def test_gpt2_bpe_equals_the_one_of_transformers(gpt2_files):
     assert tokenizer.eod == vocab["<|endoftext|>"] and tokenizer.vocab_size == len(vocab)
 
 
-def test_hugging_face_file_and_folder(folder, gpt2_files):
+def test_hugging_face_file_and_folder_give_the_same_tokenizer(folder, gpt2_files):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE.from_file(gpt2_files["vocab_file"], gpt2_files["merge_file"]))
@@ -137,7 +137,7 @@ def test_hugging_face_file_and_folder(folder, gpt2_files):
             build("HuggingFaceTokenizer", tokenizer_model=str(home))
 
 
-def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):
+def test_hugging_face_name_is_found_in_the_cache(tmp_path, gpt2_files, monkeypatch):
     from huggingface_hub import constants
     from tokenizers import Tokenizer, models
 
@@ -196,7 +196,7 @@ CUT = {
 }
 
 
-def test_stored_truncation_padding_and_dropout_are_off(tmp_path, caplog):
+def test_stored_truncation_padding_and_dropout_are_disabled(tmp_path, caplog):
     plain = build("HuggingFaceTokenizer", tokenizer_model=hf_folder(tmp_path / "plain")).tokenize(TEXT)
     changed = hf_folder(tmp_path / "changed", model={"dropout": 0.5}, **CUT)
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=changed)
@@ -270,7 +270,7 @@ def test_a_token_that_cannot_be_understood_is_refused(tmp_path, files, said):
 
 
 @pytest.mark.parametrize("before", [[], ["<|begin|>"], ["<|endoftext|>"]])
-def test_a_text_that_continues_has_no_eos(tmp_path, before):
+def test_a_text_to_continue_has_no_eos(tmp_path, before):
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=ending_texts(tmp_path, before))
     ids = tokenizer.tokenize("the fox")
     assert added_after(tokenizer) == [tokenizer.eod] == ids[-1:]
@@ -325,7 +325,7 @@ def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
 
 
-def test_a_regular_expression_that_gives_up_is_reported(tmp_path):
+def test_a_failing_regular_expression_is_reported(tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     folder = write_tokenizer(tmp_path, {"a": 0, "b": 1}, pre_tokenizer=split)
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
@@ -336,7 +336,7 @@ def test_a_regular_expression_that_gives_up_is_reported(tmp_path):
         tokenizer.tokenize("a" * 40 + "!")
 
 
-def test_a_tokenizer_that_encodes_no_unknown_text_names_its_file(tmp_path):
+def test_an_error_about_unknown_text_names_the_tokenizer_file(tmp_path):
     folder = write_tokenizer(tmp_path, {"a": 0})
     model = {"type": "WordLevel", "vocab": {"yes": 0, "no": 1}, "unk_token": "<missing>"}
     write_parts(folder, model=model, pre_tokenizer={"type": "Whitespace"})
@@ -388,7 +388,7 @@ EMPTY = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 2000}
     ],
     ids=["ids", "text twice", "no text", "normalizer", "decoder", "table", "panic"],
 )
-def test_a_part_that_cannot_work_is_refused(tmp_path, parts, said):
+def test_a_component_that_cannot_work_is_refused(tmp_path, parts, said):
     folder = write_parts(write_tokenizer(tmp_path, {"a": 0, "b": 1}), **parts)
     with pytest.raises(ValueError, match=rf"--tokenizer-model \S+tokenizer.json: .*{said}"):
         added_after(build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))))

@@ -52,7 +52,9 @@ def logits(model: GPTModel) -> torch.Tensor:
         ),
     ],
 )
-def test_equal_to_the_dense_model_at_step_0(dense: tuple[Path, str], experts: str, layout: str, tmp_path: Path) -> None:
+def test_upcycled_model_equals_the_dense_model_at_step_0(
+    dense: tuple[Path, str], experts: str, layout: str, tmp_path: Path
+) -> None:
     folder, model = dense
     flags = f"{model} {TRAINING} {experts} --moe-use-upcycling --load {folder} --save {tmp_path / 'moe'} {layout}"
     screen = run_forked(2 if layout else 1, f"{flags} {STILL}".split(), tmp_path / "screen")
@@ -85,14 +87,14 @@ def test_layouts_start_alike_with_noise_and_resume(dense: tuple[Path, str], tmp_
     )
 
 
-def test_a_model_that_does_not_fit(dense: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_mismatched_dense_model_is_refused(dense: tuple[Path, str], tmp_path: Path) -> None:
     folder, model = dense
     flags = f"{model} {TRAINING} --num-experts 4 --moe-use-upcycling --load {folder} --norm-epsilon 0.5 {STILL}"
     screen = run_forked(1, flags.split(), tmp_path / "screen", code=2)
     assert "does not fit the run: --norm-epsilon 1e-05 in the dense model, 0.5 in the run" in screen
 
 
-def test_a_hugging_face_folder(tmp_path: Path) -> None:
+def test_upcycling_from_a_hugging_face_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("megatron.extensions.interop.hugging_face")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

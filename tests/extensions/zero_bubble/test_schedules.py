@@ -41,7 +41,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank(p):
         assert found.bubble == pytest.approx(late / (3 * m + late))
 
 
-def test_zb_h1_holds_no_more_than_1f1b():
+def test_zb_h1_needs_no_more_memory_than_1f1b():
     for p in range(1, 9):
         for m in range(1, 17):
             peaks = [simulate(build_schedule(name, p, m)).peak_activations for name in ("zb-h1", "1f1b")]
