@@ -38,7 +38,7 @@ def test_a_run_changes_its_batch_size_twice(tmp_path: Path) -> None:
     assert [lr for *_, lr in found] == pytest.approx([lr for *_, lr in records(tmp_path / "alone")], rel=1e-12)
 
 
-def test_a_run_of_samples_counts_the_iterations_that_it_makes(tmp_path: Path) -> None:
+def test_a_run_in_samples_counts_its_iterations(tmp_path: Path) -> None:
     folder, screen = tmp_path / "run", tmp_path / "screen"
     flags = [*TINY.replace("--train-iters 4", "--train-samples 24").split(), "--save", str(folder)]
     flags += ["--load", str(folder), "--log-interval", "1"]

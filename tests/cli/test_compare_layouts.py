@@ -67,7 +67,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert any(line.startswith("  a ") for line in lines) and any("elements differ" in line for line in lines)
 
 
-def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_replicas_are_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both sides have the bug, so comparing the sides would not find it."""
     monkeypatch.setenv(PLANT, "partial norm gradient")
     assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
@@ -112,7 +112,7 @@ def test_invalid_flags_of_the_tool_are_refused(flags: str, message: str) -> None
         main(["--a", "", "--b", "--tp 2", *flags.split(), "--", *MODEL, "--train-iters", "1"])
 
 
-def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_and_the_ranks_suit_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--a", "--micro-batch-size 2", "--b", "", "--world-b", "3", "--steps", "1", "--", *MODEL]) == 0
     assert "1 step on 3 ranks in " in capsys.readouterr().out
 
@@ -124,7 +124,7 @@ def test_bf16_compares_only_tensors_that_rounding_leaves_comparable(capsys: pyte
     assert "in 16 bits only activation, loss, gradient, grad_norm of the first step are compared" in out
 
 
-def test_ranks_end_with_the_process_that_started_them() -> None:
+def test_ranks_end_with_their_parent_process() -> None:
     command = [sys.executable, str(ROOT / "tools/compare_layouts.py"), "--a", "", "--b", "--tp 2", "--steps", "100000"]
     with subprocess.Popen([*command, "--", *MODEL], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

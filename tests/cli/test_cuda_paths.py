@@ -32,7 +32,7 @@ def test_a_step_ends_and_every_region_is_compiled(name: str) -> None:
 
 
 @pytest.mark.skipif(unavailable() is None, reason="torch's CUDA build is installed")
-def test_without_the_cuda_build_one_line_says_so() -> None:
+def test_a_build_without_cuda_is_reported_in_one_line() -> None:
     done = run("tools/bench/fake_cuda.py", "--config", "tiny", code=2)
     assert done.stdout == ""
     assert done.stderr.startswith("fake_cuda.py needs ") and done.stderr.count("\n") == 1
@@ -57,5 +57,5 @@ assert (use.calls, use.graphs, use.eager_calls) == (3, 2, 1), use
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"tools/bench/fake_cuda.py {unavailable()}")
-def test_a_region_beyond_its_limit_of_variants_is_found() -> None:
+def test_a_region_beyond_its_recompile_limit_is_detected() -> None:
     run("-c", BEYOND_ITS_LIMIT, code=0)

@@ -21,7 +21,7 @@ def test_the_first_losses_match_transformers(tmp_path: Path) -> None:
     assert "bf16: first 5 losses within 0.0" in done.stdout
 
 
-def test_another_loss_is_reported_and_seeds_show_the_spread() -> None:
+def test_a_different_loss_is_reported_with_the_spread_of_seeds() -> None:
     theirs = Curve(THEIRS, "bf16", 0, [4.0] * 20)
     own = [Curve(OURS, "bf16", 0, [4.001] * 20), Curve(OURS, "fp8", 0, [4.05] * 20), Curve(OURS, "bf16", 1, [4.2] * 20)]
     lines, alike = verdict([own[0], theirs, *own[1:]])

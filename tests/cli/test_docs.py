@@ -67,7 +67,7 @@ CHECKED = ("README.md", "docs/getting_started.md")
 """Pages whose commands have their own tests, which also check the results."""
 
 
-def test_two_commands_of_the_readme(clone: Path) -> None:
+def test_the_two_main_commands_of_the_readme_run(clone: Path) -> None:
     # Shorten the quickstart: a few iterations on little text, and a single test file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
@@ -77,7 +77,7 @@ def test_two_commands_of_the_readme(clone: Path) -> None:
     assert re.search(r"\d+ passed", out)
 
 
-def test_first_run_of_the_readme(clone: Path) -> None:
+def test_the_first_run_of_the_readme_works(clone: Path) -> None:
     (commands,) = blocks("README.md")[1:]
     run_blocks([commands], clone)
     first_run = losses_in(clone / "runs/first/checkpoints/metrics.jsonl")
@@ -85,7 +85,7 @@ def test_first_run_of_the_readme(clone: Path) -> None:
     assert first_run[-1] < first_run[0] - 1
 
 
-def test_getting_started(clone: Path) -> None:
+def test_the_getting_started_page_runs(clone: Path) -> None:
     out = run_blocks(blocks("docs/getting_started.md"), clone)
     assert "exit code 2" in out
     one, six = losses_in(clone / "runs/one.jsonl"), losses_in(clone / "runs/six.jsonl")
@@ -111,7 +111,7 @@ def text_commands(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if text_commands(page)])
-def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_text_blocks_are_valid(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With LAUNCH=echo, the scripts print the command line that they would otherwise run."""
     monkeypatch.chdir(ROOT)
     for line in text_commands(page):
@@ -126,7 +126,7 @@ def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_all_links_resolve(page: str) -> None:
     targets = [target for target in LINK.findall((ROOT / page).read_text()) if "://" not in target]
     missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
     assert not missing
@@ -160,7 +160,7 @@ def test_flags_and_files_in_text_exist(page: str) -> None:
         assert (ROOT / path).exists(), f"{page} names {path}"
 
 
-def test_map_of_contributing_leads_to_its_subjects() -> None:
+def test_the_table_in_contributing_names_existing_files() -> None:
     """Each row of the table in CONTRIBUTING.md names a file and a word that the file contains."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `([\w/.]+)` \| `(\w+)` \|$", text, re.MULTILINE)
@@ -170,7 +170,7 @@ def test_map_of_contributing_leads_to_its_subjects() -> None:
 
 
 @pytest.mark.skipif(not installed("planner"), reason="the planner is deleted")
-def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
+def test_the_bubble_table_matches_the_simulator() -> None:
     from megatron.extensions.plan.planner.time.pipeline import post_validated
     from megatron.extensions.plan.simulator.simulator import StageCosts, simulate
 
@@ -204,14 +204,14 @@ PYTHON = [
 
 
 @pytest.mark.parametrize("program", PYTHON)
-def test_python_of_the_docs(program: str, tmp_path: Path) -> None:
+def test_python_blocks_of_the_docs_run(program: str, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(program)
     python_apart(
         "-c", "import os, runpy, sys; os.chdir(sys.argv[1]); runpy.run_path('block.py')", str(tmp_path), code=0
     )
 
 
-def test_a_wrong_keyword_in_the_docs_is_found(tmp_path: Path) -> None:
+def test_a_wrong_keyword_in_the_docs_is_detected(tmp_path: Path) -> None:
     (program,) = (each.values[0] for each in PYTHON if "suits=" in str(each.values[0]))
     (tmp_path / "block.py").write_text(str(program).replace("suits=", "takes="))
     ended = python_apart(str(tmp_path / "block.py"), code=1)

@@ -53,7 +53,7 @@ def test_a_run_with_custom_parts_is_stopped_resumed_and_used(tmp_path: Path) -> 
     done = run_program(*generate, code=0)
 
 
-def test_an_extension_renamed_since_the_checkpoint_is_given_again(tmp_path: Path) -> None:
+def test_a_renamed_extension_must_be_given_again(tmp_path: Path) -> None:
     before, now, run = tmp_path / "before.py", tmp_path / "now.py", tmp_path / "run"
     before.write_bytes(EXTENSION.read_bytes())
     train = [*FLAGS, "--save", str(run), "--load", str(run), "--own-patience", "0"]
@@ -89,7 +89,7 @@ class Says(Callback):
 """
 
 
-def test_a_callback_that_raises_in_the_end_does_not_spoil_the_run(
+def test_a_callback_that_raises_at_the_end_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "uploads.py").write_text(RAISES)
@@ -134,7 +134,7 @@ sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": count})))
         ("None", "metric count: must return (sum, count), two numbers or tensors of one, not None"),
     ],
 )
-def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Path) -> None:
+def test_a_program_can_add_its_own_components(returned: str, said: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + PROGRAM.replace("RETURNED", returned))
     flags = "--mock-data --global-batch-size 4 --train-iters 8 --log-interval 2 --eval-iters 0"

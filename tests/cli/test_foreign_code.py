@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [*REFUSED, *HARMLESS], ids=lambda command: " ".join(command.split()[:2]))
-def test_a_file_runs_no_code(command: str, folder: Path, tmp_path: Path) -> None:
+def test_foreign_files_run_no_code(command: str, folder: Path, tmp_path: Path) -> None:
     words = command.format(run=folder / "downloaded").split()
     done = run_program(*words, code=2 if command in REFUSED else 0, RAN=str(tmp_path / "ran"))
     assert not (tmp_path / "ran").exists()

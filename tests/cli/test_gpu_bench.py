@@ -21,7 +21,7 @@ def bench(flags: list[str]) -> subprocess.CompletedProcess[str]:
     return run_program("tools/bench/gpu.py", *TRIAL.split(), *flags)
 
 
-def test_whole_run(tmp_path: Path) -> None:
+def test_a_whole_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     found, trace = tmp_path / "found.json", tmp_path / "trace.json"
     done = bench(["--precision", "fp8", "--fp8-recipe", "tensorwise", "--json", str(found), "--trace", str(trace)])
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_whole_run(tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_compared_in_turns() -> None:
+def test_compared_flags_are_measured_in_turns() -> None:
     done = bench(["--compare", "--recompute-granularity full", "--rounds", "1"])
     assert done.returncode == 0, done.stderr
     assert "--recompute-granularity full" in done.stdout and done.stdout.count(" x as it is") == 1
@@ -76,7 +76,7 @@ def test_every_kernel_of_the_library_has_a_group() -> None:
     assert {group_of(name) for name in OWN} == set(OWN.values())
 
 
-def test_groups_of_a_trace() -> None:
+def test_kernels_of_a_trace_are_grouped() -> None:
     """The profile has two streams that overlap for 10 µs, an idle gap of 20 µs, and events that are not kernels."""
     events = [
         {"ph": "X", "cat": "kernel", "name": "nvjet_a", "ts": 100, "dur": 50, "pid": 0, "tid": 7},
@@ -95,7 +95,7 @@ def test_groups_of_a_trace() -> None:
     assert groups["GEMM"].share == pytest.approx(50 / 110)
 
 
-def test_benches_know_the_flags_of_extensions() -> None:
+def test_benchmarks_accept_flags_of_extensions() -> None:
     """A program loads the extensions before it reads flags. In the tests, the extensions are loaded already."""
     program = (
         "from tools.bench.gpu import parser_of_args\n"

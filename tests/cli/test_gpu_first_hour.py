@@ -47,7 +47,7 @@ def stub(folder: Path, body: str) -> str:
     return str(program)
 
 
-def test_a_part_without_a_gpu(tmp_path: Path) -> None:
+def test_a_part_runs_without_a_gpu(tmp_path: Path) -> None:
     done = first_hour("parts", str(tmp_path), "--cpu", "--tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
@@ -128,7 +128,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(out, [shlex.split(line) for line in log.read_text().splitlines()])
 
 
-def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
+def test_every_command_is_valid_and_fits(recorded: Recorded) -> None:
     """The models must fit on a GPU with 78 GiB free."""
     models = [words[1:] for words in recorded.words if words[0] == "tools/bench/gpu.py"]
     assert len(models) == 9
@@ -146,7 +146,7 @@ def test_every_command_is_legal_and_fits(recorded: Recorded) -> None:
     assert written | {"nccl.txt", "tests.txt", "curves.jsonl", "device.yaml"} == set(EXPECTED)
 
 
-def test_every_run_is_legal(recorded: Recorded) -> None:
+def test_every_run_is_valid(recorded: Recorded) -> None:
     """Every pretrain_gpt.py command is valid, and the commands include each kind of run that has no measurement."""
     runs = [words for words in recorded.words if "pretrain_gpt.py" in words]
     tried = set[str]()
@@ -209,7 +209,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
+def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
     """The script and the documentation state the minutes that follow from the time limits, and a GPU is available for
     30 minutes."""
     documented = (ROOT / "docs/performance.md").read_text()

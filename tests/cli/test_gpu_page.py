@@ -16,7 +16,7 @@ from tools.bench.gpu_page import page, read_folder
 SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 
-def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_of_another_device_are_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     """device.yaml may come from a trial on CPU, or from another GPU."""
     h100 = ROOT / "megatron/extensions/plan/planner/devices/h100.yaml"
     config = config_of(SHAPES["tiny"], 1, 1, "--bf16 --cpu")
@@ -70,7 +70,7 @@ def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
     assert re.search(r"^- running .*::test_killed$", text, re.MULTILINE)
 
 
-def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_line_of_calls_is_omitted(tmp_path: Path) -> None:
     call = {"part": "llama", "code": 143, "seconds": 9, "limit": 200, "stopped": True, "command": "python gpu.py"}
     (tmp_path / "calls.jsonl").write_text(
         f'{json.dumps(call)}\n\n{{"part": "headl\n{json.dumps(call | {"code": 0})}\n[]'

@@ -40,7 +40,7 @@ def step_of(job: int) -> int:
     raise OSError("no free port")
 
 
-def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
+def test_srun_starts_one_task_per_rank(tmp_path: Path) -> None:
     """SLURM's variables alone determine the rank, world size and rendezvous address."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
     job = os.getpid()
@@ -72,7 +72,7 @@ def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
         ("n[2,1]", "n2"),
     ],
 )
-def test_first_host_of_a_node_list(nodes: str, first: str, tmp_path: Path) -> None:
+def test_the_first_host_of_a_node_list_is_found(nodes: str, first: str, tmp_path: Path) -> None:
     assert first_host(nodes) == first
     if shutil.which("scontrol") and not nodes.endswith("-ib"):  # only newer versions support suffixes after ranges
         (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
@@ -90,7 +90,7 @@ def test_a_malformed_node_list_is_refused(nodes: str) -> None:
     assert environ["MASTER_ADDR"] == "node1"
 
 
-def test_torchrun_comes_before_slurm() -> None:
+def test_torchrun_variables_take_precedence_over_slurm() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert Launch.from_environment(environ) == Launch(3, 8, 1, "torchrun")

@@ -63,7 +63,7 @@ class Device:
         cls.now = max(cls.now, time.perf_counter()) + seconds
 
 
-def test_a_device_that_is_kept_busy_shows_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_device_is_timed_without_launch_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Device.Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: Device.run(cycles / 2e9))
     clock = [100.0]

@@ -113,7 +113,9 @@ def other_megatron(environment: Path) -> Iterator[Path]:
     shutil.rmtree(other)
 
 
-def test_two_distributions_with_a_megatron(environment: Path, other_megatron: Path, tmp_path: Path) -> None:
+def test_two_distributions_with_a_megatron_package_do_not_mix(
+    environment: Path, other_megatron: Path, tmp_path: Path
+) -> None:
     """Each distribution is imported as a whole, and a process that mixes distributions gets an error."""
     mixed = run(environment, tmp_path, "python", "-c", BOTH)
     assert mixed.startswith(f"{other_megatron / 'core/__init__.py'}\n")
@@ -147,7 +149,7 @@ def test_installed_commands_prepare_data_and_train(environment: Path, tmp_path: 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_commands_are_the_programs_of_the_tools() -> None:
+def test_installed_commands_are_the_tools() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     programs = [path for pattern in ("tools/*.py", "tools/pictures/*.py") for path in ROOT.glob(pattern)]
     names = {path.stem.replace("_", "-") for path in programs if "run_tool(main)" in path.read_text()}
@@ -155,7 +157,7 @@ def test_commands_are_the_programs_of_the_tools() -> None:
     assert set(project["scripts"]) == {"pretrain_gpt", "megatron-lm-eval", *(f"megatron-{name}" for name in names)}
 
 
-def test_pinned_versions_cover_what_the_package_asks_for() -> None:
+def test_pinned_versions_satisfy_the_package_requirements() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))

@@ -23,7 +23,9 @@ def test_steps_without_kernels_are_longer() -> None:
     assert unfused.milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
 
 
-def test_table_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(planned_steps, "PLANS", {"tiny": ("tiny", "--bf16")})
     monkeypatch.setattr(planned_steps, "LAYERS", {"tiny": 2})
     monkeypatch.setattr(planned_steps, "LEAST", 0.0)

@@ -24,7 +24,7 @@ def test_text_is_to_scale(capsys):
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
-def test_a_picture_of_every_schedule(schedule, tmp_path):
+def test_every_schedule_can_be_drawn(schedule, tmp_path):
     path = tmp_path / "schedule.png"
     assert main(["--pipeline-schedule", schedule, "--messages", "--output", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -42,7 +42,7 @@ def test_only_the_two_ends_of_a_long_schedule_are_drawn(tmp_path, capsys):
     assert windows_of(100, 20) == [(0, 10), (90, 100)]
 
 
-def test_a_schedule_of_an_extension(tmp_path, capsys):
+def test_a_schedule_of_an_extension_can_be_drawn(tmp_path, capsys):
     own = tmp_path / "own.py"
     own.write_text(
         "from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES\n"

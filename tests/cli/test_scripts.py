@@ -30,7 +30,7 @@ def run(*command: str | Path, code: int | None = None, **environ: str) -> subpro
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
-def test_syntax(script: Path) -> None:
+def test_scripts_have_valid_syntax(script: Path) -> None:
     run("bash", "-n", script, code=0)
 
 
@@ -38,7 +38,7 @@ def test_syntax(script: Path) -> None:
     ("linter", "files"),
     [("shellcheck", ["-x", *SCRIPTS, ROOT / ".ci/run"]), ("hadolint", [ROOT / "scripts/Dockerfile"])],
 )
-def test_linter(linter: str, files: list[str | Path]) -> None:
+def test_scripts_pass_the_linter(linter: str, files: list[str | Path]) -> None:
     program = Path(sys.executable).with_name(linter)
     if not program.exists():
         pytest.skip(f"{linter} is not installed")
@@ -126,11 +126,11 @@ def test_one_gpu_takes_the_largest_preset_that_fits(mebibytes: list[int], preset
         ({"PRESET": "80gb"}, "PRESET=80gb: the presets are 12gb 16gb 24gb 48gb 8gb"),
     ],
 )
-def test_a_card_without_a_preset_is_refused(variables: dict[str, str], said: str) -> None:
+def test_a_gpu_without_a_preset_is_refused(variables: dict[str, str], said: str) -> None:
     assert said in run("bash", "scripts/train_gpt_one_gpu.sh", **variables, code=2).stderr
 
 
-def test_a_gpu_that_shares_the_memory_of_the_host_does_not_count_as_one_without_memory(tmp_path: Path) -> None:
+def test_a_gpu_that_shares_host_memory_gets_its_own_error(tmp_path: Path) -> None:
     query = tmp_path / "nvidia-smi"
     query.write_text("#!/bin/sh\necho '[N/A]'\n")
     query.chmod(0o755)
@@ -163,7 +163,7 @@ def test_a_script_uses_the_launcher_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "train_gpt_slurm.sh"])
-def test_wrong_use_says_so(script: str) -> None:
+def test_wrong_usage_is_explained(script: str) -> None:
     done = run("bash", f"scripts/{script}", *(["--cleen"] if script == "quickstart.sh" else []), code=2)
     assert done.stderr.strip()
 
@@ -178,7 +178,7 @@ def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
     assert all(len(document["text"]) >= 200 and "site-packages" not in document["path"] for document in documents)
 
 
-def test_loss_plot(tmp_path: Path) -> None:
+def test_losses_are_plotted(tmp_path: Path) -> None:
     metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.svg"
     records = [{"iteration": i, "lm_loss": 8.0 / i} for i in range(1, 20)]
     records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "valid_loss": 1.0}]
@@ -189,12 +189,12 @@ def test_loss_plot(tmp_path: Path) -> None:
     assert "iteration" in picture.read_text() and "mathdefault" not in picture.read_text()
 
 
-def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:
+def test_a_closed_pipe_ends_a_tool_silently() -> None:
     command = f"{sys.executable} tools/plot_schedule.py --help | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")
 
 
-def test_loss_plot_of_a_missing_file_names_it(tmp_path: Path) -> None:
+def test_the_loss_plot_names_a_missing_file(tmp_path: Path) -> None:
     done = run_program("tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png", code=2)
     assert "none.jsonl" in done.stderr

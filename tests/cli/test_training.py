@@ -81,7 +81,7 @@ def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
     assert (save / "run_config.yaml").exists()
 
 
-def test_saved_configuration_runs_again_and_an_evaluation_leaves_it_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_configuration_runs_again_and_evaluation_does_not_change_it(tmp_path: Path) -> None:
     first, second, screen = tmp_path / "first", tmp_path / "second", tmp_path / "screen"
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "200"]
     run_forked(1, [*MODEL, *tokenizer, "--save", str(first), "--train-iters", "2"], screen)
@@ -107,7 +107,7 @@ def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
     assert read_records(tmp_path / "metrics.1.jsonl")[0]["lm_loss"] == losses(tmp_path)[0]
 
 
-def test_no_length_is_one_epoch(tmp_path: Path) -> None:
+def test_a_run_without_a_length_is_one_epoch(tmp_path: Path) -> None:
     write_data(tmp_path / "data", [f"{n} " * 40 for n in range(30)])
     tokenizer = ["--tokenizer-type", "ByteTokenizer"]
     save = tmp_path / "save"
@@ -119,7 +119,7 @@ def test_no_length_is_one_epoch(tmp_path: Path) -> None:
     assert len(losses(save)) == samples // 8
 
 
-def test_validation_sets_by_name_whole_and_at_any_layout(tmp_path: Path) -> None:
+def test_named_validation_sets_are_evaluated_completely_under_any_layout(tmp_path: Path) -> None:
     for name, lines in (("train", 300), ("books", 21), ("code", 9)):
         write_data(tmp_path / name, [f"{name} {number} " + "word " * (number % 17) for number in range(lines)])
     model = [flag for flag in MODEL if flag not in ("--mock-data",)]

@@ -46,7 +46,7 @@ def write_other_data(prefix: Path) -> None:
     write_documents(prefix, map(np.arange, range(20, 40)))
 
 
-def test_hosts_without_a_shared_disk(
+def test_hosts_without_a_shared_disk_train_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     monkeypatch.setattr(save_folder, "PATIENCE", 0.5)  # no file system in a box caches directories

@@ -43,7 +43,7 @@ def whole(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
+def test_a_spare_replaces_a_lost_host_under_the_elastic_script(tmp_path: Path) -> None:
     with hosts(3, "1gbit") as box:
         run = Run(box, 1, tmp_path, [*FLAGS, *BUSY], {"PACE": "0.2", "RENDEZVOUS_PATIENCE": "10"})
         for host in range(3):
@@ -63,7 +63,7 @@ def test_a_host_that_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_the_host_of_the_store_is_lost_under_the_elastic_script(tmp_path: Path) -> None:
+def test_a_spare_replaces_the_host_of_the_store(tmp_path: Path) -> None:
     with hosts(3, "1gbit") as box:
         flags = ["--peer-copies", "1", "--restarts-in-job", "2", *BUSY]
         run = Run(box, 1, tmp_path, flags, {"PACE": "0.2", "RENDEZVOUS_PATIENCE": "3"})
@@ -81,7 +81,7 @@ def test_the_host_of_the_store_is_lost_under_the_elastic_script(tmp_path: Path) 
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}")
-def test_a_task_that_is_lost_under_srun(tmp_path: Path) -> None:
+def test_a_spare_replaces_a_lost_task_under_srun(tmp_path: Path) -> None:
     run_forked(1, [*MODEL, "--save", str(tmp_path / "one")], tmp_path / "screen")
     (tmp_path / "task.py").write_text(TASK)
     save = str(tmp_path / "save")

@@ -97,7 +97,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     return [report.iteration for report in reports]
 
 
-def test_a_save_has_the_state_of_its_call(tmp_path: Path) -> None:
+def test_a_save_contains_the_state_at_its_call(tmp_path: Path) -> None:
     assert run_world(2, change_while_saving, tmp_path) == [[1, 2, 3, 4, 5, 6]] * 2
     assert sorted(saved_folders(tmp_path)) == [2, 5, 6] and read_latest(tmp_path) == 6
     for number, folder in saved_folders(tmp_path).items():
@@ -131,7 +131,7 @@ def save_on_a_bad_disk(rank: int, world_size: int, root: Path, failures: int) ->
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_failures_are_tried_again_and_known_on_every_rank(tmp_path: Path, failures: int) -> None:
+def test_failed_saves_are_retried_and_known_on_every_rank(tmp_path: Path, failures: int) -> None:
     first, second = run_world(2, save_on_a_bad_disk, tmp_path, failures)
     assert first == second
     failed = [report for report in first if not report[1]]
@@ -185,7 +185,7 @@ def test_background_saves_equal_synchronous_saves(tmp_path: Path) -> None:
     assert all(torch.equal(back.read(key), front.read(key)) for key in back.tensors)
 
 
-def test_a_run_that_replaces_checkpoints_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_replacing_checkpoints_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "save")
     run_world(2, train_on_a_bad_disk, "", "--save", folder)
     assert "later iterations" not in capfd.readouterr().out

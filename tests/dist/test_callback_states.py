@@ -100,7 +100,9 @@ def evaluated_by_one(precision: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("precision", ["--fp32", "--bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_averaged_weights_are_evaluated_and_training_continues_with_its_own(layout: str, precision: str) -> None:
+def test_averaged_weights_are_evaluated_and_training_continues_with_the_trained_weights(
+    layout: str, precision: str
+) -> None:
     world, flags = LAYOUTS[layout]
     expected = evaluated_by_one(precision)
     found = run_world(world, evaluated, config_of(f"{precision} --eval-averaged {flags}", world))
@@ -160,7 +162,7 @@ def saved_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("before", "after"), [("zero1", "pp2-tied"), ("pp2-tied", "tp2-dp2"), ("tp2-dp2", "zero3")])
-def test_states_are_planned_and_load_at_another_layout(
+def test_states_have_the_planned_size_and_load_under_another_layout(
     before: str, after: str, saved_by_one: Path, tmp_path: Path
 ) -> None:
     world, flags = LAYOUTS[before]
@@ -174,7 +176,7 @@ def test_states_are_planned_and_load_at_another_layout(
     run_world(world, loaded, config_of(f"--fp64 --load {tmp_path} {flags}", world), many.folder)
 
 
-def test_finetuning_starts_with_states_of_zero(saved_by_one: Path) -> None:
+def test_finetuning_starts_with_zero_states(saved_by_one: Path) -> None:
     run_world(1, at_zero, config_of(f"--fp64 --finetune --load {saved_by_one}", 1))
 
 

@@ -153,7 +153,7 @@ def test_updates_match_one_process(dims, kind, distributed):
 
 
 @pytest.mark.parametrize("kind", ["averaged_adam"])
-def test_each_instance_updates_elements_by_itself(kind):
+def test_each_optimizer_instance_updates_its_own_elements(kind):
     run_world(4, compare_with_one_process, ParallelDims(dp=4, instances=2), True, kind)
 
 
@@ -172,7 +172,7 @@ def skipped_step(rank, world, kind):
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_a_skipped_step_leaves_all_states(kind):
+def test_a_skipped_step_changes_no_state(kind):
     run_world(2, skipped_step, kind)
 
 
@@ -241,7 +241,7 @@ class Misspelled(Transform):
         pass
 
 
-def test_links_that_cannot_be_used_are_refused():
+def test_unusable_links_are_refused():
     state = build_parallel_state(ParallelDims(), 0)
     OPTIMIZERS.register("misspelled", lambda config, meta: [Misspelled()])
     with pytest.raises(ValueError, match=r"--optimizer misspelled: its link Misspelled has no update\(x\); write it"):
@@ -259,7 +259,7 @@ class Named(Transform):
         pass
 
 
-def test_states_that_cannot_be_kept_are_named_all_at_once():
+def test_all_invalid_states_are_named_at_once():
     OPTIMIZERS.register("named", lambda config, meta: [Named(), AverageWeights(0.5)])
     with pytest.raises(ValueError, match="two states are named twice") as error:
         build(build_parallel_state(ParallelDims(), 0), optimizer="named")

@@ -73,7 +73,7 @@ def misfit(rank: int, world_size: int, root: Path) -> str:
     return str(error.value)
 
 
-def test_missing_extra_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path) -> None:
+def test_missing_and_misshapen_keys_are_named_on_every_rank(tmp_path: Path) -> None:
     module = module_of(ParamMeta("a", (2,), role="vector"), ParamMeta("b", (2,), role="vector"))
     save(tmp_path, 1, model_state([module], ParallelState()), {}, Axis())
     messages = run_world(2, misfit, tmp_path)

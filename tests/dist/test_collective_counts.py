@@ -109,7 +109,7 @@ KINDS = [(2, "gpt", "fp32", 4), (4, "qwen3", "bf16", 2)]
 
 
 @pytest.mark.parametrize(("size", "style", "dtype", "itemsize"), KINDS)
-def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
+def test_collectives_of_a_tensor_parallel_layer(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, False, style, dtype)
     sbh = S * B * H * itemsize
     assert forward == backward == [all_reduce(sbh, size)] * 2
@@ -117,7 +117,7 @@ def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize:
 
 
 @pytest.mark.parametrize(("size", "style", "dtype", "itemsize"), KINDS)
-def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
+def test_collectives_of_a_sequence_parallel_layer(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
     # The inputs of linear_qkv and linear_fc1, of which only the local shard is saved for the backward pass.
@@ -129,7 +129,7 @@ def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsiz
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_ends_of_a_model(sp: bool) -> None:
+def test_collectives_of_the_embedding_and_the_output_layer(sp: bool) -> None:
     """The embedding and the output layer each have one collective, either in the forward or in the backward pass. With
     sequence parallelism, they have one collective in each pass, and the output layer gathers its input again. The loss
     gathers three numbers per token. No collective carries the logits."""

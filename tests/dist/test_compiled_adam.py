@@ -33,9 +33,7 @@ def trained(dtype: str, compiled: bool, clip: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-def test_the_region_makes_the_updates_of_the_fused_kernel(
-    dtype: str, clip: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_region_matches_the_fused_kernel(dtype: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     plain, compiled = (trained(dtype, compiled, clip) for compiled in (False, True))
     for one, two in zip(plain, compiled, strict=True):

@@ -66,7 +66,7 @@ def all_masked(rank, world):
     assert all(torch.equal(b.grad_data, torch.zeros_like(b.grad_data)) for b in ddp.buffers)
 
 
-def test_a_batch_without_valid_tokens_has_gradient_zero():
+def test_a_batch_without_valid_tokens_has_zero_gradients():
     run_world(2, all_masked)
 
 

@@ -64,7 +64,7 @@ def run_pipeline(rank: int, world_size: int, schedule: str, m: int) -> tuple[lis
 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES)
-def test_the_list_of_a_rank_is_what_it_runs(schedule: str, p: int, v: int, m: int) -> None:
+def test_a_rank_runs_exactly_its_list(schedule: str, p: int, v: int, m: int) -> None:
     ((*_, evaluated),) = run_world(1, run_pipeline, "1f1b", m)
     for rank, (ran, added_in, loss) in enumerate(run_world(p, run_pipeline, schedule, m)):
         assert ran == list(pipeline_lists(schedule, p, m, v)[rank])
@@ -73,9 +73,7 @@ def test_the_list_of_a_rank_is_what_it_runs(schedule: str, p: int, v: int, m: in
 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES[:4])
-def test_messages_in_lanes_change_nothing(
-    schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_message_lanes_change_no_result(schedule: str, p: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL, messages use four process groups so that independent messages do not wait for each other."""
     plain, build = train_in_world(p, flags_of(schedule, p, m), steps=1), parallel_state.build_parallel_state
 

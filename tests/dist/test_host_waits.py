@@ -118,13 +118,13 @@ def test_experts_wait_only_for_sizes_of_all_to_all_messages(
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_without_grouped_products_experts_wait(dispatcher: str) -> None:
+def test_without_grouped_gemms_experts_wait(dispatcher: str) -> None:
     """Without grouped GEMMs, each layer waits once per micro-batch."""
     for found in run_world(2, waits, f"--dp 2 --ep 2 {EXPERTS} --moe-token-dispatcher-type {dispatcher}"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 4})
 
 
-def test_waiting_calls_are_found() -> None:
+def test_waiting_calls_are_detected() -> None:
     x = torch.arange(4.0)
     with HostWaits() as seen:
         for wait in (

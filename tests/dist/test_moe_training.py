@@ -33,7 +33,7 @@ def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "lm_loss" in record]
 
 
-def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> None:
+def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> None:
     """The logged values include the multi-token prediction layers, and samples consist of several documents."""
     flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging "
     flags += "--vocab-size 12 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --tokenizer-type NullTokenizer "
@@ -66,7 +66,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 4096", "--bf16", "--fp32"])
-def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
+def test_auxiliary_gradients_have_the_scale_of_the_other_gradients(precision: str) -> None:
     """In fp16, the backward pass starts from the loss scale divided by the sequence length."""
     flags = f"{BASE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3"
     expected = train_in_world(1, f"{flags} --fp64".split(), steps=1)
@@ -76,7 +76,7 @@ def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
         assert relative_difference(found[key].double(), expected[key]) < (1e-4 if precision == "--fp32" else 0.1)
 
 
-def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
+def test_tokens_with_equal_inputs_are_dropped_by_position() -> None:
     """The vocabulary has ten words and each token attends to two tokens, so many router probabilities are equal up to
     rounding."""
     model = f"{BASE} --fp64 --vocab-size 10 --num-experts 4 --moe-expert-capacity-factor 0.8 --window-size 2 "

@@ -147,7 +147,7 @@ def empty_stage(rank, world):
     return result.grad_norm
 
 
-def test_a_rank_without_parameters():
+def test_a_rank_without_parameters_takes_part_in_collectives():
     norms = run_world(3, empty_stage)
     assert norms[0] == norms[1] == norms[2] > 0
 

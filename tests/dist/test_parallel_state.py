@@ -41,7 +41,9 @@ SIZES = st.sampled_from([1, 2, 3])
 
 @given(tp=SIZES, pp=st.integers(1, 4), cp=SIZES, dp=SIZES, expert=st.booleans(), swapped=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_all_ranks_make_their_groups_together(tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool) -> None:
+def test_all_ranks_create_their_groups_together(
+    tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool
+) -> None:
     """NCCL creates each group by splitting the world, and every rank must take part in the split. The n-th groups of
     all ranks must therefore partition the world under any layout."""
     dims = ParallelDims(tp, pp, cp, dp, ep=dp * cp if expert else 1, expt_tp=tp, tp_pp_dp=swapped)
@@ -71,7 +73,7 @@ def initialize_repeatedly(rank: int, world_size: int) -> int:
     return sum(ps.initialize_model_parallel(1, world_size).pp.size for _ in range(4))
 
 
-def test_groups_can_be_built_again() -> None:
+def test_groups_can_be_created_again() -> None:
     """A process creates groups a second time when it loads a second model. Ranks that own neither the first nor the
     last pipeline stage belong to fewer groups."""
     assert run_world(3, initialize_repeatedly) == [12, 12, 12]

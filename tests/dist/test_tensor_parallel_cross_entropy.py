@@ -76,7 +76,7 @@ def losses(*args: Any) -> Tensor:
     return vocab_parallel_cross_entropy(*args, Axis(), V)
 
 
-def test_gradcheck_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_pass_gradcheck_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, _ = example(torch.float64, V)
     assert torch.autograd.gradcheck(losses, (logits.requires_grad_(), labels))
     whole = losses(logits, labels)
@@ -92,7 +92,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert losses(torch.full((1, 1, V), -1e30), torch.zeros(1, 1, dtype=torch.long)).item() == pytest.approx(3.4657359)
 
 
-def test_gradient_takes_the_place_of_the_logits() -> None:
+def test_the_gradient_overwrites_the_logits() -> None:
     leaf, labels, _ = example(torch.float32, V)
     leaf.requires_grad_()
     logits = leaf * 1
@@ -106,7 +106,7 @@ def test_gradient_takes_the_place_of_the_logits() -> None:
         loss.backward()
 
 
-def test_leaves_and_views_are_left_alone() -> None:
+def test_leaves_and_views_are_not_overwritten() -> None:
     leaf, labels, _ = example(torch.float32, V)
     before = leaf.clone()
     leaf.requires_grad_()
@@ -116,7 +116,7 @@ def test_leaves_and_views_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("bad", [-100, -1, 27])
-def test_label_outside_the_vocabulary(bad: int) -> None:
+def test_a_label_outside_the_vocabulary_is_an_error(bad: int) -> None:
     logits, labels, _ = example(torch.float32, 27)
     labels[1, 1] = bad
     with pytest.raises(ValueError, match=r"labels must be in \[0, 27\).*found ids from"):

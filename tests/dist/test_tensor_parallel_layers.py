@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulat
 from tests.harness import run_world, tp_context
 
 
-def test_main_grad_sums_in_its_own_precision() -> None:
+def test_main_grad_accumulates_in_its_own_precision() -> None:
     """The sum consists of 768 ones, followed by 256 parts that add up to a quarter. A bf16 sum would stop growing at
     256."""
     out = torch.zeros(1, 1)
@@ -39,7 +39,7 @@ def unknown_token(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_token_outside_the_vocabulary() -> None:
+def test_a_token_outside_the_vocabulary_is_an_error() -> None:
     """No rank owns a token id outside the vocabulary, so its embedding would silently be zero."""
     for message in run_world(2, unknown_token):
         assert message.startswith("token ids must be in [0, 40)")
@@ -50,7 +50,7 @@ def add_four_(out: Tensor, overwrite: bool) -> None:
     (out.zero_() if overwrite else out).add_(4)
 
 
-def test_deferred_work_runs_per_key_and_is_not_forgotten() -> None:
+def test_deferred_work_runs_per_key_and_must_not_be_left_over() -> None:
     queue = WeightGradQueue()
     weight = nn.Parameter(torch.zeros(2, 3))
     weight.main_grad = torch.zeros(2, 3)

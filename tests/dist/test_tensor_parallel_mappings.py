@@ -50,7 +50,7 @@ def adjointness(rank: int, size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SHARDED_MAPS))
-def test_backward_is_the_adjoint(name: str) -> None:
+def test_backward_passes_are_the_adjoints(name: str) -> None:
     run_world(2, adjointness, name)
 
 

@@ -151,7 +151,7 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_collectives_are_started_while_another_unit_computes() -> None:
+def test_collectives_are_launched_while_another_unit_computes() -> None:
     """The test checks the order of events, not their times. Each gather except the first of a step starts during the
     pass before the one that needs it, forward and backward. Each reduction except the last is in flight while the next
     unit computes."""
@@ -175,7 +175,7 @@ def test_collectives_are_started_while_another_unit_computes() -> None:
         assert begun or place == reductions[-1], f"{first[place]} is waited for before another unit computes"
 
 
-def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
+def test_recomputed_layers_are_gathered_once_in_the_backward_pass() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--global-batch-size 2 {sharding('optim_grads_params')} {recompute}"
     (found, _) = run_world(2, steps, flags)
@@ -184,7 +184,7 @@ def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
 
 
 @pytest.mark.grid("schedule", ["zb-v"], ["1f1b", "zb-h1", "zb-v"])
-def test_pipelines_hold_few_units(schedule: str) -> None:
+def test_pipelines_have_few_unsharded_units(schedule: str) -> None:
     flags = f"--global-batch-size 8 --pp 2 --pipeline-schedule {schedule} {sharding('optim_grads_params')}"
     for found in run_world(4, steps, flags):
         assert found["whole"][0] <= 3 and found["held"] == 0
@@ -216,7 +216,7 @@ def test_a_model_to_be_sharded_is_built_without_memory() -> None:
     assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())
 
 
-def test_small_gradients_of_units_are_not_held_until_their_memory_is_gone() -> None:
+def test_small_gradients_of_units_are_added_before_their_memory_is_freed() -> None:
     held, param = SmallGrads(), torch.zeros(2)
     held.enabled = True
     assert held.takes(param, param)

@@ -62,7 +62,7 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(runs: tuple[Path, Path],
     assert all(text.count(f"skipped checkpoint {save}/iter_000000{number}") == 1 for number in (4, 6))
 
 
-def test_a_full_disk(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_reports_a_full_disk_and_resumes(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """The disk is full from the second save on. Then the same command runs again with free space."""
     save, step = tmp_path / "save", training.train_step
 

@@ -18,7 +18,7 @@ def root_cause_at(ended: Ended) -> float:
     return datetime.fromisoformat(found[1].replace("_", "T")).timestamp()
 
 
-def test_one_report_ends_the_screen(tmp_path: Path) -> None:
+def test_one_report_ends_the_output(tmp_path: Path) -> None:
     ended = run_with_fault("in_a_forward", tmp_path, "--pp", "1", rank=1, processes=2)
     assert ended.code != 0 and not ended.left
     report = ended.screen[ended.screen.index("RUN FAILED") :]
@@ -46,7 +46,7 @@ ENDS |= dict.fromkeys(("terminate", "user_signal"), "exiting at iteration ")
 
 
 @pytest.mark.grid("kind", [], list(ENDS))
-def test_four_ranks_end_by_every_fault_of_one(kind: str, tmp_path: Path) -> None:
+def test_all_four_ranks_exit_after_any_fault_of_one(kind: str, tmp_path: Path) -> None:
     ended = run_with_fault(kind, tmp_path)
     print(f"{kind}: {ended.seconds:.1f} s from the fault to the end of all processes")
     assert ended.code != 0 and not ended.left, ended.screen

@@ -155,7 +155,7 @@ def test_every_entry_of_a_run_refuses_other_types(saved: Saved) -> None:
             assert len(refused) >= len(WRONG) - 3, where
 
 
-def test_no_reader_stumbles_over_a_wrong_type(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_reader_crashes_on_a_wrong_type(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     """A value of a wrong type or size is accepted or refused, never a traceback."""
     own = {name: value for name, value in saved.whole.items() if name != "config"}
     for where in [*places(own), ("config",), ("config", "model"), ("config", "model", "num_layers")]:
@@ -216,7 +216,7 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(
         saved_config(checkpoint)
 
 
-def test_an_earlier_checkpoint_takes_the_place_of_a_forged_one(saved: Saved) -> None:
+def test_an_earlier_checkpoint_replaces_a_forged_one(saved: Saved) -> None:
     shutil.copytree(saved.folder, saved.root / "iter_0000001")
     saved.forge(saved.whole | {"iteration": "x"})
     said: list[str] = []

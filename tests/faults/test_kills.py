@@ -85,7 +85,9 @@ def assert_resumed(said: str, latest: int) -> None:
 
 
 @pytest.mark.grid("size", [(10, 4, 2)], [(10, 4, 2), (30, 4, 8)])
-def test_killed_and_resumed_at_other_layouts_as_one_process(tmp_path: Path, size: tuple[int, int, int]) -> None:
+def test_a_run_killed_and_resumed_under_other_layouts_equals_one_process(
+    tmp_path: Path, size: tuple[int, int, int]
+) -> None:
     check_kills(tmp_path, size, ["--mock-data"])
 
 

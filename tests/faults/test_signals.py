@@ -66,7 +66,7 @@ def world(folder: Path, *flags: str, slow: str = "") -> Any:
 
 
 @pytest.mark.skipif(not installed("resilience"), reason="resilience is deleted")
-def test_files_in_the_save_folder(tmp_path: Path) -> None:
+def test_trigger_files_in_the_save_folder_are_obeyed(tmp_path: Path) -> None:
     with world(tmp_path) as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("start-up (s)")
@@ -78,7 +78,7 @@ def test_files_in_the_save_folder(tmp_path: Path) -> None:
     assert first is not None and run.saved == run.stopped_at > first
 
 
-def test_a_signal_breaks_an_evaluation_off(tmp_path: Path) -> None:
+def test_a_signal_interrupts_an_evaluation(tmp_path: Path) -> None:
     with world(tmp_path, "--eval-interval", "2", "--eval-iters", "1000000") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("start-up (s)")
@@ -89,7 +89,7 @@ def test_a_signal_breaks_an_evaluation_off(tmp_path: Path) -> None:
     assert "valid loss" not in run.text
 
 
-def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
+def test_a_save_in_progress_is_finished(tmp_path: Path) -> None:
     with world(tmp_path, "--save-interval", "2", slow="publish") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("publishing")
@@ -98,7 +98,7 @@ def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
     assert "saved checkpoint at iteration 2" in run.text and run.saved == run.stopped_at
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
     with world(tmp_path, slow="data") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("building data")
@@ -107,7 +107,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     assert run.saved is None and "ending before the first step: SIGINT on rank 1 of 2" in run.text
 
 
-def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with world(tmp_path, slow="step") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("in a long step")
@@ -120,7 +120,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid("flag", [], ["--exit-margin-in-mins 1", "--exit-duration-in-mins 0.5"])
-def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_saves_a_checkpoint(tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job's time limit, or the duration given to the run, ends in half a minute."""
     if "margin" in flag:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
@@ -131,7 +131,7 @@ def test_the_end_of_the_time_saves(tmp_path: Path, flag: str, monkeypatch: pytes
     assert ("the SLURM job ends in 1.0 minutes" if "margin" in flag else flag) in run.text
 
 
-def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_the_clock_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The duration given to a run does not depend on the system date. The SLURM job ends a number of seconds from
     now."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
@@ -153,7 +153,7 @@ def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> Non
         watchdog.close()
 
 
-def test_the_time_of_a_run_begins_with_its_first_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_duration_counts_from_the_first_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BEGAN, str(time.monotonic() - 1801))
     config = RunConfig(training=TrainingConfig(exit_duration_in_mins=30, exit_signal_handler=False))
     watchdog = Watchdog(Launch())

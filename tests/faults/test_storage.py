@@ -98,7 +98,7 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     assert losses_in(tmp_path / "metrics.jsonl") == losses_in(tmp_path / "whole" / "metrics.jsonl")
 
 
-def test_a_storage_that_does_not_answer_is_a_problem_of_the_flag(tmp_path: Path) -> None:
+def test_a_storage_that_does_not_answer_is_reported_with_the_flag(tmp_path: Path) -> None:
     flags = [*TINY.split(), "--extension", str(ROOT / "examples" / "memory_storage.py")]
     said = run_forked(1, [*flags, "--save", "mem://127.0.0.1:9/run"], tmp_path / "screen", code=2)
     assert "--save mem://127.0.0.1:9/run: cannot be written: " in said

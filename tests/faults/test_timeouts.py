@@ -50,7 +50,7 @@ def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, pha
         assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: data\n", text), text
 
 
-def test_a_rank_that_counts_another_world_is_named(tmp_path: Path) -> None:
+def test_a_rank_with_another_world_size_is_named(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         os.environ["WORLD_SIZE"] = str(2 + rank)
 

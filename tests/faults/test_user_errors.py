@@ -81,7 +81,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_users_error_is_reported_once(case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_user_error_is_reported_once(case: str, folder: Path, tmp_path: Path) -> None:
     flags, message = (text.format(folder) for text in CASES[case])
     text = run_forked(2, [*FLAGS, *flags.split()], tmp_path / "screen", code=2)
     assert text.count("This configuration cannot run") == text.count(message) == 1, text
@@ -124,13 +124,13 @@ def test_contradictory_launcher_variables_are_refused(environ: dict[str, str], m
         Launch.from_environment(environ)
 
 
-def test_an_end_of_the_job_that_is_not_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_end_time_of_the_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
     text = run_forked(1, [*FLAGS, "--tp", "1", "--mock-data"], tmp_path / "screen", code=2)
     assert "SLURM_JOB_END_TIME=soon: must be in seconds since 1970" in text
 
 
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_checked_without_changing_it(tmp_path: Path) -> None:
     assert why_unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     url = Path("s3://bucket/x")
@@ -140,7 +140,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
         assert "/proc cannot be written" in (why_unwritable(Path("/proc/x")) or "")
 
 
-def test_indices_in_memory_are_reported_once_a_node(folder: Path, tmp_path: Path) -> None:
+def test_indices_in_memory_are_reported_once_per_node(folder: Path, tmp_path: Path) -> None:
     for kind in ("bin", "idx"):
         (tmp_path / f"x.{kind}").write_bytes((folder / f"ok.{kind}").read_bytes())
     (tmp_path / "cache").write_text("")

@@ -33,7 +33,7 @@ needs_flash3 = pytest.mark.skipif(importlib.util.find_spec(MODULE) is None, reas
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("backend", ["flash", pytest.param("flash3", marks=needs_flash3)])
-def test_flash_kernels(
+def test_flash_kernels_match_fp64_attention(
     backend: str, groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
 ) -> None:
     operands = AttentionOperands(0.125, torch.bfloat16, torch.device("cuda", 0), 64, 64)
@@ -43,7 +43,7 @@ def test_flash_kernels(
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_cudnn_kernel(groups: int) -> None:
+def test_the_cudnn_kernel_matches_fp64_attention(groups: int) -> None:
     compare(CudnnKernel(0.125), groups, None, None)
 
 
@@ -53,14 +53,14 @@ MASKS = Dropout(0.2, 2**60 + 7, 3, torch.tensor([5, 2**35]))
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("groups", "width"), [(1, 64), (4, 128), (2, 256), (2, 80)])
-def test_kernel_with_dropout(
+def test_the_dropout_kernel_matches_its_definition(
     groups: int, width: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
 ) -> None:
     kernel = FlashDropoutKernel(0.125, replace(MASKS, sample_index=MASKS.sample_index.cuda()))
     compare(kernel, groups, window, documents, TorchKernel(0.125, MASKS), width)
 
 
-def test_masks_of_the_kernel_with_dropout() -> None:
+def test_masks_of_the_dropout_kernel_match_plain_torch() -> None:
     """The dropout masks are equal bit by bit. All scores are equal and each value marks its key, so an output is zero
     where the weight of that key is dropped."""
     n, heads, width = 512, 4, 128
@@ -74,7 +74,7 @@ def test_masks_of_the_kernel_with_dropout() -> None:
         assert torch.equal(out != 0, kept.tril()[..., first : first + width].permute(2, 0, 1, 3) != 0)
 
 
-def test_gradients_of_the_kernel_with_dropout_have_the_same_bits_in_every_run() -> None:
+def test_gradients_of_the_dropout_kernel_are_reproducible() -> None:
     kernel = FlashDropoutKernel(0.125, replace(MASKS, sample_index=MASKS.sample_index.cuda()))
     q, k, v = (torch.randn(512, 2, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (8, 2, 2))
     grad = torch.randn_like(q)
@@ -83,7 +83,7 @@ def test_gradients_of_the_kernel_with_dropout_have_the_same_bits_in_every_run() 
 
 
 @needs_flash3
-def test_whole_samples_by_flash3() -> None:
+def test_flash3_computes_whole_samples() -> None:
     q, k, v = (torch.randn(LENGTH, 2, n, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
     one, other = (attention(0.125)(q, k, v) for attention in (Flash3Attention, FusedAttention))
     grad = torch.randn_like(other)
@@ -94,7 +94,7 @@ def test_whole_samples_by_flash3() -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("name", ["fp8_triton", pytest.param("fp8_flash3", marks=needs_flash3)])
-def test_kernels_in_fp8(name: str, width: int) -> None:
+def test_fp8_kernels_match_fp64_attention(name: str, width: int) -> None:
     if torch.cuda.get_device_capability() < FIRST_CAPABILITY:
         pytest.skip("this GPU does not multiply in fp8")
     operands = AttentionOperands(0.125, torch.bfloat16, torch.device("cuda", 0), width, width)

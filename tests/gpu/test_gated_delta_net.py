@@ -65,7 +65,7 @@ def results(rule: str, packed: bool, dtype: torch.dtype, device: str) -> list[Te
         ("kernel", torch.bfloat16, 0.03),
     ],
 )
-def test_rule(rule: str, dtype: torch.dtype, tolerance: float, packed: bool) -> None:
+def test_kernels_match_the_recurrence(rule: str, dtype: torch.dtype, tolerance: float, packed: bool) -> None:
     if rule == "kernel" and importlib.util.find_spec("fla") is None:
         pytest.skip("flash-linear-attention is not installed")
     found, expected = results(rule, packed, dtype, "cuda"), results("steps", packed, torch.float64, "cpu")

@@ -138,7 +138,7 @@ MIXERS = {
         *((f"--bf16 {flags}", 0.2) for flags in MIXERS.values()),
     ],
 )
-def test_each_parameter_has_the_gradient_of_the_cpu(flags: str, tolerance: float, tmp_path: Path) -> None:
+def test_each_parameter_has_the_same_gradient_as_on_the_cpu(flags: str, tolerance: float, tmp_path: Path) -> None:
     """The losses of a few steps hardly show whether every parameter receives its gradient."""
     model = [flag for flag in flags.split() if flag not in ("--fp32", "--bf16")]
     on_cpu = gradient_norms(tmp_path / "cpu.jsonl", *model, "--cpu")

@@ -258,7 +258,7 @@ def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFindi
         return str(error.value).partition(" (")[0] + str(error.value).partition(")")[2], error.value.advice
 
 
-def test_searches_of_extensions_say_what_they_find() -> None:
+def test_searches_of_extensions_report_their_findings() -> None:
     plain = "to continue without the step, add --iterations-to-skip 1; to skip such steps automatically, "
     plain += "--max-skipped-iterations; if the loss or the gradient norm had grown before, lower --lr or lengthen the "
     plain += "warm-up, and resume from an earlier checkpoint"

@@ -19,7 +19,7 @@ FLAGS = TINY.split()
 @pytest.mark.parametrize(
     ("world_size", "flags"), [(2, "--deterministic --tp 2 --bf16"), (4, "--tp 2 --pp 2 --sequence-parallel --fp64")]
 )
-def test_two_runs_are_equal_bit_for_bit(world_size: int, flags: str) -> None:
+def test_two_runs_are_bit_identical(world_size: int, flags: str) -> None:
     runs = [train_in_world(world_size, [*FLAGS, *flags.split()]) for _ in range(2)]
     assert first_difference(*runs, tolerance=0.0) is None
     assert not runs[0].replica_errors

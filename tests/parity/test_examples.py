@@ -70,7 +70,7 @@ def test_every_example_is_tested() -> None:
 
 @pytest.mark.grid("rows", [PART], [PART, []])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], tmp_path: Path) -> None:
+def test_examples_compute_the_same_under_every_layout(name: str, rows: list[str], tmp_path: Path) -> None:
     own = ["tp2-sp-pp2-dp2-eager-1f1b"] if name == "eager_1f1b.py" and rows else []
     # the ranks round the zero gradients of key biases differently
     own += ["tp2-sp"] if name == "lion.py" and rows else []
@@ -82,7 +82,7 @@ def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], t
     assert len(equal) == len(rows) + len(own) if rows else len(equal) > 15
 
 
-def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
+def test_the_half_life_of_the_slow_average_rises_linearly() -> None:
     load_extensions([str(ROOT / "examples" / "ademamix.py")])
     options = sections()["AdEMAMix"](ademamix_alpha=8.0, ademamix_beta3_warmup=100, ademamix_alpha_warmup=50)
 
@@ -141,7 +141,7 @@ def test_a_table_of_roles_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
-def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
+def test_chain_states_resume(name: str, tmp_path: Path) -> None:
     """After a resume, the result is bit-identical under the same layout and equal up to rounding under another."""
     flags = f"{TINY} --extension examples/{name}.py --optimizer {name} --fp64 --num-attention-heads 4 --seq-length 16 "
     flags += "--vocab-size 64 --hidden-size 32 --eval-iters 0 --lr 1e-2 --log-interval 1 --train-iters 4 "
@@ -163,7 +163,7 @@ def test_states_of_a_chain_resume(name: str, tmp_path: Path) -> None:
         assert sum(elsewhere, ()) == pytest.approx(sum(whole[2:], ()), rel=1e-9)
 
 
-def test_a_custom_mixer_has_a_letter_and_generates() -> None:
+def test_a_custom_mixer_has_a_pattern_letter_and_generates_text() -> None:
     """The example also handles packed documents, and texts that are given in parts."""
     load_extensions([str(ROOT / "examples" / "moving_average.py")])
     config = with_fields(model_of("llama"), {"num_layers": 4, "hybrid_layer_pattern": "A-*A"})
@@ -199,7 +199,7 @@ def test_a_custom_attention_generates_and_equals_self_attention_with_factors_of_
 MODEL = f"{TINY} --log-interval 1"
 
 
-def test_each_part_of_the_template_works(tmp_path: Path) -> None:
+def test_each_component_of_the_template_works(tmp_path: Path) -> None:
     flags = "--extension examples/template.py --activation-func my_activation --my-interval"
     out, _ = train(f"{flags} 2", tmp_path)
     assert [line for line in out.splitlines() if "my callback" in line] == [
@@ -216,7 +216,7 @@ def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
+def test_early_stopping_and_a_custom_metric_work(tmp_path: Path) -> None:
     """The learning rate is too small for improvements after the first evaluation. The loss excludes one of four
     tokens."""
     flags = (
@@ -231,7 +231,7 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
     assert len(shares) == int(stopped[1]) and all(0.5 < share < 0.95 for share in shares)
 
 
-def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path: Path) -> None:
+def test_early_stopping_resumes_its_state_under_another_layout(tmp_path: Path) -> None:
     flags = (
         f"{MODEL} --extension examples/early_stopping.py --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1"
     )
@@ -245,7 +245,7 @@ def test_early_stopping_resumes_at_another_layout_with_what_it_has_seen(tmp_path
     assert f"exiting at iteration {4 + 4 - without}: the validation loss has not fallen" in done.stdout
 
 
-def test_a_meter_counts_the_same_at_every_layout(tmp_path: Path) -> None:
+def test_a_meter_counts_the_same_under_every_layout(tmp_path: Path) -> None:
     flags = "--extension examples/mlp_output_rms.py --lr 1e-2 --train-iters 3 --eval-iters 1 --fp32 "
     flags += "--eval-interval 1"
     _, one = train(flags, tmp_path)
@@ -269,7 +269,7 @@ def test_a_task_ends_a_run_before_the_disk_is_full(tmp_path: Path) -> None:
     assert "--least-free-gib: looks at the folder of --save; add --save" in done.stderr
 
 
-def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:
+def test_parameters_can_be_frozen_by_a_configuration_file(tmp_path: Path) -> None:
     """The loss is the same with and without frozen parameters, but frozen parameters do not contribute to the gradient
     norm."""
     flags = "--num-layers 3 --lr 1e-2 --train-iters 2 --eval-iters 0"

@@ -39,7 +39,7 @@ def test_every_layout_computes_the_same_as_one_process(flags: str, ranks: int, l
     assert first_difference(alone(flags), found, 1e-9) is None
 
 
-def test_own_modules_take_the_place_of_the_built_in_ones() -> None:
+def test_custom_modules_replace_built_in_ones() -> None:
     found = {key.removeprefix("initial weight decoder.layers.0.") for key in alone(MODULES).tensors}
     assert {"own_norm.weight", "self_attention.own_norm.weight", "mlp.own_fc1.weight", "mlp.own_fc2.bias"} <= found
     assert "mlp.linear_fc1.weight" not in found

@@ -40,17 +40,17 @@ def test_combination_computes_the_same_as_one_process(combination: Combination) 
 
 
 @pytest.mark.grid("name", list(MUTANTS)[::12], list(MUTANTS))
-def test_matrix_notices_a_broken_reduction(name: str) -> None:
+def test_the_matrix_detects_a_broken_reduction(name: str) -> None:
     assert seen(name, MUTANTS[name].combination) is not None
 
 
-def test_every_mutant_fits_the_source() -> None:
+def test_every_mutant_matches_the_source() -> None:
     for mutant in MUTANTS.values():
         for path, edits in mutant.edits.items():
             edited(function_of(path)[1], edits)
 
 
-def test_every_pair_occurs_in_a_legal_combination_or_none_was_found() -> None:
+def test_every_pair_occurs_in_a_combination_or_is_listed_as_invalid() -> None:
     """After adding a choice or rule, run `python -m tests.parity.matrix --design`."""
     for combination in (*pairwise(), *NAMED.values()):
         assert not faults(combination), combination
@@ -63,7 +63,7 @@ def test_every_choice_is_covered() -> None:
     assert covered == {(name, choice) for name, options in FACTORS.items() for choice in options}
 
 
-def test_the_command_knows_every_choice() -> None:
+def test_the_command_lists_every_choice() -> None:
     """The printed choices include those of extensions, which a program has to load."""
     listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

@@ -124,7 +124,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 
 
 @pytest.mark.parametrize("example", FLAGS)
-def test_an_example_that_is_moved_into_the_library(example: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_examples_work_the_same_as_built_in_extensions(
+    example: str, both: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
     given, built_in = (each[example] for each in both)
     assert given["losses"] and given["tensors"]
     for what in ("losses", "tensors", "plan", "conversion"):

@@ -58,7 +58,7 @@ def verdicts(out: str) -> dict[str, str]:
     return {name: rest for name, _, rest in rows}
 
 
-def test_a_good_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     layouts = "tp2-sp cp2-ring finite-differences".split()
     assert main(["--layouts", *layouts, "--json", str(path), "--", "--num-layers", "2", "--bf16"]) == 0
@@ -181,7 +181,7 @@ def test_wrong_rows_are_refused_without_torch(flags: tuple[str, ...]) -> None:
     python_apart("-c", script, "--layouts", "pp2", "--", *flags, code=2)
 
 
-def test_rows_of_a_schedule_of_the_flags_are_known() -> None:
+def test_rows_of_a_given_schedule_are_known() -> None:
     assert "pp2-mine" in (possible_names(["--pipeline-schedule=mine"]) or [])
     assert "pp2-mine" not in (possible_names([]) or []) and possible_names(["--config", "mine.yaml"]) is None
 
@@ -207,7 +207,7 @@ def test_the_error_of_the_first_rank_counts() -> None:
     assert error_line(text) == "ZeroDivisionError: division by zero (/home/mine.py:7 in g)"
 
 
-def test_elements_that_only_rounding_moves_are_compared_apart() -> None:
+def test_elements_changed_only_by_rounding_are_compared_separately() -> None:
     """The sign of a gradient of 1e-17 is meaningless, but a gradient of exactly 0 leaves the weight unchanged."""
 
     def snapshot(tiny: float, moved: float) -> Snapshot:

@@ -28,7 +28,7 @@ STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_
 
 
 @pytest.mark.parametrize("family", list(MODELS))
-def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
+def test_checkpoints_load_under_other_layouts(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
     """Each layout loads the checkpoint of the previous layout, and the first loads that of the last. With --whole,
     every layout loads every checkpoint."""
     whole, checkpoints = pytestconfig.getoption("--whole"), Checkpoints(tmp_path)
@@ -50,7 +50,7 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path, family: str, pytest
         visit(name, names if whole else [names[-1]], train=False)
 
 
-def test_states_load_into_fewer_bits(tmp_path: Path) -> None:
+def test_states_load_into_lower_precision(tmp_path: Path) -> None:
     """Main parameters are bit-identical, and moments are as close as their formats allow. The second moment is stored
     as its square root. With stored remainders, parameters halfway between two bf16 numbers are rounded away from
     zero."""

@@ -77,7 +77,7 @@ def _extension_of(place: str) -> str | None:
     return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 
 
-def test_surface_is_frozen() -> None:
+def test_the_set_of_flags_is_frozen() -> None:
     """User scripts rely on the names of flags. `python -m tests.pure.test_arguments` accepts a change; record it in the
     changelog."""
     installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
@@ -115,13 +115,13 @@ def test_every_field_has_help_and_a_unique_name() -> None:
         ("--iterations-to-skip 16 8 300000", "checks", "iterations_to_skip", (16, 8, 300000)),
     ],
 )
-def test_values(argv: str, section: str, field: str, value: Any) -> None:
+def test_flag_values_are_parsed(argv: str, section: str, field: str, value: Any) -> None:
     found = getattr(getattr(parse_args(argv.split()), section), field)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     nobody = " nor ".join(["neither this program", *FOREIGN_PROGRAMS]) if FOREIGN_PROGRAMS else "no extension"
     lines = failure(
         "--num-layer 30 --hidden-size x --pipeline-schedule 1f1 "
@@ -146,7 +146,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "\t", "a\x1bb", "a\nb", "\x7f"])
-def test_no_flag_takes_a_value_that_cannot_be_seen(text: str) -> None:
+def test_no_flag_accepts_an_invisible_value(text: str) -> None:
     """A variable of the shell that is not set gives an empty value, and `$'\\t'` white space. Such a value is neither
     dropped nor read as a path or a name."""
     takers = [flag for flag in all_flags() if flag.kind is not bool and not (flag.spec.empty_is_none and not text)]
@@ -174,7 +174,7 @@ def test_quoted_blanks_after_a_flag_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["--load", ""], ["--load", " "], ["--name", "\t"], ["--several", "a", ""], ["", "x"]]
 )
-def test_no_tool_takes_a_value_that_cannot_be_seen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tool_accepts_an_invisible_value(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parser = tool_parser("about")
     parser.add_argument("first", nargs="*", type=Path)
     parser.add_argument("--load", type=Path)
@@ -190,7 +190,7 @@ def test_no_tool_takes_a_value_that_cannot_be_seen(words: list[str], capsys: pyt
     assert "is empty" in error or "is only white space" in error
 
 
-def test_the_last_of_two_values_counts_and_that_is_said() -> None:
+def test_the_last_of_two_values_counts_with_a_notice() -> None:
     command = command_line(f"{TINY} --lr 1 --learning-rate 2".split(), Launch())
     assert command.config.optimizer.lr == 2
     said = "--lr and --learning-rate are both given, with different values: the last one, --learning-rate 2.0, counts"
@@ -199,13 +199,13 @@ def test_the_last_of_two_values_counts_and_that_is_said() -> None:
     assert twice.notes[-1] == "--lr is given twice, with different values: the last one, --lr 2.0, counts"
 
 
-def test_command_line_options() -> None:
+def test_a_command_line_gives_a_configuration_and_a_world_size() -> None:
     assert command_line(TINY.split(), Launch()) == CommandLine(parse_args(TINY.split()))
     started = command_line(f"{TINY} --world-size 64".split(), Launch(world_size=64))
     assert (started.command, started.world_size) == (None, 64)
 
 
-def test_one_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         command_line(["--nope"], Launch(rank=1, world_size=2, local_rank=1, launcher="torchrun"))
     assert exit.value.code == 2
@@ -218,7 +218,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_config_file(tmp_path: Path) -> None:
+def test_flags_override_a_config_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "num-layers: 4\nhidden_size: 64\nlr: 1e-4\nswiglu: true\ndisable-bias-linear: true\nload_optim: false\n"
@@ -264,7 +264,7 @@ def test_a_later_source_replaces_a_setting_in_another_unit(
         assert not values[replaced] and values[kept]
 
 
-def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
+def test_one_source_may_not_set_a_value_in_two_units(tmp_path: Path) -> None:
     values = flat_values(parse_args(["--config", write(tmp_path, "train-iters: 1\ntrain-samples: 2")]))
     assert (values["train_iters"], values["train_samples"]) == (1, 2)  # a rule refuses this combination
 
@@ -286,7 +286,7 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],
 )
-def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
+def test_problems_in_a_file_are_reported(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=r"run\.yaml") as error:
         parse_args(["--config", path])
@@ -321,7 +321,7 @@ def test_saved_configuration_reads_back(tmp_path: Path) -> None:
     assert yaml.safe_load(text)["no-load-rng"] is True
 
 
-def test_a_flag_takes_what_depends_on_it_along_from_a_saved_configuration(tmp_path: Path) -> None:
+def test_a_flag_resets_dependent_values_of_a_saved_configuration(tmp_path: Path) -> None:
     argv = f"{TINY} --swiglu --vocab-size 100 --lr-warmup-tokens 640 --train-tokens 1600"
     config = resolve(parse_args(argv.split()), 4, vocab_size=120)
     save_config(config, tmp_path / "run.yaml")
@@ -357,7 +357,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_can_be_searched_and_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     about = said(capsys, "--help", "window", "SIZE")
     assert "--window-size" in about and "--num-layers" not in about
     assert "no flag is about nonsense" in said(capsys, "--help", "nonsense")
@@ -388,9 +388,7 @@ if __name__ == "__main__":
     extensions.INDEX.write_text(index())
 
 
-def test_a_part_of_a_kind_that_nothing_registers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unregistered_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(MIXERS, "_entries", {name: MIXERS._entries[name] for name in ATTENTION_MODULES})
     rule = "--experimental-attention-variant x: must name a part, but none is registered; give the --extension that"
     assert any(rule in line for line in failure("--experimental-attention-variant x", capsys))

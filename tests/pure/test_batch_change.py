@@ -81,7 +81,7 @@ def curve(plan: RunPlan, iteration: int, position: int) -> list[tuple[int, float
 
 @pytest.mark.parametrize("size", [4, 16, 32])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_run_given_in_iterations_keeps_its_schedule_by_iteration(style: str, size: int) -> None:
+def test_a_run_in_iterations_keeps_its_schedule_by_iteration(style: str, size: int) -> None:
     whole = plan_of(config_of(style, "iters", 8))
     plan, position = resumed(whole, 16, config_of(style, "iters", size))
     assert (plan.iterations, plan.samples) == (40, 16 * 8 + 24 * size)
@@ -94,7 +94,7 @@ def test_a_run_given_in_iterations_keeps_its_schedule_by_iteration(style: str, s
 
 @pytest.mark.parametrize("size", [4, 16])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_run_given_in_samples_keeps_its_schedule_by_sample(style: str, size: int) -> None:
+def test_a_run_in_samples_keeps_its_schedule_by_sample(style: str, size: int) -> None:
     whole = plan_of(config_of(style, "samples", 8))
     plan, position = resumed(whole, 16, config_of(style, "samples", size))
     assert position == 16 * 8 and (plan.iterations, plan.samples) == (16 + 24 * 8 // size, 320)
@@ -106,7 +106,7 @@ def test_a_run_given_in_samples_keeps_its_schedule_by_sample(style: str, size: i
 
 @pytest.mark.parametrize("ramp", ["--rampup-batch-size 4 4 60", "--step-batch-size-schedule 0:4,960:8"])
 @pytest.mark.parametrize("style", STYLES[:4])
-def test_a_ramp_can_be_left(ramp: str, style: str) -> None:
+def test_a_resumed_run_may_drop_its_ramp(ramp: str, style: str) -> None:
     """A run can leave the ramp in its middle or after its end. The run still ends after the same number of iterations,
     at the end of its schedule."""
     size = 8 if "rampup" in ramp else 0
@@ -127,7 +127,7 @@ def _with_schedule(style: str, ramp: str) -> RunConfig:
     return resolve(parse_args(flags.split()), 1)
 
 
-def test_a_change_of_the_unit_keeps_the_place_in_the_schedule() -> None:
+def test_changing_the_unit_keeps_the_position_in_the_schedule() -> None:
     """The run changes its batch size from 8 to 4 after 16 of 40 iterations, then counts in samples instead of
     iterations, and changes back."""
     first = plan_of(config_of(STYLES[0], "iters", 8))

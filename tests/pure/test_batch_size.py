@@ -53,7 +53,7 @@ def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: 
         ("--train-tokens 1343 --train-iters 50", 83, 10),
     ],
 )
-def test_length_of_a_run(length: str, samples: int | None, iterations: int | None) -> None:
+def test_the_length_of_a_run_follows_from_its_batches(length: str, samples: int | None, iterations: int | None) -> None:
     argv = f"--global-batch-size 8 --seq-length 16 {length}"
     config = resolve(parse_args(argv.split()), 1)
     plan, _ = RunPlan.planned(config)
@@ -69,7 +69,7 @@ def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: i
     assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
 
 
-def test_schedules_in_tokens_take_the_unit_of_the_run() -> None:
+def test_schedules_in_tokens_use_the_unit_of_the_run() -> None:
     tokens = "--global-batch-size 4 --seq-length 16 --lr-decay-tokens 6400 --lr-warmup-tokens 640 --lr-decay-samples 7 "
     by_samples = resolve(parse_args(f"{tokens} --train-tokens 9600".split()), 1).optimizer
     assert (by_samples.lr_decay_samples, by_samples.lr_warmup_samples, by_samples.lr_decay_iters) == (400, 40, None)
@@ -84,7 +84,7 @@ GOOD = (
 )
 
 
-def test_a_run_of_one_phase() -> None:
+def test_a_run_without_phases_has_one_phase() -> None:
     config = resolve(parse_args([*GOOD.split(), "--mock-data", "--train-iters", "20"]), 1)
     plan = plan_of(config)
     assert (plan.samples, plan.iterations, plan.tokens(40)) == (160, 20, 640)
@@ -93,7 +93,7 @@ def test_a_run_of_one_phase() -> None:
     assert plan.record(8) == [{"name": "", "first_sample": 0, "planned": [160], "values": None}]
 
 
-def test_the_order_of_samples_stays_when_a_run_becomes_longer() -> None:
+def test_a_longer_run_keeps_the_order_of_samples() -> None:
     config = resolve(parse_args([*GOOD.split(), "--mock-data", "--train-samples", "400"]), 1)
     history = History(96, plan_of(config).record(96))
     longer = plan_of(replace(config, training=replace(config.training, train_samples=900)))

@@ -126,7 +126,7 @@ def test_a_resumed_run_continues_bitwise(tmp_path: Path, parallel: ModelParallel
     assert two.optimizer.scaler.state_dict() == one.optimizer.scaler.state_dict()
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert Run(config(tmp_path)).load() == Progress()
     assert Run(replace(config(tmp_path), checkpoint=CheckpointConfig())).load() == Progress()
     refuses("drop --exit-on-missing-checkpoint", tmp_path, exit_on_missing_checkpoint=True)
@@ -137,7 +137,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     refuses("its folder does not exist", tmp_path)
 
 
-def test_one_line_states_the_checkpoint_and_the_first_iteration(tmp_path: Path) -> None:
+def test_one_line_names_the_checkpoint_and_the_first_iteration(tmp_path: Path) -> None:
     def said(**options: object) -> str:
         run, lines = Run(config(tmp_path, **options)), list[str]()
         RunCheckpoint(run.config, STATE, run.stages, run.optimizer).load(lines.append)
@@ -192,7 +192,7 @@ def test_a_run_restarts_with_its_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
-def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_only_weights_are_loaded_on_request(tmp_path: Path, options: dict[str, bool]) -> None:
     """The weights include the expert biases, which are part of the model although no gradient updates them."""
     one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
@@ -210,7 +210,7 @@ def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
         assert not two.tensors()[f"exp_avg {param.meta.name}"].any()
 
 
-def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
+def test_another_run_is_refused_with_all_differences(tmp_path: Path) -> None:
     Run(config(tmp_path)).save(Progress(1, 8))
     model = replace(LLAMA, hidden_size=64, rotary_base=5e5, recompute_granularity="full")
     other = config(tmp_path, model=model, training=TrainingConfig(seed=1), optimizer=OptimizerConfig("sgd", lr=1e-2))
@@ -258,7 +258,7 @@ def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
     assert f" tokens {tokens} to {LLAMA.padded_vocab_size - 1} use untrained rows that padded" in run.said[0]
 
 
-def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consumed_samples(tmp_path: Path) -> None:
+def test_without_a_schedule_position_the_consumed_samples_count(tmp_path: Path) -> None:
     run = Run(config(tmp_path))
     folder = run.save(Progress(3, 24, scheduled_samples=16))
     assert run.load().scheduled_samples == 16
@@ -270,7 +270,7 @@ def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str
     return changed_fields(run_of(saved), run_of(run), ["model"])
 
 
-def test_equal_models_said_differently_are_equal() -> None:
+def test_equivalent_model_flags_are_equal() -> None:
     said = replace(LLAMA, kv_channels=LLAMA.head_dim, max_position_embeddings=LLAMA.seq_length)
     assert changed_models(LLAMA, said) == []
     assert changed_models(GPT, replace(GPT, hidden_size=2 * GPT.hidden_size, vocab_size=500)) == [
@@ -286,7 +286,7 @@ def test_equal_models_said_differently_are_equal() -> None:
 
 
 @pytest.mark.parametrize("parallel", [FP32, BF16], ids=["fp32", "bf16"])
-def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParallelConfig) -> None:
+def test_inference_needs_only_the_folder(tmp_path: Path, parallel: ModelParallelConfig) -> None:
     run = Run(config(tmp_path, model=GPT, parallel=replace(parallel, sequence_parallel=True)))
     run.step(0)
     run.save(Progress(1, 8))
@@ -335,13 +335,13 @@ class Malicious:
 @pytest.mark.parametrize(
     ("name", "value"), [("iteration", "six"), ("iteration", -6), ("config", [1]), ("optimizer", None)]
 )
-def test_a_strangers_metadata_are_an_error_that_names_the_field(tmp_path: Path, name: str, value: object) -> None:
+def test_an_error_about_foreign_metadata_names_the_field(tmp_path: Path, name: str, value: object) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     change_metadata(folder, lambda payload: payload.update({name: value}))
     refuses(f"iter_0000001: metadata.json is damaged: {name} must be ", tmp_path)
 
 
-def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
+def test_a_foreign_index_runs_no_code(tmp_path: Path) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "harmed")))
     list_anew(folder)
@@ -359,7 +359,9 @@ def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, d
     refuses("iter_0000001 is not a readable checkpoint", tmp_path)
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspection_describes_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two, other = (Run(config(tmp_path / name)) for name in ("one", "two", "other"))
     for run in (one, two, other):
         run.step(0)
@@ -400,7 +402,7 @@ class Keeps(Callback):
         self.kept = state
 
 
-def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
+def test_callback_states_are_restored(tmp_path: Path) -> None:
     callbacks = [Keeps([1, {"a": None}], "one"), Keeps(2.5), Keeps(None, "stateless")]
     folder = Run(config(tmp_path), callbacks).save(Progress(1, 8))
     again = Run(config(tmp_path), [Keeps(None, "one"), Keeps(7, "new"), Keeps(None)])
@@ -420,7 +422,7 @@ def test_callbacks_find_their_state_again(tmp_path: Path) -> None:
     assert earlier.load().iteration == 1 and earlier.callbacks[0].kept == 4
 
 
-def test_a_state_is_what_it_was_when_it_was_saved(tmp_path: Path) -> None:
+def test_later_changes_do_not_reach_a_saved_state(tmp_path: Path) -> None:
     run = Run(config(tmp_path), [callback := Keeps([1])])
     _, payload = run.checkpoint().contents(Progress(1, 8))
     callback.kept.append(2)  # while the checkpoint is written in the background

@@ -27,7 +27,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_files_in_the_folder_of_a_run_may_name_what_it_has_used(code: Path, tmp_path: Path) -> None:
+def test_files_in_a_run_folder_may_name_recorded_code(code: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for source in (run, run / "run_config.yaml", run / "iter_0000002"):
         assert standing(source, str(code)) == "recorded"
@@ -44,7 +44,7 @@ def test_code_that_has_changed_since_is_not_recorded_until_the_next_start(code: 
     assert standing(tmp_path / "run", str(code)) == "recorded"
 
 
-def test_further_code_is_added_to_the_record(code: Path, tmp_path: Path) -> None:
+def test_new_code_is_added_to_the_record(code: Path, tmp_path: Path) -> None:
     (tmp_path / "second.py").write_text("")
     record_code(tmp_path / "run", [str(tmp_path / "second.py")])
     assert [standing(tmp_path / "run", str(tmp_path / name)) for name in ("own.py", "second.py")] == ["recorded"] * 2
@@ -84,7 +84,7 @@ def test_a_module_is_recorded_with_its_packages(tmp_path: Path, monkeypatch: pyt
     assert standing("run", "package.part") == "changed"
 
 
-def test_a_module_is_recorded_with_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_recorded_with_its_sibling_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     inner = tmp_path / "package" / "inner"
@@ -101,7 +101,7 @@ def test_a_module_is_recorded_with_the_modules_beside_it(tmp_path: Path, monkeyp
     assert [standing("run", name) for name in names] == ["changed", "changed", "recorded"]
 
 
-def test_a_checkpoint_runs_recorded_code_only(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
+def test_a_checkpoint_runs_only_recorded_code(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
     payload = {"config": {"extensions": {"extension": [str(code)]}}}
     with pytest.raises(ExtensionError, match=f"runs only if the command line names it.* add --extension {code}$"):
         load_saved_extensions(payload, tmp_path / "downloaded" / "iter_0000001")
@@ -116,7 +116,7 @@ def test_a_malformed_list_of_extensions_is_refused(names: object, tmp_path: Path
         load_saved_extensions({"config": {"extensions": {"extension": names}}}, tmp_path)
 
 
-def test_a_configuration_runs_recorded_code_only(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
+def test_a_configuration_runs_only_recorded_code(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
     for folder in ("run", "downloaded"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "run_config.yaml").write_text(f"extension: [{code}]\nseed: 3\n")
@@ -151,7 +151,7 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
         parse_args(argv)
 
 
-def test_no_run_takes_names_of_code_from_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_never_name_code_for_a_run(tmp_path: Path) -> None:
     """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler restore the model, the schedule and the tokenizer.
     They do not restore task files, which may run code."""
     fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]

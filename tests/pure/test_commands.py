@@ -71,7 +71,7 @@ def test_a_command_runs_in_place_of_training(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "None times 8 ranks of 2 layers\n"
 
 
-def test_problems_of_a_command_are_reported_with_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_a_command_are_reported_with_all_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("--count --times 0 --tp 3 --written") == 2
     out, err = capsys.readouterr()
     assert "--times 0: must be a whole number above 0; say how often" in err and "--tensor-model-parallel-size 3" in err
@@ -132,7 +132,7 @@ def test_utilization_needs_a_count_of_flops() -> None:
     assert utilization(with_peak, device, 10.0) == {"tflops_per_device": 10.0, "mfu": 0.25}
 
 
-def test_the_last_callback_that_counts_flops_is_believed() -> None:
+def test_the_last_callback_that_counts_flops_is_used() -> None:
     class Counts(Callback):
         def flops_per_token(self, model: TransformerConfig) -> float:
             return 2.0 * model.num_layers

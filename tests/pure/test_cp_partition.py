@@ -135,6 +135,6 @@ def test_far_documents_cost_nothing() -> None:
             assert [len(tile.queries) for tile in tiles] == ([8, 8] if rank == source else [])
 
 
-def test_short_spans_are_the_same_positions() -> None:
+def test_short_spans_cover_the_same_positions() -> None:
     assert short_spans((range(3, 8), range(20, 22)), 2) == (range(3, 5), range(5, 7), range(7, 8), range(20, 22))
     assert short_spans((range(4), range(4, 4)), 9) == (range(4),)

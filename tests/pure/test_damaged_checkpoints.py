@@ -95,7 +95,7 @@ def test_damaged_checkpoints_are_skipped_and_reported(root: Path, damage: Callab
     assert all(f"iter_00000{number}0" in str(error.value) for number in (1, 2, 3))
 
 
-def test_every_flipped_bit_counts(root: Path) -> None:
+def test_every_flipped_bit_is_detected(root: Path) -> None:
     path = root / "iter_0000030" / "__0_0.distcp"
     whole = path.read_bytes()
     for place in range(0, len(whole), 397):
@@ -108,7 +108,7 @@ def test_every_flipped_bit_counts(root: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "[]", '{"files": {"a": 1}}', '{"files": {"a/b": {"bytes": 1, "crc32": 2}}}'], ids=len
 )
-def test_a_manifest_of_another_form_is_reported_without_names_of_python(root: Path, text: str) -> None:
+def test_a_malformed_manifest_is_reported_without_python_names(root: Path, text: str) -> None:
     (root / "iter_0000030" / MANIFEST).write_text(text)
     found, (line,) = load(root)
     form = 'an object {"files": {name: {"bytes": number, "crc32": number}}}'
@@ -116,7 +116,7 @@ def test_a_manifest_of_another_form_is_reported_without_names_of_python(root: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"[" * 9000, b"PK\x03\x04" + bytes(9000)], ids=len)
-def test_damage_that_a_manifest_does_not_show_is_an_error_of_the_user(root: Path, content: bytes) -> None:
+def test_damage_that_passes_the_manifest_is_a_user_error(root: Path, content: bytes) -> None:
     folder = root / "iter_0000030"
     data = next(folder.glob("*.distcp"))
     data.write_bytes(content.ljust(data.stat().st_size, b"\0")[: data.stat().st_size])
@@ -141,7 +141,7 @@ def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: bytes |
     )
 
 
-def test_a_link_that_leads_nowhere_is_replaced(root: Path) -> None:
+def test_a_broken_link_is_replaced(root: Path) -> None:
     (root / "iter_0000040").symlink_to(root / "gone")
     (root / LATEST).write_text("40")
     loaded, lines = load(root)
@@ -150,7 +150,7 @@ def test_a_link_that_leads_nowhere_is_replaced(root: Path) -> None:
     assert load(root) == (40, []) and not (root / "iter_0000040").is_symlink()
 
 
-def test_something_else_in_the_place_of_latest(root: Path) -> None:
+def test_a_folder_in_the_place_of_the_latest_file_is_reported(root: Path) -> None:
     (root / LATEST).unlink()
     (root / LATEST).mkdir()
     loaded, lines = load(root)
@@ -189,7 +189,9 @@ def test_latest_may_point_back(root: Path) -> None:
     assert loaded == 20 and "skipped checkpoint 25" in lines[0]
 
 
-def test_a_checkpoint_asked_for_by_name_has_no_other(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_requested_by_name_is_not_replaced_by_another(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(root / "iter_0000030" / "__0_0.distcp", 700)
     with pytest.raises(ValueError, match="has checksum"):
         load(root / "iter_0000030")
@@ -200,7 +202,7 @@ def test_a_checkpoint_asked_for_by_name_has_no_other(root: Path, capsys: pytest.
     assert "iter_0000020" in shown.out and "skipped checkpoint" in shown.err
 
 
-def test_everything_in_the_folder_is_listed(root: Path) -> None:
+def test_everything_in_the_checkpoint_folder_is_listed(root: Path) -> None:
     folder = root / "iter_0000030"
     assert sorted(read_manifest(folder)) == sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
 
@@ -214,7 +216,7 @@ def test_a_full_disk_is_named_as_the_reason(root: Path) -> None:
     assert load(root) == (40, []) and not list(root.glob("*.tmp"))
 
 
-def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_written_later_if_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonLinesSink(path, 0)
     sink.write({"iteration": 1})
@@ -259,7 +261,7 @@ def test_a_record_cut_off_by_a_kill_is_not_damage(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_a_start_does_not_hold_the_records_of_a_long_run(tmp_path: Path) -> None:
+def test_a_start_does_not_load_all_records_of_a_long_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"iteration": {number}, "text": "{"x" * 1000}"}}\n' for number in range(1, 2001)))
     tracemalloc.start()

@@ -46,7 +46,7 @@ def test_bytes_match_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> N
         assert file.getvalue() == as_saved(tensor)
 
 
-def test_tensors_with_more_than_values_are_left_to_torch() -> None:
+def test_tensors_with_extra_attributes_are_left_to_torch() -> None:
     named = torch.ones(2, 3)
     named.note = "kept"  # type: ignore[attr-defined]
     others = [torch.ones(3, 2).t(), torch.ones(4, 3)[:2], torch.nn.Parameter(torch.ones(2, 3)), named]
@@ -58,7 +58,7 @@ def test_tensors_with_more_than_values_are_left_to_torch() -> None:
             assert file.getvalue() == as_saved(tensor)
 
 
-def test_many_equal_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_similar_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, original = [0], torch.save
 
     def counted(*args: object) -> None:
@@ -112,7 +112,7 @@ def loaded(root: Path, like: dict[str, Tensor]) -> dict[str, bytes] | str:
     return bits_of(targets)
 
 
-def test_many_equal_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_similar_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, calls, original = saved(tmp_path, 5), [0], torch.load
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -124,7 +124,7 @@ def test_many_equal_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: pyte
     assert calls[0] == 4 + 5  # for the four small kinds, and for the large one
 
 
-def test_other_bytes_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are truncated or have a changed byte give the same values or the same error as with torch alone."""
     tensors, chance = saved(tmp_path, 3), random.Random(1)
     (path,) = (tmp_path / "iter_0000001").glob("*.distcp")

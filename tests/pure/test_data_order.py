@@ -69,7 +69,7 @@ def pairs(index):
 
 @given(weights=WEIGHTS, size=st.integers(1, 2000), lead=st.sampled_from([1, 4, 32]))
 @settings(max_examples=60)
-def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
+def test_wrongly_guessed_blocks_are_drawn_again(weights, size, lead):
     shares = [weight / sum(weights) for weight in weights]
     with blocks_of(32, lead, cells=64):
         assert pairs(indices.build_blend_index(shares, size)) == naive_blend(shares, size)
@@ -85,7 +85,7 @@ def blocks_of(draws, lead, cells):
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any))
-def test_exhaustive_blend_equals_the_rule_and_spends_everything(sizes):
+def test_an_exhaustive_blend_follows_the_rule_and_uses_every_sample(sizes):
     with blocks_of(8, lead=4, cells=16):
         index = indices.build_exhaustive_blend_index(sizes)
     weights = [size / sum(sizes) for size in sizes]
@@ -130,7 +130,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
         assert found.start(sample, seq_length) == (position, offset)
 
 
-def test_positions_past_2_31_tokens():
+def test_positions_may_exceed_2_31_tokens():
     """The token count of five documents of 2**30 tokens would overflow int32."""
     lengths = np.full(5, 2**30, np.int32)
     seq_length = 2**28
@@ -156,7 +156,7 @@ def test_without_weights_every_sample_appears_once(tmp_path):
     assert len(build(both, 10**6)) == len(whole)
 
 
-def test_own_data_paths_take_all_documents_and_ignore_one_weight(tmp_path):
+def test_separate_data_paths_use_all_documents_and_ignore_one_weight(tmp_path):
     alpha = str(FOLDER / "alpha")
     config = DatasetConfig(
         train_data_path=("0.3", alpha), valid_data_path=(str(FOLDER / "beta"),), data_cache_path=str(tmp_path)
@@ -172,7 +172,7 @@ def test_one_prefix_with_a_weight_is_a_blend_of_one(tmp_path):
     assert len(build_datasets(config, seq_length=64, seed=1, sizes=(7, 0, 0)).train) == 7
 
 
-def test_resuming_a_longer_run_keeps_the_fingerprint_while_the_order_stays(tmp_path):
+def test_a_longer_run_keeps_the_fingerprint_if_the_order_is_the_same(tmp_path):
     def fingerprint(samples, **kwargs):
         config = DatasetConfig(data_path=(str(FOLDER / "alpha"),), split="1,0,0", data_cache_path=str(tmp_path))
         return build_datasets(
@@ -192,7 +192,7 @@ def test_other_tokens_of_the_same_lengths_have_another_fingerprint(tmp_path):
     assert fingerprint("a", 1) == fingerprint("b", 1) != fingerprint("c", 2)
 
 
-def test_a_split_in_quotes() -> None:
+def test_a_quoted_split_is_parsed() -> None:
     assert indices.parse_split("'949,50,1'") == indices.parse_split("949,50,1") == indices.parse_split("949/50/1")
 
 

@@ -47,7 +47,7 @@ def test_batches_grow_and_steps_jump(workers):
             assert [part["sample_index"].tolist() for part in found] == rows
 
 
-def test_workers_read_ahead_of_a_resumed_step_and_nothing_before_it():
+def test_workers_read_only_from_the_resumed_step_on():
     dataset, consumed = Numbers(10**9), 10**8
     with closing(DataIterator(dataset, micro_batch_size=1, num_workers=2, name="training")) as iterator:
         iterator.next_step(consumed, 1)
@@ -58,7 +58,7 @@ def test_workers_read_ahead_of_a_resumed_step_and_nothing_before_it():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_end_of_the_data_is_an_error_and_not_before(workers):
+def test_only_the_end_of_the_data_is_an_error(workers):
     with closing(DataIterator(Numbers(10), micro_batch_size=2, num_workers=workers, name="validation")) as iterator:
         iterator.next_step(0, 8)
         assert len(iterator.next_step(8, 2)) == 1
@@ -94,7 +94,7 @@ def test_a_micro_batch_stacks_its_samples():
     torch.testing.assert_close(batch["tokens"][1], torch.from_numpy(datasets.train.text(7)[:-1]))
 
 
-def test_only_a_wait_for_samples_counts_as_one():
+def test_only_waits_for_samples_count_as_waits():
     class Slow(Numbers):
         def __getitem__(self, index):
             time.sleep(0.05)

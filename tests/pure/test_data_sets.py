@@ -50,7 +50,7 @@ def test_positions_attention_and_loss_restart_after_each_end_of_document(tokens)
 
 
 @pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
-def test_switches_that_need_an_end_of_document_say_so(flag):
+def test_switches_without_an_end_of_document_token_are_refused(flag):
     with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}: needs an end-of-document token"):
         build(**{flag: True})
 
@@ -91,11 +91,11 @@ def test_all_missing_files_are_named_at_once():
     assert len(str(caught.value).split("\n")) == 2 and "/no/b.idx" in str(caught.value)
 
 
-def test_no_split_is_built_of_which_no_sample_is_wanted(tmp_path):
+def test_splits_without_requested_samples_are_not_built(tmp_path):
     assert build(split="969,30,1", sizes=(4, 1, 0), data_cache_path=str(tmp_path)).test is None
 
 
-def test_one_book_gets_a_part_for_each_split_that_is_needed(tmp_path):
+def test_a_single_document_is_divided_over_the_needed_splits(tmp_path):
     book, said = write_documents(tmp_path / "book", [np.arange(5000)]), []
     demands = Demands(say=said.append)
     build = partial(build_datasets, DatasetConfig(data_path=(book,)), seq_length=64, seed=5, demands=demands)
@@ -111,7 +111,7 @@ def test_one_book_gets_a_part_for_each_split_that_is_needed(tmp_path):
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 7))
-def test_tokens_are_divided_once_each(lengths, block, wanted):
+def test_each_token_belongs_to_one_split(lengths, block, wanted):
     needed = [bool(wanted & bit) for bit in (1, 2, 4)]
     parts = split_tokens(np.array(lengths), (0.9, 0.07, 0.03), needed, block)
     if parts is None:
@@ -128,7 +128,7 @@ def test_a_set_smaller_than_a_sample_is_repeated(tmp_path):
     assert len(train) >= 5 and sorted(train.text(0).tolist() + train.text(1).tolist())[0] == 1
 
 
-def test_an_id_outside_the_vocabulary_is_found_when_drawn(tmp_path):
+def test_an_id_outside_the_vocabulary_is_detected_when_read(tmp_path):
     """The invalid token id is too rare to be found by the check of a few samples at startup."""
     documents = [[1] * 400_000, [2] * 3, [-5], [1] * 400_000]
     prefix = write_documents(tmp_path / "x", documents, "<i4")
@@ -146,7 +146,7 @@ def test_a_dataset_that_holds_no_tokens_is_refused(tmp_path, documents, dtype, m
         build(data_path=(write_documents(tmp_path / "x", documents, dtype),))
 
 
-def test_prefixes_may_carry_a_suffix_and_need_no_weights():
+def test_prefixes_may_have_a_suffix_and_need_no_weights():
     assert parse_blend("--data-path", ["a.bin", "b.idx"]) == (["a", "b"], None)
     assert parse_blend("--data-path", ["3", "a", "1e0", "b"]) == (["a", "b"], [3.0, 1.0])
     assert parse_blend("--data-path", ["7"]) == (["7"], None)
@@ -175,7 +175,7 @@ def test_index_files_are_reused_and_named_by_content(tmp_path):
 
 
 @pytest.mark.parametrize("left", [100, 0])
-def test_a_damaged_index_file_is_built_again(tmp_path, left):
+def test_a_damaged_index_file_is_rebuilt(tmp_path, left):
     expected = build(data_cache_path=str(tmp_path)).train.text(0).tolist()
     for path in tmp_path.glob("*.npy"):
         path.write_bytes(path.read_bytes()[:left])
@@ -201,7 +201,7 @@ CHANGED += [(name, raised) for name in ("document_index", "sample_index", "shuff
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGED)
-def test_an_index_file_that_has_changed_is_built_again(tmp_path, caplog, name, change):
+def test_a_changed_index_file_is_rebuilt(tmp_path, caplog, name, change):
     data = ("1", write_documents(tmp_path / "x", [[n] * 9 for n in range(40)]))
     drawn = {"data_path": data, "data_cache_path": str(tmp_path / "cache"), "sizes": (30, 0, 0)}
     train = build(**drawn).train
@@ -215,7 +215,7 @@ def test_an_index_file_that_has_changed_is_built_again(tmp_path, caplog, name, c
     assert caplog.text.count(f"index file {path}: it has") == 1 and "building it again" in caplog.text
 
 
-def test_many_samples_of_a_document_need_no_row_each(tmp_path, monkeypatch):
+def test_many_samples_of_a_document_share_rows(tmp_path, monkeypatch):
     """The compact index gives the same samples, and the same values that a resumed run compares, as an index with one
     row per sample."""
     data = ("1", write_documents(tmp_path / "x", [list(range(n, n + 200)) for n in range(7)]))
@@ -237,7 +237,7 @@ def test_an_index_names_its_sources(tmp_path):
     assert json.loads(text.read_text())["made_from"] == [f"{prefix}.idx"]
 
 
-def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):
+def test_a_disk_that_gets_full_leaves_no_partial_file(tmp_path):
     array = np.zeros(((1 << 20) + 100) // 4, np.int32)
     message = r"index files cannot be written .*use a folder that .* has free space"
     with largest_file(1 << 20), pytest.raises(ValueError, match=message):
@@ -264,7 +264,7 @@ def test_indices_stay_in_memory_if_they_cannot_be_written(unwritable, caplog):
     assert "in memory" in caplog.text and "--data-cache-path FOLDER" in caplog.text
 
 
-def test_a_cache_asked_for_must_be_writable(unwritable):
+def test_a_requested_cache_must_be_writable(unwritable):
     folder = str(Path(unwritable).parent / "cache" / "here")
     with pytest.raises(ValueError, match=f"--data-cache-path {folder}: index files cannot be written"):
         build(data_path=(unwritable,), data_cache_path=folder)
@@ -327,7 +327,7 @@ def test_mock_tokens_stay_in_the_vocabulary_and_can_be_learnt(vocab_size, eod):
     assert (guess[texts[100:, :-1]] == texts[100:, 1:]).mean() > 0.85
 
 
-def test_a_share_of_the_documents(tmp_path: Path) -> None:
+def test_a_share_of_the_documents_can_be_used(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "d", [[number] * 8 for number in range(10)])
     sizes = (None, None, None)
     data = DatasetConfig(train_data_path=(f"{prefix}@0:0.6",), valid_data_path=(f"{prefix}@0.6:1",))

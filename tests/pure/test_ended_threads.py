@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.training.reliability.child_processes import wait_until_gone
 
 
-def test_the_kernel_has_ended_a_thread_that_was_waited_for() -> None:
+def test_a_joined_thread_has_ended_in_the_kernel() -> None:
     for _ in range(50):
         thread = threading.Thread(target=int)
         thread.start()
@@ -17,7 +17,7 @@ def test_the_kernel_has_ended_a_thread_that_was_waited_for() -> None:
         assert not Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
-def test_a_thread_that_runs_is_reported() -> None:
+def test_a_running_thread_is_reported() -> None:
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait)
     thread.start()

@@ -50,7 +50,7 @@ def run(tmp_path: Path, source: str, *argv: str, code: int | None = None) -> sub
     return run_program(ROOT / "pretrain_gpt.py", *flags, cwd=tmp_path, code=code)
 
 
-def test_flags_stand_in_help(tmp_path: Path) -> None:
+def test_flags_of_an_extension_are_in_the_help(tmp_path: Path) -> None:
     done = run(tmp_path, FLAGS, "--help", "all", code=0)
     assert "\nof the test:\n" in done.stdout and "Share that is kept. (default: 0.5)" in done.stdout
     assert "--normalization {LayerNorm,RMSNorm,OwnNorm}" in done.stdout
@@ -167,7 +167,7 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())
-def test_a_failing_extension_is_one_message_with_file_and_line(
+def test_a_failing_extension_gives_one_message_with_file_and_line(
     source: str, flags: str, line: int, what: str, tmp_path: Path
 ) -> None:
     done = run(tmp_path, source, *flags.split(), code=2)
@@ -185,7 +185,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "--extension: absent.py: there is no such file" in done.stderr
 
 
-def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_schedule_is_refused(tmp_path: Path) -> None:
     source = (
         "from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES, gpipe\n"
         "@PIPELINE_SCHEDULES.register('lazy')\ndef lazy(p, m):\n    return [each[:-1] for each in gpipe(p, m)]\n"
@@ -196,7 +196,7 @@ def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
     assert run(tmp_path, source.replace("[:-1]", ""), *flags, "lazy").returncode == 0
 
 
-def test_extensions_of_a_file_are_loaded_and_may_have_moved(tmp_path: Path) -> None:
+def test_extensions_named_in_a_file_are_loaded_even_if_moved(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("extension: [gone/own.py]\nown_share: 0.25\nown_words: [a, b]\n")
     done = run(tmp_path, FLAGS, "--config", str(config), code=0)

@@ -93,7 +93,7 @@ def test_a_hanging_store_delays_no_exit(tmp_path: Path, monkeypatch: pytest.Monk
     assert "most recent call first" in ended(tmp_path, hang, end)
 
 
-def test_a_second_thread_ends_a_process_whose_first_one_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_ends_a_hanging_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_handler, "PARTING", 0.1)
     monkeypatch.setattr(failure_handler, "GATHER", 0.1)
 
@@ -108,9 +108,7 @@ def test_a_second_thread_ends_a_process_whose_first_one_hangs(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("what", ["a report", "an error in it"])
-def test_the_end_of_a_process_and_of_the_store_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_process_exits_even_if_its_report_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def broken(stacks: StackDump, rank: int) -> str:
         raise OSError("the disk is away")
 
@@ -168,7 +166,7 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert advice(error, save=run, load=f"{run}/a.theirs") == f"{again}: {there} in --save {run}"
 
 
-def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_kill_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = StackDump()
     assert "killer" not in stacks.last_words(1)
     module = "megatron.training.reliability.stack_dump"
@@ -188,7 +186,7 @@ def of_disk() -> Iterator[tuple[BaseException, bool]]:
 
 
 @pytest.mark.parametrize(("error", "told"), of_disk())
-def test_a_full_disk_is_reported_in_a_sentence(error: BaseException, told: bool) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(error: BaseException, told: bool) -> None:
     failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
     assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
     assert failure.text().count("not saved") <= 1
@@ -270,7 +268,7 @@ def test_the_end_of_a_run_kills_a_daemon_that_ignores_sigterm(capfd: pytest.Capt
     assert said.count("a daemonic child, ignored SIGTERM for 0.2 s: killed") == 1, said
 
 
-def test_children_of_a_process_that_fails_end_with_it(tmp_path: Path) -> None:
+def test_children_of_a_failed_process_are_killed(tmp_path: Path) -> None:
     """The killed processes include a child that ignores SIGTERM, but not a child with its own session."""
 
     def run() -> None:

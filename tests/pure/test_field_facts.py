@@ -72,7 +72,7 @@ def ids(pairs: list[tuple[Flag, Condition]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("flag", "condition"), NO_EFFECT, ids=ids(NO_EFFECT))
-def test_no_effect_without(flag: Flag, condition: Condition) -> None:
+def test_flags_without_effect_are_reported(flag: Flag, condition: Condition) -> None:
     needed = condition.parts[0]
     broken = BROKEN_BY.get(needed, "")
     if flag.name in needed:  # setting the flag itself satisfies the condition, as with --num-experts and its section
@@ -85,7 +85,7 @@ def test_no_effect_without(flag: Flag, condition: Condition) -> None:
 
 
 @pytest.mark.parametrize(("flag", "condition"), NESTED, ids=ids(NESTED))
-def test_no_effect_without_with_a_need_of_the_section(flag: Flag, condition: Condition) -> None:
+def test_flags_without_effect_are_reported_within_active_sections(flag: Flag, condition: Condition) -> None:
     section, needed = [asked(each) for each in flag.section_needs], condition.parts[0]
     found = lines(flag, *section, BROKEN_BY.get(needed, ""))
     assert f"has no effect without {needed}; add {needed}" in " ".join(found)
@@ -93,7 +93,7 @@ def test_no_effect_without_with_a_need_of_the_section(flag: Flag, condition: Con
 
 
 @pytest.mark.parametrize(("flag", "condition"), OFF, ids=ids(OFF))
-def test_off_without(flag: Flag, condition: Condition) -> None:
+def test_features_turn_off_without_their_condition(flag: Flag, condition: Condition) -> None:
     alone, needed = config_of(given(flag)), condition.parts[0]
     line = f"{given(flag)}: has no effect without {needed}; add {needed}, or remove {flag.name}"
     assert line in [str(problem) for problem in notices(alone, 1)]
@@ -102,7 +102,7 @@ def test_off_without(flag: Flag, condition: Condition) -> None:
 
 
 @pytest.mark.parametrize(("flag", "condition"), NEEDS, ids=ids(NEEDS))
-def test_needs(flag: Flag, condition: Condition) -> None:
+def test_unmet_needs_are_reported(flag: Flag, condition: Condition) -> None:
     section, (needed, why, remedy) = [asked(each) for each in flag.section_needs], condition.parts
     said = f"{given(flag)}: needs {needed}{why}; {remedy or f'add {needed}, or remove {flag.name}'}"
     assert said in lines(flag, *section, BROKEN_BY.get(needed, ""))
@@ -117,7 +117,7 @@ def test_another_normalization_cannot_center_its_weights() -> None:
 
 
 @pytest.mark.parametrize(("flag", "condition"), EXCLUDES, ids=ids(EXCLUDES))
-def test_excludes(flag: Flag, condition: Condition) -> None:
+def test_excluded_combinations_are_reported(flag: Flag, condition: Condition) -> None:
     section = [asked(each) for each in flag.section_needs]
     (line,) = [each for each in lines(flag, *section, asked(condition)) if condition.parts[0].split()[0] in each]
     assert line.startswith(f"{given(flag)}: cannot be combined with {asked(condition)}"), line
@@ -146,7 +146,7 @@ EDGES = [(f, *edge) for f in all_flags() if f.kind in (int, float) and f.field n
 
 
 @pytest.mark.parametrize(("flag", "value", "is_legal"), EDGES, ids=[f"{f.name} {value}" for f, value, _ in EDGES])
-def test_bounds(flag: Flag, value: float, is_legal: bool) -> None:
+def test_bounds_are_enforced(flag: Flag, value: float, is_legal: bool) -> None:
     text = f"{value:.10g}" if flag.kind is float else str(int(value))
     try:
         found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
@@ -156,7 +156,7 @@ def test_bounds(flag: Flag, value: float, is_legal: bool) -> None:
     assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])
 
 
-def test_steps_are_skipped_by_checks_alone() -> None:
+def test_skipped_steps_need_a_check() -> None:
     def found(flags: str) -> list[str]:
         return [str(problem) for problem in skipped_steps(parse_args(f"{GOOD} {flags}".split()), 1)]
 

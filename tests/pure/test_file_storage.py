@@ -91,7 +91,7 @@ def published(root: PurePath) -> list[str]:
     return [name for name in storage.names(root) if re.fullmatch(r"iter_\d", name) and storage.finished(root / name)]
 
 
-def test_a_url_keeps_its_form_in_every_path_made_of_it() -> None:
+def test_paths_made_from_a_url_keep_its_form() -> None:
     path = located("tested://bucket/run/iter_1")
     assert isinstance(path, UrlPath) and str(path) == "tested://bucket/run/iter_1"
     assert str(path / "a") == "tested://bucket/run/iter_1/a" and str(path.parent) == "tested://bucket/run"
@@ -107,7 +107,7 @@ def test_only_a_registered_scheme_is_a_url() -> None:
     assert storage_of(located("tested://a/b")) is storage_of(located("tested://c"))
 
 
-def test_a_class_that_lacks_a_method_cannot_be_used() -> None:
+def test_a_storage_class_without_a_method_cannot_be_used() -> None:
     class Lacking(Storage):
         pass
 
@@ -115,7 +115,7 @@ def test_a_class_that_lacks_a_method_cannot_be_used() -> None:
         Lacking("lacking")  # type: ignore[abstract]
 
 
-def test_files(root: PurePath) -> None:
+def test_files_are_written_read_listed_and_removed(root: PurePath) -> None:
     storage, file = storage_of(root), root / "file"
     if isinstance(root, Path):
         root.mkdir()
@@ -144,7 +144,7 @@ def test_a_large_file_is_read_by_ranges(objects: Objects) -> None:
     assert objects.reads == [1 << 20]
 
 
-def test_a_folder_is_seen_whole_or_not_at_all(root: PurePath) -> None:
+def test_folders_are_published_atomically(root: PurePath) -> None:
     write_folder(root / "iter_1", b"old")
     storage = storage_of(root)
     storage.begin(root / "iter_2")

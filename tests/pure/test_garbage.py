@@ -56,7 +56,7 @@ def test_garbage_is_collected_around_evaluations(wanted: bool, resources: ExitSt
     assert not collection.task().at(1, last=True)
 
 
-def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
+def test_without_the_flag_thresholds_trigger_collections(resources: ExitStack) -> None:
     collection = GarbageCollection(TrainingConfig(), resources)
     assert gc.isenabled()
     task = collection.task()
@@ -64,7 +64,7 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.main(['--help'])", "tools.common.run_tool(lambda: 0)"])
-def test_a_program_ends_without_looking_for_garbage(program: str) -> None:
+def test_a_program_exits_without_a_final_collection(program: str) -> None:
     """At exit, a final collection would take seconds because torch is imported, and a preempted job has only half a
     minute."""
     last = "atexit.register(lambda: print('skipped:', gc.get_freeze_count() > 0))"

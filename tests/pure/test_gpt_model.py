@@ -67,7 +67,7 @@ def test_half_precision_follows_single(dtype: str, style: str) -> None:
 
 
 @pytest.mark.parametrize("of_embeddings", [None, 1.0])
-def test_initial_weights(of_embeddings: float | None) -> None:
+def test_initial_weights_have_the_configured_deviation(of_embeddings: float | None) -> None:
     config = replace(GPT, num_layers=8, hidden_size=128, init_method_std=0.05, untie_embeddings_and_output_weights=True)
     config = replace(config, embedding_init_method_std=of_embeddings)
     found = {name: parameter.detach() for name, (parameter, _) in GPTModel(config).named_metas().items()}
@@ -97,7 +97,7 @@ def test_text_beyond_the_learned_positions_is_refused() -> None:
         (lambda losses: None, "a NoneType"),
     ],
 )
-def test_a_loss_that_is_not_one_of_each_token_is_refused(returned, found: str) -> None:
+def test_a_loss_without_one_value_per_token_is_refused(returned, found: str) -> None:
     model = GPTModel(GPT)
     loss = model.loss
     model.loss = lambda logits, labels: returned(loss(logits, labels))
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_one_of_each_token_is_refused(returned, found: str) -
         model(None, Batch.of_tokens(torch.zeros(2, 5, dtype=torch.int64)))
 
 
-def test_only_the_names_of_two_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_parameter_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ACTIVATIONS, "_entries", dict(ACTIVATIONS._entries))
 
     @ACTIVATIONS.register("own_scale")
@@ -142,7 +142,7 @@ def test_interpolated_positions_are_divided(scaled: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 14, 16, 71, 112])
-def test_slopes_match_bloom(heads: int) -> None:
+def test_alibi_slopes_match_bloom(heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     theirs = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs, rtol=2e-6, atol=0)

@@ -21,7 +21,7 @@ DOCUMENTS = [[1, 2, 3], [], [65499], list(range(200))]
     documents=st.lists(st.lists(st.integers(0, 100), max_size=20), max_size=12),
     code=st.sampled_from([code for code, dtype in DTYPES.items() if dtype.kind in "iu"]),
 )
-def test_documents_come_back(tmp_path_factory, documents, code):
+def test_written_documents_are_read_back(tmp_path_factory, documents, code):
     prefix = write_documents(tmp_path_factory.mktemp("data") / "x", documents, DTYPES[code])
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == DTYPES[code]
@@ -31,7 +31,7 @@ def test_documents_come_back(tmp_path_factory, documents, code):
     assert dataset.verify() == []
 
 
-def test_bytes_on_disk(tmp_path):
+def test_the_file_format_is_megatrons(tmp_path):
     prefix = write_documents(tmp_path / "x", [[1, 2, 3], [], [7]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 7)
     assert (tmp_path / "x.idx").read_bytes() == (
@@ -50,7 +50,7 @@ def test_a_batch_equals_its_documents(tmp_path):
         assert (tmp_path / f"many{suffix}").read_bytes() == (tmp_path / f"one{suffix}").read_bytes(), one
 
 
-def test_several_sequences_in_a_document(tmp_path):
+def test_documents_may_have_several_sequences(tmp_path):
     with IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4")) as builder:
         builder.add_document([1, 2, 3], lengths=[2, 1])
         builder.add_document([4])
@@ -70,7 +70,7 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_of_a_failed_write(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     write_documents(tmp_path / "x", [[1]])
 
     def fail():
@@ -84,7 +84,7 @@ def test_nothing_is_left_of_a_failed_write(tmp_path):
     assert IndexedDataset(str(tmp_path / "x"))[0].tolist() == [1]
 
 
-def test_nothing_is_left_where_opening_fails(tmp_path, monkeypatch):
+def test_a_failed_open_leaves_no_file(tmp_path, monkeypatch):
     def opened(self, kind):
         if kind == "boundaries":
             raise KeyboardInterrupt
@@ -97,7 +97,7 @@ def test_nothing_is_left_where_opening_fails(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_positions_past_2_31_bytes(tmp_path):
+def test_offsets_may_exceed_2_31_bytes(tmp_path):
     """A sparse file of 10 GB needs offsets of more than 32 bits for writing and reading."""
     length, count = 2**29, 5
     builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))

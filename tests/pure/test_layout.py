@@ -44,13 +44,13 @@ def test_no_split_has_a_cheaper_slowest_stage(num_layers, num_stages, first_cost
         ((27, 8, 0, 3), {"rank_of": PipelineLayout(4, 2).rank_of}, [3, 4, 4, 4, 4, 4, 4, 0]),
     ],
 )
-def test_known_splits(args, options, expected):
+def test_stages_match_known_splits(args, options, expected):
     assert [len(part) for part in split_layers(*args, **options)] == expected
 
 
 @settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 6), st.booleans())
-def test_stages_and_places_are_one_to_one(pp, chunks, v_shaped):
+def test_stages_and_positions_correspond_one_to_one(pp, chunks, v_shaped):
     layout = PipelineLayout(pp, chunks, v_shaped)
     places = [(layout.rank_of(stage), layout.chunk_of(stage)) for stage in range(layout.num_stages)]
     assert sorted(places) == [(rank, chunk) for rank in range(pp) for chunk in range(chunks)]
@@ -87,7 +87,7 @@ def counts(config: ModelParallelConfig, model: TransformerConfig = MODEL) -> lis
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 8), st.sampled_from(tuple(PIPELINE_SCHEDULES)), st.integers(1, 5))
-def test_any_number_of_layers_on_any_stages(num_layers, pp, schedule, chunks):
+def test_any_number_of_layers_can_be_split(num_layers, pp, schedule, chunks):
     config = parallel(
         pp,
         pipeline_schedule=schedule,
@@ -116,12 +116,12 @@ def test_any_number_of_layers_on_any_stages(num_layers, pp, schedule, chunks):
         ({"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 1}, 1, "zb-h1"),
     ],
 )
-def test_virtual_stages(flags: dict[str, Any], chunks: int, schedule: str) -> None:
+def test_flags_determine_virtual_stages_and_the_schedule(flags: dict[str, Any], chunks: int, schedule: str) -> None:
     config = parallel(4, **flags)
     assert (pipeline_layout(MODEL, config).chunks, config.schedule) == (chunks, schedule)
 
 
-def test_the_ranks_that_hold_a_tied_embedding() -> None:
+def test_both_ends_hold_a_tied_embedding() -> None:
     def tied(pp: int, **flags: Any) -> tuple[int, ...]:
         return tied_stages(MODEL, pipeline_layout(MODEL, parallel(pp, **flags)))
 
@@ -153,7 +153,7 @@ class ByTimes:
         return {0: 1}
 
 
-def test_a_custom_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_split_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(STAGE_SPLITS, "_entries", dict(STAGE_SPLITS._entries))
     STAGE_SPLITS.register("by times", ByTimes, when=lambda parallel: parallel.pipeline_model_parallel_size == 3)
     assert counts(parallel(2)) != [1, 29] and counts(parallel(3)) == [1, 15, 14]

@@ -27,7 +27,7 @@ RECORD = {
 }
 
 
-def test_a_log_file_has_the_lines_of_the_terminal() -> None:
+def test_a_log_file_has_the_same_lines_as_the_terminal() -> None:
     assert console.progress_line(RECORD, 100) == (
         " iteration       10/     100 | lm loss: 3.250000E+00 | gradient norm 1.5 | lr 0.00015 | 1:02:03 left | "
         "1,234 tokens/s | step 123.5 ms | 12.3 TFLOP/s | 1.0 GiB | batch 8 | 1,280 tokens"
@@ -38,7 +38,7 @@ def test_a_log_file_has_the_lines_of_the_terminal() -> None:
     assert line.endswith(" | loss scale 6.55e+04 | mtp loss 1 4.5000 | params norm 2 | num zeros 7")
 
 
-def test_a_step_without_loss_prints_none() -> None:
+def test_a_step_without_loss_omits_the_loss_field() -> None:
     """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
     line = console.progress_line(skipped, 100)

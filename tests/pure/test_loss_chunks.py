@@ -41,7 +41,7 @@ def test_the_size_is_chosen_by_its_cost(layers: int, hidden: int, vocab: int, si
     assert chunk_size(7, vocab, layers, hidden) == 7 and chunk_size(None, vocab, layers, hidden) == 0
 
 
-def test_a_size_is_a_number_or_auto() -> None:
+def test_the_chunk_size_is_a_number_or_auto() -> None:
     for wrong in ("-2", "some", "1.5"):
         with pytest.raises(ValueError, match="must be auto or a whole number of at least 0"):
             parse_args(["--loss-chunk-tokens", wrong])
@@ -96,12 +96,12 @@ def test_chunks_compute_the_same_as_all_tokens_at_once(head: str, chunk: int, ma
 
 
 @pytest.mark.parametrize("head", ["tied", "bias", "further tokens"])
-def test_chunks_know_the_loss_scale(head: str) -> None:
+def test_chunks_apply_the_loss_scale(head: str) -> None:
     model = replace(HEADS[head], attention_dropout=0.0, hidden_dropout=0.0)
     assert_equal(trained(model, 7, True, 64.0), trained(model, 0, True, 64.0))
 
 
-def test_a_gradient_that_chunks_did_not_know_is_an_error() -> None:
+def test_an_unexpected_output_gradient_is_an_error() -> None:
     built = GPTModel(GPT, replace(FP64, loss_chunk_tokens=7)).train()
     for parameter in built.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def test_frozen_parameters_get_no_gradient(frozen: str) -> None:
 
 
 @torch.no_grad()
-def test_evaluation_in_chunks() -> None:
+def test_evaluation_in_chunks_matches_all_tokens_at_once() -> None:
     models = [GPTModel(LLAMA, replace(FP64, loss_chunk_tokens=chunk)).eval() for chunk in (0, 7)]
     losses = [model(None, random_batch(LLAMA)) for model in models]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-14, atol=0)
@@ -139,7 +139,7 @@ class Squared(CrossEntropy):
         return super().__call__(logits, labels).square()
 
 
-def test_a_custom_loss() -> None:
+def test_a_custom_loss_is_computed_in_chunks() -> None:
     LOSSES.register("squared", Squared, multi_token=True)
     model = replace(LLAMA, loss_func="squared")
     assert_equal(trained(model, 7, True), trained(model, 0, True))
@@ -156,7 +156,7 @@ def test_a_loss_without_token_losses_is_refused() -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_take_the_same_products(head: str) -> None:
+def test_chunks_run_the_same_gemms(head: str) -> None:
     counted = []
     for chunk in (0, 7):
         with FlopCounterMode(display=False) as counter:

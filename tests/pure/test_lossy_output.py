@@ -39,7 +39,7 @@ def test_lines_on_a_full_disk_are_dropped_and_counted_later(tmp_path: Path, monk
     assert (tmp_path / "log").read_text() == f"line number 0\nline n\n{said}\nlater\n"
 
 
-def test_a_pipe_that_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_blocking_pipe_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     receives, sends = os.pipe()
     os.set_blocking(sends, False)
     monkeypatch.setattr("megatron.training.reliability.lossy_output.PATIENCE", 0.01)
@@ -53,7 +53,7 @@ def test_a_pipe_that_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatc
     os.close(sends)
 
 
-def test_letters_that_the_output_lacks_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_characters_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "log").open("w", encoding="ascii") as log:
         monkeypatch.setattr(sys, "stdout", log)
         with lossy_output():

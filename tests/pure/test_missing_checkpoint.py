@@ -45,7 +45,7 @@ def test_a_path_that_does_not_exist_is_refused(
     assert "hf download" not in told and ("--allow-missing" in told) == (not needed)
 
 
-def test_a_name_of_the_hub_is_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_name_gets_the_advice_to_download(capsys: pytest.CaptureFixture[str]) -> None:
     (told,) = refusal(capsys, "--load", "Qwen/Qwen3-0.6B")
     assert "hf download Qwen/Qwen3-0.6B --local-dir FOLDER" in told
     Path("Qwen").mkdir()
@@ -59,7 +59,7 @@ def test_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give a checkpoint, a folder of checkpoints" in told
 
 
-def test_without_flags_of_the_model_a_folder_must_hold_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_model_flags_a_folder_must_contain_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     Path("folder", "notes").write_text("")
     (told,) = refusal(capsys, "--load", "folder")

@@ -46,7 +46,7 @@ PUBLISHED = {name: (TransformerConfig(**fields), count) for name, (count, fields
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_models(name: str) -> None:
+def test_parameter_counts_match_published_models(name: str) -> None:
     config, parameters = PUBLISHED[name]
     assert count_parameters(config).total == parameters
 
@@ -57,7 +57,7 @@ CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), ran
 
 @pytest.mark.parametrize("style", gpt_cases.STYLES)
 @pytest.mark.parametrize(("tp", "sequence_parallel", "stages"), CUTS)
-def test_parameters_match_the_built_model(style: str, tp: int, sequence_parallel: bool, stages: list[range]) -> None:
+def test_parameter_counts_match_real_models(style: str, tp: int, sequence_parallel: bool, stages: list[range]) -> None:
     config = gpt_cases.STYLES[style]
     widths = config.ffn_hidden_size_pattern and str([(2 * config.ffn_sizes)[layer] for layer in range(4)])
     config = replace(config, num_layers=4, ffn_hidden_size_pattern=widths)

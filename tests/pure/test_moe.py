@@ -78,7 +78,7 @@ def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
     assert torch.equal(dw, expected) and dw.isfinite().all()
 
 
-def test_evaluation_has_a_capacity_of_its_own() -> None:
+def test_evaluation_has_a_separate_capacity() -> None:
     whole = MIXTRAL
     limited = replace(whole, moe_expert_capacity_factor=0.7)
     x = random_input(whole)
@@ -92,7 +92,7 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
         assert torch.equal(layer.eval()(x, context(B)), build_layer(evaluated)(x, context(B)))
 
 
-def test_tally_and_states_of_a_step() -> None:
+def test_a_step_updates_the_bias_and_logs_the_load() -> None:
     """The bias update counts the assignments that experts accepted, as in Megatron-LM, which drops tokens before
     counting. The logged load counts all assignments."""
     config = replace(DEEPSEEK, moe_expert_capacity_factor=0.7)
@@ -130,7 +130,7 @@ AUXILIARY = replace(MIXTRAL, moe_aux_loss_coeff=(1.0,), moe_z_loss_coeff=0.0)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
-def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
+def test_the_loss_acts_within_its_step(kind: str) -> None:
     layer = build_layer(replace(AUXILIARY, moe_router_load_balancing_type=(kind,)))
     batches = [random_input(AUXILIARY, seed).detach() for seed in range(2)]
     first, *others = (router_gradient(layer, batches) for _ in range(4))
@@ -189,7 +189,7 @@ def test_ties_go_to_the_lower_number() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
+def test_the_grouped_kernel_matches_its_twin(dtype: torch.dtype) -> None:
     segments = Segments.of_sizes((3, 0, 7, 1), torch.device("cpu"))
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(4, 24, 16, dtype=dtype)
     assert has_grouped_kernel(dtype, CPU, 16, 24)
@@ -199,7 +199,7 @@ def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
     assert gemm_grouped(x[:0], weight.transpose(1, 2), nothing).shape == (0, 24)
 
 
-def test_16_bit_layers_route_in_fp32() -> None:
+def test_layers_in_16_bits_route_in_fp32() -> None:
     layer = build_layer(MIXTRAL, dtype=torch.bfloat16)
     x = random_input(MIXTRAL).detach()
     choice = layer.router(x.bfloat16(), context(B))
@@ -216,7 +216,7 @@ def moe_model(**changes: Any) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_planned_parameters_are_those_that_train(biased: bool) -> None:
+def test_planned_parameters_are_the_trained_ones(biased: bool) -> None:
     config = moe_model(moe_shared_expert_gate=True, add_bias_linear=biased)
     model = GPTModel(config, FP64)
     trained = [p.meta for p in model.parameters() if p.requires_grad]
@@ -260,7 +260,7 @@ def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:
         ("(0,1,1,0)", [0, 1, 1, 0]),
     ],
 )
-def test_layer_patterns(text: str, expected: list[int]) -> None:
+def test_layer_patterns_choose_expert_layers(text: str, expected: list[int]) -> None:
     assert list(layer_pattern(text, 4, each)) == [bool(item) for item in expected]
 
 
@@ -268,7 +268,7 @@ BROKEN = ["", "0", "-1", "[1]*3", "[1,2,0,0]", "x", "1.5", "[[1]]*4", "__import_
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_broken_layer_patterns(text: str) -> None:
+def test_invalid_layer_patterns_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         layer_pattern(text, 4, each)
 
@@ -280,7 +280,7 @@ GROUPED = "--moe-grouped-gemm"
 
 @pytest.mark.parametrize("width", [24, 25, 32, 34])
 @pytest.mark.parametrize("precision", ["--bf16", "--fp32", "--fp64"])
-def test_the_notice_is_what_experts_find_on_cpu(width: int, precision: str) -> None:
+def test_the_notice_matches_the_expert_kernel_on_cpu(width: int, precision: str) -> None:
     flags = f"--cpu {GROUPED} {precision} --moe-ffn-hidden-size {width}"
     config = resolve(parse_args(f"{EXPERTS} {flags}".split()), 1)
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -288,7 +288,7 @@ def test_the_notice_is_what_experts_find_on_cpu(width: int, precision: str) -> N
     assert said != has_grouped_kernel(dtype, torch.device("cpu"), config.model.hidden_size, width)
 
 
-def test_one_loss_of_an_older_file_is_read() -> None:
+def test_the_single_loss_of_an_older_file_is_read() -> None:
     saved = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
     model = config_of_sections({"model": saved}).model
     assert model.moe_balancing_coeff("seq_aux_loss") == 0.1 and not model.moe_balancing_coeff(

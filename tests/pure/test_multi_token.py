@@ -79,7 +79,7 @@ def test_losses_and_gradients_match_the_formula(packed: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "full"), [("own_number", (False, True)), ("last_layer", (False, False))])
-def test_modules_see_and_rotate_by_their_own_number_or_as_the_last_layer(kind: str, full: tuple[bool, ...]) -> None:
+def test_modules_count_as_layers_of_their_own_or_follow_the_last_layer(kind: str, full: tuple[bool, ...]) -> None:
     config = replace(LLAMA, num_layers=3, mtp_num_layers=2, mtp_layer_kind=kind, window_size=4, no_rope_freq="2")
     config = replace(config, window_attn_skip_freq="2")
     assert tuple(each.span.window is None for each in config.mtp_layers) == full
@@ -92,7 +92,7 @@ def test_modules_see_and_rotate_by_their_own_number_or_as_the_last_layer(kind: s
     assert tuple(not block.rotary for block in built) == full
 
 
-def test_evaluation_is_of_the_main_loss_alone() -> None:
+def test_evaluation_uses_only_the_main_loss() -> None:
     batch, plain = random_batch(CONFIG), GPTModel(replace(CONFIG, mtp_num_layers=None), FP64)
     model = GPTModel(CONFIG, FP64)
     assert torch.equal(model.eval()(None, replace(batch, **dict.fromkeys(FUTURE))), plain.eval()(None, batch))
@@ -113,7 +113,7 @@ def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:
     ]
 
 
-def test_a_loss_that_may_need_more_than_logits_and_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incompatible_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
     LOSSES.register("pairs", CrossEntropy)
     LOSSES.register("shifted", CrossEntropy, multi_token=True)

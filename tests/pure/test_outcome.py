@@ -16,7 +16,7 @@ def lines(file: Path) -> list[str]:
     return file.read_text().splitlines()
 
 
-def test_a_run_begins_and_ends(tmp_path: Path) -> None:
+def test_the_status_file_shows_the_begin_and_the_end_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "outcome"
     outcome = Outcome.from_environment({VARIABLE: str(file)})
     outcome.begin(f"{tmp_path}/a/../b/", f"{tmp_path}/b", write=True)
@@ -31,7 +31,7 @@ def test_a_run_begins_and_ends(tmp_path: Path) -> None:
     assert outcome.asked
 
 
-def test_ends_are_events_of_the_run(tmp_path: Path) -> None:
+def test_ends_are_recorded_as_events(tmp_path: Path) -> None:
     """Events are written to the checkpoint folder even if no script requests a status file, but not before the folder
     exists."""
     save = tmp_path / "save"
@@ -45,7 +45,7 @@ def test_ends_are_events_of_the_run(tmp_path: Path) -> None:
     assert events[0]["why"] == "rank 5 of 8"
 
 
-def test_only_one_rank_says_that_it_runs_and_any_may_end_it(tmp_path: Path) -> None:
+def test_only_one_rank_reports_running_and_any_rank_may_report_the_end(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path / "outcome")
     outcome.begin("save", None, write=False)
     assert not list(tmp_path.iterdir())
@@ -53,7 +53,7 @@ def test_only_one_rank_says_that_it_runs_and_any_may_end_it(tmp_path: Path) -> N
     assert lines(tmp_path / "outcome") == ["name=FAILED", "why=rank 5 of 8", f"save={Path('save').resolve()}", "load="]
 
 
-def test_without_the_variable_nothing_is_written_and_a_full_disk_ends_no_run(
+def test_the_status_file_is_optional_and_its_errors_do_not_end_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = Outcome.from_environment({})
@@ -65,7 +65,7 @@ def test_without_the_variable_nothing_is_written_and_a_full_disk_ends_no_run(
 
 
 @pytest.mark.parametrize(("local_rank", "code", "name"), [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)])
-def test_a_run_that_ends_before_it_begins(
+def test_an_early_exit_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, code: int, name: str | None
 ) -> None:
     file = tmp_path / "outcome"
@@ -88,7 +88,7 @@ def test_a_run_that_ends_before_it_begins(
         (143, {VARIABLE: "file"}, 143),
     ],
 )
-def test_code_for_launchers(code: int, environ: dict[str, str], expected: int) -> None:
+def test_the_exit_code_for_launchers(code: int, environ: dict[str, str], expected: int) -> None:
     assert code_for_launcher(code, environ) == expected
 
 

@@ -25,7 +25,7 @@ from megatron.training.reliability.run_status import ExitCode, Outcome
 from tools import build_corpus
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_complete_or_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with whole_file(path) as file:
         file.write_text("first")
@@ -78,7 +78,7 @@ class FullDevice(io.BytesIO):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-def test_metrics_of_a_full_device_end_no_run(
+def test_a_full_device_for_metrics_does_not_end_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = JsonLinesSink(tmp_path / "metrics.jsonl", 0)
@@ -131,7 +131,7 @@ class KeptStorage(Storage):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_run_that_is_started_again_at_its_end_repeats_no_record(
+def test_a_run_restarted_at_its_end_repeats_no_record(
     stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if stored and "kept" not in STORAGES:

@@ -70,7 +70,7 @@ def test_packed_attention_equals_attention_with_the_dense_mask(
     assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), sinks=sinks), leaves, leaves, 1e-13)
 
 
-def test_whole_samples_use_the_packed_kernel_and_parts_do_not() -> None:
+def test_only_whole_samples_use_the_packed_kernel() -> None:
     kernel, twin = FlashCPUKernel(SCALE), Twin()
     inputs, starts = operands(2), document_starts(DOCUMENTS.tolist())
     expected = local_attention(*inputs, Causal(kernel, starts))
@@ -96,7 +96,7 @@ def test_starts_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
     assert len({id(lengths[0]) for lengths in twin.seen}) == 1
 
 
-def test_starts_of_one_sample() -> None:
+def test_starts_of_a_single_sample() -> None:
     def starts(documents: Documents) -> list[int]:
         return packed._lengths(documents, 7, torch.device("cpu"))[0].tolist()
 

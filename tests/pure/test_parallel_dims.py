@@ -10,7 +10,7 @@ from megatron.core.parallel_dims import ParallelDims
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 
-def test_groups_of_two_by_two_by_two_are_megatrons() -> None:
+def test_groups_of_two_by_two_by_two_match_megatron() -> None:
     dims = ParallelDims(tp=2, pp=2, dp=2, expt_tp=2)
     assert dims.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert dims.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -25,7 +25,7 @@ def test_tp_pp_dp_mapping_swaps_pipeline_and_data() -> None:
     assert dims.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def test_expert_view_covers_the_same_ranks() -> None:
+def test_expert_groups_cover_the_same_ranks() -> None:
     dims = ParallelDims(tp=2, pp=2, cp=1, dp=4, ep=4, expt_tp=1)
     assert dims.expt_dp == 2
     assert dims.groups("ep")[0] == (0, 1, 2, 3)
@@ -65,7 +65,7 @@ def test_nested_context_ranks_are_neighbours_and_rings_between_them() -> None:
     assert ParallelDims.from_config(ModelParallelConfig(context_parallel_size=6), 6).cp_inner is None
 
 
-def test_world_that_does_not_fit_is_refused_with_the_nearest() -> None:
+def test_a_mismatched_world_size_is_refused_with_the_nearest() -> None:
     config = ModelParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"world size 12 .*= 8; nearest: 16"):
         ParallelDims.from_config(config, 12)

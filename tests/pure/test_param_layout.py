@@ -73,7 +73,7 @@ def test_buckets_fill_in_backward_order(params, dp, bucket_size):
     assert len(completed) == sum(len(buffer.buckets) for buffer in buffers)
 
 
-def test_groups_and_padding_by_hand():
+def test_groups_and_padding_match_a_manual_layout():
     params = [matrix("w", (10, 10)), vector("b", 10), matrix("e", (3, 50), expert=True)]
     dense, bias, expert = plan_buffers(params, data_parallel_size=3, expert_data_parallel_size=2)
     assert [(b.expert, b.group.decays, b.numel) for b in (dense, bias, expert)] == [
@@ -94,6 +94,6 @@ def test_default_bucket_size_grows_with_data_parallel_size():
     assert default_bucket_size(64) == 64_000_000
 
 
-def test_names_must_differ():
+def test_duplicate_names_are_refused():
     with pytest.raises(AssertionError, match="unique"):
         plan_buffers([matrix("w", (2, 2)), matrix("w", (2, 2))], 1)

@@ -30,7 +30,7 @@ def close(value):
     return pytest.approx(value, rel=1e-14)
 
 
-def test_warmup_is_linear_from_its_start_value():
+def test_warm_up_is_linear_from_its_start_value():
     s = scheduler(lr_warmup_iters=10, lr_warmup_init=1e-5, lr_decay_style="cosine")
     assert lr_of(s, 0) == 1e-5
     assert lr_of(s, 5) == close((1e-5 + PEAK) / 2)
@@ -61,13 +61,13 @@ def wsd(style: str, anneal: int = 20) -> dict[str, Any]:
         ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_fraction": 0.2}, {80: 1, 90: 0.5}),
     ],
 )
-def test_remaining_share_of_the_decay(flags, shares):
+def test_the_remaining_share_of_the_decay_is_exact(flags, shares):
     s = scheduler(**flags)
     for iteration, share in shares.items():
         assert lr_of(s, iteration) == pytest.approx(LOW + share * (PEAK - LOW), rel=1e-12)
 
 
-def test_inverse_square_root_counts_samples():
+def test_the_inverse_square_root_schedule_counts_samples():
     s = scheduler(lr_decay_style="inverse-square-root", lr_warmup_iters=4)
     assert lr_of(s, 16) == close(PEAK / 2)
     assert lr_of(s, 100) == close(PEAK / 5)
@@ -75,7 +75,7 @@ def test_inverse_square_root_counts_samples():
     assert lr_of(long, 9_999) == LOW
 
 
-def test_samples_and_iterations_give_one_schedule():
+def test_samples_and_iterations_give_the_same_schedule():
     a = scheduler(lr_warmup_iters=10, lr_decay_iters=80)
     b = scheduler(train_iters=None, train_samples=800, lr_warmup_samples=80, lr_decay_samples=640)
     c = scheduler(lr_warmup_fraction=0.125, lr_decay_iters=80)
@@ -84,7 +84,7 @@ def test_samples_and_iterations_give_one_schedule():
         assert a.weight_decay_at(samples) == b.weight_decay_at(samples)
 
 
-def test_weight_decay_ramps():
+def test_weight_decay_ramps_up():
     ramp = {"start_weight_decay": 0.01, "end_weight_decay": 0.11}
     linear = scheduler(weight_decay_incr_style="linear", **ramp)
     cosine = scheduler(weight_decay_incr_style="cosine", **ramp)
@@ -105,7 +105,7 @@ def test_weight_decay_ramps():
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "--lr-wsd-decay-iters"),
     ],
 )
-def test_flags_that_make_no_schedule(flags, named):
+def test_invalid_schedule_flags_are_refused(flags, named):
     with pytest.raises(ValueError, match=named):
         scheduler(**flags)
 

@@ -40,11 +40,11 @@ def check_kind(root: Path, files: str, path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("files", "path", "kind"), CASES)
-def test_kinds(tmp_path: Path, files: str, path: str, kind: str) -> None:
+def test_kinds_are_recognized_by_files(tmp_path: Path, files: str, path: str, kind: str) -> None:
     check_kind(tmp_path / "root", files, path, kind)
 
 
-def test_a_refusal_says_what_to_do() -> None:
+def test_a_refusal_states_a_remedy() -> None:
     assert kind_of("https://host/folder") == "url"
     assert "--data-path and tools/preprocess_data.py take text" in refusal("https://host/folder", "give a checkpoint")
 

@@ -14,12 +14,12 @@ from megatron.training.extensions import ExtensionError
 LONG = "a" * 300
 
 
-def test_a_url_names_something_after_its_slashes() -> None:
+def test_a_url_needs_a_name_after_its_slashes() -> None:
     (problem,) = read_flags(["--save", "s3:///run"]).problems
     assert str(problem) == "--save s3:///run: is a URL without a name after the two slashes; write SCHEME://NAME/FOLDER"
 
 
-def test_rules_of_paths() -> None:
+def test_invalid_paths_are_explained() -> None:
     assert path_rule("local", "/dev/null") is None and path_rule("local", "/dev/stdout") is None
     assert path_rule("local", f"runs/{'a' * 255}/b") is None and path_rule("url", f"s3://bucket/{LONG}") is None
     for path, said in (
@@ -39,20 +39,20 @@ PATHS = [flag for flag in all_flags() if flag.spec.path is not None and flag.fie
 
 
 @pytest.mark.parametrize("flag", PATHS, ids=lambda flag: flag.name)
-def test_every_flag_of_a_path_refuses_a_name_that_is_too_long(flag: object, tmp_path: Path) -> None:
+def test_every_path_flag_refuses_names_that_are_too_long(flag: object, tmp_path: Path) -> None:
     name = flag.name  # type: ignore[attr-defined]
     (problem,) = read_flags([name, f"{tmp_path}/{LONG}"]).problems
     assert (problem.flag, problem.rule) == (name, "has a name of 300 bytes, but file systems allow only 255")
 
 
 @pytest.mark.parametrize("name", ["--hf-family", "--data-phases", "--tokenizer-model", "--load"])
-def test_no_flag_reads_a_device_without_end(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_flag_reads_an_endless_device(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line([name, "/dev/zero"])
     assert f"{name} /dev/zero: is a device with endless content; name a file" in capsys.readouterr().err
 
 
-def test_extensions_and_files_of_commands_refuse_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extensions_and_files_of_commands_refuse_long_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ExtensionError, match="has a name of 303 bytes"):
         read_flags(["--extension", f"{LONG}.py"])
     with pytest.raises(SystemExit, match="2"):

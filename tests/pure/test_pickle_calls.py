@@ -121,7 +121,7 @@ def test_a_compressed_record_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"N", b"\x80\x02.", b"\x80\x02h\x07.", b"\x80\x02R.", b"\x80\x05K\x01\x94."], ids=repr
 )
-def test_a_pickle_that_cannot_be_followed_is_damaged(data: bytes) -> None:
+def test_an_unreadable_pickle_is_damaged(data: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"it is damaged or not a torch\.save file"):
         check_calls(data + b"\x80", len(data), pickles=2)
 
@@ -140,7 +140,7 @@ def values() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zip_format", [True, False])
-def test_files_of_torch_are_taken(zip_format: bool, tmp_path: Path) -> None:
+def test_torch_files_are_accepted(zip_format: bool, tmp_path: Path) -> None:
     whole = values()
     if zip_format:  # torch cannot read back the older format
         whole["further"] = [torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint16)]
@@ -150,7 +150,7 @@ def test_files_of_torch_are_taken(zip_format: bool, tmp_path: Path) -> None:
     assert found["plain"] == whole["plain"]
 
 
-def test_arrays_of_numpy_are_taken(tmp_path: Path) -> None:
+def test_numpy_arrays_are_accepted(tmp_path: Path) -> None:
     from numpy._core import multiarray
 
     arrays = [numpy.arange(5), numpy.zeros((2, 3), numpy.float32), numpy.array(["a", None], dtype=object)]

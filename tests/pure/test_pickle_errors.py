@@ -22,7 +22,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("old_format", [False, True])
-def test_the_code_that_a_file_asks_for_is_named(old_format: bool, tmp_path: Path) -> None:
+def test_the_code_that_a_file_requests_is_named(old_format: bool, tmp_path: Path) -> None:
     file = io.BytesIO()
     torch.save({"a": Attack(tmp_path / "ran")}, file, _use_new_zipfile_serialization=not old_format)
     told = reason(file.getvalue())
@@ -31,13 +31,13 @@ def test_the_code_that_a_file_asks_for_is_named(old_format: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("data", [b"garbage", pickle.dumps(os.getcwd), b"\x80\x05K\x01."], ids=len)
-def test_nothing_advises_to_turn_the_check_off(data: bytes) -> None:
+def test_no_message_advises_to_disable_the_check(data: bytes) -> None:
     told = reason(data)
     assert told.count("\n") == 0
     assert not any(word in told for word in ("weights_only", "Weights only", "safe_globals", "trust", "option"))
 
 
-def test_other_errors_stay() -> None:
+def test_other_errors_are_unchanged() -> None:
     assert why_refused(OSError("no such file")) == "no such file"
 
 

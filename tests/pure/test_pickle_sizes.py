@@ -25,7 +25,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_an_index_that_states_more_than_it_holds_is_refused_without_memory_for_it(name: str, tmp_path: Path) -> None:
+def test_an_oversized_index_is_refused_without_allocating_it(name: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(LARGE[name])
     (tmp_path / "metadata.json").write_text("{}")
     tracemalloc.start()
@@ -38,7 +38,7 @@ def test_an_index_that_states_more_than_it_holds_is_refused_without_memory_for_i
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles_of_python_are_taken(protocol: int) -> None:
+def test_python_pickles_are_accepted(protocol: int) -> None:
     values = [
         None,
         True,

@@ -51,7 +51,7 @@ def plan_of(dims: ParallelDims, distributed: bool, bucket_size: int) -> ChainPla
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_each_element_is_held(dims: ParallelDims, distributed: bool) -> None:
+def test_each_element_has_one_owner(dims: ParallelDims, distributed: bool) -> None:
     for bucket_size in 40, 10_000:
         plan = plan_of(dims, distributed, bucket_size)
         assert {param.meta.name for param in plan.params} == {meta.name for meta in METAS}
@@ -91,7 +91,7 @@ def check_covered(plan, param, state, distributed):
     assert (covered == 1).all(), "no element is held twice in a stage"
 
 
-def test_shapes_of_states() -> None:
+def test_states_have_the_planned_shapes() -> None:
     experts = METAS[-1]
     assert matrix_size(experts) == (8, 3)
     assert of_matrices("left", experts, 8, 8).shape == (4, 8, 8)

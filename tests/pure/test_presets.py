@@ -39,13 +39,13 @@ def size_of(name: str) -> float:
     return float(number) * {"m": 1e6, "b": 1e9}[unit]
 
 
-def test_presets_go_from_10m_to_405b() -> None:
+def test_presets_range_from_10m_to_405b() -> None:
     sizes = sorted(size_of(path.stem) for path in CONFIGS)
     assert (sizes[0], sizes[-1]) == (1e7, 4.05e11) and len(sizes) > 10
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_preset_is_legal_and_has_its_size(path: Path) -> None:
+def test_a_preset_is_valid_and_has_its_size(path: Path) -> None:
     ranks, parameters, vocabulary = stated(path)
     planned = command_line(["--config", str(path), "--dry-run", "--world-size", str(ranks)])
     assert planned.notes == ("no data are named: planned with synthetic data, as with --mock-data",)
@@ -70,7 +70,7 @@ def planned_gib(path: Path) -> float:
     return rank.total / 2**30
 
 
-def test_presets_of_one_gpu_are_the_largest_that_fit() -> None:
+def test_one_gpu_presets_are_the_largest_that_fit() -> None:
     """The memory includes 0.5 GiB for CUDA and 3 % for allocator fragmentation."""
     needed = {int(path.stem.removesuffix("gb")): planned_gib(path) for path in ONE_GPU}
     room = {size: 0.97 * size - 0.5 for size in needed}
@@ -80,7 +80,7 @@ def test_presets_of_one_gpu_are_the_largest_that_fit() -> None:
 
 
 @pytest.mark.parametrize("path", ONE_GPU, ids=lambda path: path.stem)
-def test_a_preset_of_one_gpu_is_legal_and_has_its_size(path: Path) -> None:
+def test_a_one_gpu_preset_is_valid_and_has_its_size(path: Path) -> None:
     ranks, parameters, vocabulary = stated(path)
     config = command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config
     assert ranks == 1 and validate(config, 1) == [] and notices(config, 1) == []
@@ -88,7 +88,7 @@ def test_a_preset_of_one_gpu_is_legal_and_has_its_size(path: Path) -> None:
     assert (count_parameters(config.model).total, config.model.vocab_size) == (parameters, vocabulary)
 
 
-def test_a_named_vocabulary_or_tokenizer_wins_over_that_of_a_preset() -> None:
+def test_a_given_vocabulary_or_tokenizer_overrides_a_preset() -> None:
     preset = ["--config", str(CONFIGS[0])]
     named = resolve(with_flags(RunConfig(), [*preset, "--mock-data", "--vocab-size", "700"]), 1)
     assert named.model.vocab_size == 700
@@ -128,7 +128,7 @@ def test_suggested_flags_can_be_appended_to_a_preset(path: Path) -> None:
     check_suggestions(["--config", str(path), "--mock-data"], stated(path)[0])
 
 
-def test_suggested_flags_win_over_a_files_number_of_layers_in_a_stage(tmp_path: Path) -> None:
+def test_suggested_flags_override_stage_sizes_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     text = (CONFIGS[0].parent / "70b.yaml").read_text(encoding="utf-8")
     file.write_text(text.replace("num-virtual-stages-per-pipeline-rank: 4", "num-layers-per-virtual-pipeline-stage: 5"))

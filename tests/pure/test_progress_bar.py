@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_logged_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that ends within half a minute prints no line. Longer work prints the remaining time every half minute."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines: list[str] = []
@@ -32,7 +32,7 @@ def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

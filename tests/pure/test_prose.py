@@ -20,7 +20,7 @@ CODE = [
 AVOIDED = tomllib.loads(Path(__file__).with_name("plain_words.toml").read_text())
 
 
-def test_plain_words() -> None:
+def test_text_avoids_refused_words() -> None:
     found = []
     for path in [*PAGES, *CODE]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -30,12 +30,12 @@ def test_plain_words() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_words_are_found() -> None:
+def test_refused_words_are_detected() -> None:
     assert len(AVOIDED) > 15
     assert any(re.search(pattern, "In order to stop", re.IGNORECASE) for pattern in AVOIDED)
 
 
-def test_proselint() -> None:
+def test_pages_pass_proselint() -> None:
     pytest.importorskip("proselint")
     config = Path(__file__).with_name("proselint.json")
     python_apart("-m", "proselint", "check", "--config", str(config), *map(str, PAGES), code=0)

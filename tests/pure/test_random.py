@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     [((24, 10), 0), ((24, 10), 1), ((8, 20), 1), ((2, 12, 5), 1), ((4, 3, 2, 7), 0), ((3, 5, 8), 2), ((40,), 0)],
 )
 @pytest.mark.usefixtures("small_blocks")
-def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> None:
+def test_shards_equal_parts_of_the_whole_tensor(shape: tuple[int, ...], dim: int) -> None:
     size_of = [s for s in (1, 2, 4) if shape[dim] % s == 0]
     assert size_of[-1] > 1
     meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", shape, {"tp": dim}, Init("normal", 0.02), role="hidden")
@@ -72,7 +72,7 @@ def test_threads_change_no_bit(threads: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_seed_and_name_tell_parameters_apart() -> None:
+def test_values_depend_on_seed_and_parameter_name() -> None:
     def values(name: str, seed: int) -> Tensor:
         return shard(ParamMeta(name, (50, 40), {}, Init("normal", 1.0), role="hidden"), 0, 1, seed)
 
@@ -83,7 +83,7 @@ def test_seed_and_name_tell_parameters_apart() -> None:
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
-def test_uniform_numbers(kind: str, low: float, high: float) -> None:
+def test_uniform_numbers_fill_their_range(kind: str, low: float, high: float) -> None:
     """All numbers lie in their range and are spread over it, and the numbers of a shard are a part of those of the
     whole tensor."""
     meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high), role="hidden")
@@ -95,7 +95,7 @@ def test_uniform_numbers(kind: str, low: float, high: float) -> None:
     assert torch.equal(shard(meta, 1, 2), whole[20:])
 
 
-def test_constants_and_unknown_kind() -> None:
+def test_constants_are_filled_and_unknown_kinds_refused() -> None:
     assert torch.equal(shard(ParamMeta("b", (6,), {"tp": 0}, Init("zeros"), role="bias"), 1, 2), torch.zeros(3))
     assert torch.equal(shard(ParamMeta("n", (6,), {}, Init("ones"), role="norm"), 0, 1), torch.ones(6))
     with pytest.raises(ValueError, match=r"w: Init kind 'xavier' is none of"):
@@ -118,7 +118,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_memory_is_the_shard_and_one_block(dim: int) -> None:
+def test_initialization_allocates_only_the_shard_and_one_block(dim: int) -> None:
     """One of 64 ranks fills its shard of a tensor of 16 blocks without allocating more than one block at a time."""
     meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02), role="hidden")
     coords = {"tp": (5, 64)}
@@ -141,7 +141,7 @@ def attention_mask(shape: tuple[int, ...], samples: Tensor, *offsets: int, p: fl
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_share_of_dropped_elements_and_scale(p: float) -> None:
+def test_dropout_has_the_right_rate_and_scale(p: float) -> None:
     samples = torch.arange(4)
     x = torch.rand(64, 4, 512) + 0.5
     y = dropout(x, p, KEY, samples)
@@ -199,7 +199,7 @@ def test_dropout_is_a_function_of_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("chunk", [random.HASH_CHUNK, 100])
-def test_mask_follows_from_exact_integers(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_match_exact_integer_arithmetic(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same hash in Python's unbounded integers proves that torch's overflows and shifts do not depend on the
     machine."""
     monkeypatch.setattr(random, "HASH_CHUNK", chunk)

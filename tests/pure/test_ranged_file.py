@@ -80,7 +80,7 @@ def test_a_load_fetches_each_byte_once(objects: Counted) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["t000", "t002", "t010"])
-def test_a_load_of_one_tensor_fetches_hardly_anything_else(objects: Counted, wanted: str) -> None:
+def test_loading_one_tensor_fetches_little_else(objects: Counted, wanted: str) -> None:
     saved = {f"t{number:03d}": torch.randn(shape) for number, shape in enumerate(SIZES)}
     checkpoint = Checkpoint(save(ROOT, 1, {**boxes(saved)}, {}, Axis()))
     objects.reads.clear()
@@ -115,7 +115,7 @@ def test_a_ranged_file_reads_like_the_whole_file(objects: Counted) -> None:
         objects.open_ranges(PurePath("none"), [])
 
 
-def test_pieces() -> None:
+def test_ranges_are_split_into_pieces() -> None:
     large = 16 << 20
     ranges = [Range(0, 10), Range(10 + GAP, 20 + GAP), Range(30 + 2 * GAP, 40 + 2 * GAP)]
     assert [*pieces(ranges, large)] == [Range(0, 20 + GAP), ranges[2]], "near ones together"

@@ -12,7 +12,7 @@ from megatron.training.reliability.rank_store import NoStoreError, meet
 from tests.forked import PORTS
 
 
-def test_a_rank_that_meets_the_store_of_another_run_ends() -> None:
+def test_a_rank_that_reaches_the_store_of_another_run_exits() -> None:
     port = next(PORTS)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():

@@ -49,7 +49,7 @@ def test_a_layer_matches_its_formula(config: Any, formula: Callable[[Any, Tensor
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norms_of_each_head_center_where_the_others_do(normalization: str) -> None:
+def test_head_norms_center_like_the_other_norms(normalization: str) -> None:
     scope: dict[str, Any] = {"qk_layernorm": True, "qk_layernorm_scope": "each", "apply_layernorm_1p": True}
     config = replace(GPT, normalization=normalization, **scope)
     norm, _ = build_query_key_norms("attention", config, tp_context(ParallelState()))
@@ -60,7 +60,7 @@ def test_norms_of_each_head_center_where_the_others_do(normalization: str) -> No
 
 
 @pytest.mark.parametrize("untied", [False, True])
-def test_the_bias_of_logits_is_divided_with_them(untied: bool) -> None:
+def test_logit_biases_are_scaled_with_the_logits(untied: bool) -> None:
     config = replace(GPT, add_output_layer_bias=True, logits_scaling=3.0, untie_embeddings_and_output_weights=untied)
     model = with_random_parameters(GPTModel(config, FP64))
     weight = (model.output_layer if untied else model.embedding.word_embeddings).weight

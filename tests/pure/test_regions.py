@@ -158,6 +158,6 @@ def test_a_missing_compiler_is_reported_before_anything_is_built(monkeypatch: py
     check_compiler(ModelParallelConfig(), torch.device("cpu"))
 
 
-def test_compiled_by_default_on_gpus_alone() -> None:
+def test_regions_are_compiled_by_default_only_on_gpus() -> None:
     assert [ModelParallelConfig().compiles(kind) for kind in ("cuda", "cpu")] == [True, False]
     assert [ModelParallelConfig(compile=False).compiles(kind) for kind in ("cuda", "cpu")] == [False, False]

@@ -48,7 +48,7 @@ def test_parts_are_registered_by_call_and_by_decorator_in_order() -> None:
     assert (registry.facts("b").gated, registry.facts("a").gated) == (True, False)
 
 
-def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
+def test_a_part_given_as_text_is_imported_on_use() -> None:
     registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("prod", "math:prod")
     registry.register("missing", "math:there_is_no_such_thing")
@@ -57,7 +57,7 @@ def test_a_part_named_by_text_is_imported_when_it_is_used() -> None:
         registry["missing"]
 
 
-def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
+def test_a_duplicate_name_is_refused_with_both_places() -> None:
     registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("a", 1)
     with pytest.raises(ValueError, match="--kind a is registered twice") as error:
@@ -66,7 +66,7 @@ def test_a_name_that_is_taken_is_refused_with_both_places() -> None:
     assert registry["a"] == 1
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_an_error_about_an_unknown_name_lists_known_names() -> None:
     registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("cosine", 1)
     with pytest.raises(ValueError, match="--kind cosin: must be one of cosine; nearest: cosine, or give the --ext"):
@@ -81,7 +81,7 @@ class Going(Protocol):
     def __call__(self, a: int, b: int, *, c: int) -> object: ...
 
 
-def test_a_part_must_have_the_form_of_its_kind() -> None:
+def test_a_part_must_have_the_signature_of_its_kind() -> None:
     registry = Registry("--kind", Facts, protocol=Going)
     registry.register("text", "math:hypot")
     part: Any = type("Part", (), {"__init__": lambda self, a, b=0, c=0: None, "go": None})
@@ -106,7 +106,7 @@ def registries() -> list[Registry[Any, Any, ...]]:
     return list({id(part): part for part in found}.values())
 
 
-def test_every_built_in_part_has_the_form_of_its_kind() -> None:
+def test_every_built_in_part_has_the_signature_of_its_kind() -> None:
     assert len(registries()) > 10
     for registry in registries():
         assert all(registry[name] is not None for name in registry)
@@ -121,7 +121,7 @@ def test_a_lazy_part_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [registry["text"](0), registry["text"](0), checked] == [0, 0, ["text"]]
 
 
-def test_a_substitute_is_built_where_it_suits() -> None:
+def test_a_substitute_is_built_where_it_applies() -> None:
     registry: Registry[Any, NoFacts, ...] = Registry("--kind", NoFacts, protocol=object)
     registry.register("root", "math:sqrt")
     registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
@@ -129,7 +129,7 @@ def test_a_substitute_is_built_where_it_suits() -> None:
     assert registry["root"](16) == 4.0, "the name still stands for the part itself"
 
 
-def test_a_part_counts_by_what_its_constructor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_count_as_the_constructor_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm with an additional parameter must neither be counted nor exported as an RMSNorm, wherever its file is."""
     monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
     library: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_states_that_are_not_trained_are_not_parameters() -> None:
     assert model_states(GPT) == []
 
 
-def test_a_router_that_no_flag_chooses_has_no_name_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_without_a_flag_has_no_name_in_other_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ROUTERS, "_entries", dict(ROUTERS._entries))
     ROUTERS.register("own", "megatron.core.moe.router:TopKRouter", when=lambda config, number: True)
     with pytest.raises(ValueError, match="router own"):
@@ -216,7 +216,7 @@ class MakeStore(Protocol):
     def __call__(self, config: int, *, name: str) -> Store: ...
 
 
-def test_a_protocol_states_the_form_of_the_parts() -> None:
+def test_protocols_describe_registered_parts() -> None:
     scales = Registry("--scale", Facts, protocol=Scale)
     scales.register("sin", "math:sin", gated=True)
     assert scales["sin"](0.0) == 0.0
@@ -255,14 +255,14 @@ def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: di
         STORAGES.register("lacking", type("Lacking", (Storage,), methods))
 
 
-def test_a_registry_of_objects_accepts_its_class_only() -> None:
+def test_a_registry_of_objects_accepts_only_its_class() -> None:
     plain = Registry("--plain", NoFacts, protocol=Facts)
     assert plain.register("made", Facts(gated=True)).gated and plain["made"].gated
     with pytest.raises(ValueError, match="--plain called: must be a Facts, but is a type; register an instance"):
         plain.register("called", Facts)
 
 
-def test_a_router_states_its_scores_and_its_way_to_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_declares_its_scores_and_balancing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ROUTERS, "_entries", dict(ROUTERS._entries))
 
     @ROUTERS.register("own", when=lambda config, number: number > 0, scores=("own_scores",), balancings=("own_way",))

@@ -22,7 +22,7 @@ def test_the_workflow_runs_the_checks() -> None:
     assert least is not None and versions == [least[1]]
 
 
-def test_hooks_are_the_checks_without_the_tests() -> None:
+def test_hooks_run_the_checks_without_the_tests() -> None:
     (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
     checks = re.findall(r'^ *check "?([\w -]+?)"? "', (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert [hook["name"] for hook in repository["hooks"]] == checks and len(checks) == 4
@@ -46,13 +46,13 @@ def test_templates_name_what_exists() -> None:
     assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_placeholders_say_that_they_are() -> None:
+def test_placeholders_are_marked() -> None:
     for path in (".github/CODEOWNERS", "CITATION.cff"):
         assert "# Placeholder: whoever publishes" in (ROOT / path).read_text()
     assert "names no private address for reports yet" in (ROOT / "SECURITY.md").read_text()
 
 
-def test_first_changes_begin_at_files_that_exist() -> None:
+def test_suggested_first_changes_name_existing_files() -> None:
     text = (ROOT / "docs/first_changes.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert len(rows) > 6
@@ -60,7 +60,7 @@ def test_first_changes_begin_at_files_that_exist() -> None:
     assert len(named) > len(rows) and [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_proofs_name_tests_and_programs_that_exist() -> None:
+def test_proofs_name_existing_tests_and_programs() -> None:
     text = (ROOT / "docs/proof.md").read_text()
     tests = [word for command in re.findall(r"`pytest ([^`]+)`", text) for word in command.split() if "/" in word]
     programs = [f"{name.replace('.', '/')}" for name in re.findall(r"`python -m ([\w.]+)", text)]

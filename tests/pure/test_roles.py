@@ -29,7 +29,7 @@ def test_fans_divide_each_matrix_of_every_model(style: str) -> None:
         assert meta.init is not None, name
 
 
-def test_what_a_parametrization_needs_to_know() -> None:
+def test_metas_have_the_facts_that_a_parametrization_needs() -> None:
     metas, hidden, layer = metas_of("llama"), model_of("llama").hidden_size, "decoder.layers.1"
     fc1, fc2 = metas[f"{layer}.mlp.linear_fc1.weight"], metas[f"{layer}.mlp.linear_fc2.weight"]
     assert (fc1.role, fc1.fan_in, fc1.fan_out, fc1.layer, fc1.to_residual) == ("hidden", hidden, 96, 1, False)
@@ -56,7 +56,7 @@ def test_initial_values_follow_from_the_role() -> None:
         assert metas[name].init == init, name
 
 
-def test_a_role_without_initial_values_must_state_some() -> None:
+def test_a_role_without_default_initial_values_must_state_them() -> None:
     with pytest.raises(ValueError, match=r"a\.scale: the role 'vector' has no initial values; give its ParamMeta an"):
         InitPolicy().complete(ParamMeta("a.scale", (1,), role="vector"))
     with pytest.raises(ValueError, match=r"a\.scale: role 'norms' is none of embedding, hidden, "):

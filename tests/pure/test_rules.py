@@ -19,5 +19,5 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rule(case: Case) -> None:
+def test_configuration_rule(case: Case) -> None:
     check(case)

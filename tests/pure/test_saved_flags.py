@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
+def test_the_model_and_the_schedule_come_from_the_checkpoint(folder: Path) -> None:
     given = parse_args(["--lr", "1", "--hidden-size", "32", "--seq-length", "9", "--load", str(folder), *ASKS])
     config, notes = with_saved_flags(given)
     model, optimizer = config.model, config.optimizer
@@ -40,7 +40,7 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
 
 
-def test_the_tokenizer_is_the_checkpoint_s_unless_it_is_given(tmp_path: Path) -> None:
+def test_the_tokenizer_comes_from_the_checkpoint_unless_given(tmp_path: Path) -> None:
     """If the original tokenizer files are missing, the copies that the run keeps next to its checkpoints are used."""
     gone, kept, asks = tmp_path / "gone", tmp_path / "tokenizer", ["--load", str(tmp_path), ASKS[0]]
     kept.mkdir()
@@ -60,7 +60,7 @@ def test_the_tokenizer_is_the_checkpoint_s_unless_it_is_given(tmp_path: Path) ->
     assert with_saved_flags(parse_args(asks[:2]))[0].tokenizer.tokenizer_type is None
 
 
-def test_each_flag_takes_its_own_part(folder: Path) -> None:
+def test_each_flag_restores_its_part_of_the_configuration(folder: Path) -> None:
     given = parse_args(["--lr", "1", "--load", str(folder), ASKS[0]])
     config, _ = with_saved_flags(given)
     assert (config.model.num_layers, config.optimizer) == (6, given.optimizer)
@@ -82,7 +82,7 @@ def test_modules_keep_the_layer_kind_of_the_checkpoint(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_checkpoint_the_flags_hold(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_flags_apply(tmp_path: Path) -> None:
     given = parse_args(["--lr", "1", "--load", str(tmp_path), *ASKS])
     config, notes = with_saved_flags(given)
     assert config == given and "so the flags apply" in notes[0]
@@ -92,7 +92,7 @@ def test_without_a_checkpoint_the_flags_hold(tmp_path: Path) -> None:
             with_saved_flags(given)
 
 
-def test_a_damaged_checkpoint_is_passed_over(folder: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(folder: Path) -> None:
     (folder / "iter_0000009").mkdir()
     (folder / "iter_0000009" / "metadata.json").write_text("{")
     (folder / "latest_checkpointed_iteration.txt").write_text("9")

@@ -53,7 +53,7 @@ IN_TURNS = (("interleaved", 2), ("interleaved", 3), *((("zb-h2", None),) if "zb-
 
 
 @pytest.mark.parametrize(("schedule", "v"), [*IN_TURNS, ("1f1b", None), ("interleaved", 1)])
-def test_every_small_schedule_runs_in_turns(schedule, v):
+def test_every_small_schedule_runs_with_alternating_passes(schedule, v):
     for p in range(1, 7):
         if not runs_in_turns(schedule, p, v or 1):
             assert p > 1 and schedule in ("1f1b", "interleaved")
@@ -72,7 +72,7 @@ def test_every_small_schedule_runs_in_turns(schedule, v):
 @pytest.mark.parametrize(
     ("schedule", "v", "p"), [*((*each, p) for each in IN_TURNS for p in (1, 2, 4)), ("1f1b", None, 1)]
 )
-def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
+def test_alternating_passes_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     """Each additional round of micro-batches takes only its computation time, because its all-to-alls overlap."""
 
     def run(m, in_turns):
@@ -127,7 +127,7 @@ def test_bubble_of_interleaved_is_smaller_by_the_stages_on_a_rank(p, rounds, mor
         assert found.peak_activations[0] == pytest.approx(p * v * (1 + (p - 1) / (p * v)))
 
 
-def test_halves_of_the_backward_where_the_schedule_says_so():
+def test_backward_passes_are_split_where_the_schedule_says_so():
     for schedule in PIPELINE_SCHEDULES:
         kinds = {action.kind for actions in build_schedule(schedule, 3, 4) for action in actions}
         assert kinds == ({Kind.F, Kind.I, Kind.W} if splits_backward(schedule) else {Kind.F, Kind.B})
@@ -198,7 +198,7 @@ def test_an_unknown_schedule_names_the_flag(schedule, v):
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
-def test_validation_cuts_the_lists_where_no_message_is_on_its_way(schedule):
+def test_lists_are_cut_where_no_message_is_in_flight(schedule):
     for v in ANY_V.get(schedule, (None,)):
         for p, m in ((1, 3), (2, 1), (2, 5), (4, 4), (4, 9), (5, 11)):
             lists = pipeline_lists(schedule, p, m, v, validates=True)
@@ -232,7 +232,7 @@ def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
                 assert all(len(both) == 1 for both in directions.values()), f"rank {rank}"
 
 
-def test_a_schedule_that_cannot_be_called_is_refused_where_it_is_registered():
+def test_a_schedule_that_is_not_callable_is_refused_at_registration():
     def of_ranks(p):
         return [[] for _ in range(p)]
 

@@ -54,7 +54,7 @@ def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
         ShardedBoxes((4, 6), [((2, 1), torch.ones(1, 6))])
 
 
-def test_round_trip_through_boxes_that_overlap_and_change_dtype(tmp_path) -> None:
+def test_overlapping_boxes_and_dtype_changes_survive_a_round_trip(tmp_path) -> None:
     """A single load fills boxes of several dtypes that share elements and offsets."""
     values = torch.randn(4, 6)
     scalar = torch.tensor(2.5)
@@ -74,7 +74,7 @@ def test_round_trip_through_boxes_that_overlap_and_change_dtype(tmp_path) -> Non
     assert boxes[3][1].item() == values[3, 5] and loaded.item() == 2.5
 
 
-def test_replicas_that_do_not_write(tmp_path) -> None:
+def test_replicas_do_not_write(tmp_path) -> None:
     values = torch.arange(6.0)
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
         save(tmp_path, 1, {"a": ShardedBoxes((6,), [((0,), values), ((3,), values[3:])])}, {}, Axis())
@@ -96,7 +96,7 @@ def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> Non
         assert buffer[first] == -1
 
 
-def test_staged_copies_use_the_memory_taken_beforehand() -> None:
+def test_staged_copies_use_preallocated_memory() -> None:
     tensors = {
         "a": ShardedBoxes((4, 3), [((0, 0), torch.ones(4, 3))]),
         "b": ShardedBoxes((3,), [((1,), torch.ones(2))]),

@@ -64,7 +64,7 @@ def test_gradients_are_bit_identical_to_sums_from_zeros(together: bool, monkeypa
 
 @pytest.mark.parametrize("sums", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("operands", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_written_product_equals_one_added_to_zeros(sums: torch.dtype, operands: torch.dtype) -> None:
+def test_an_overwriting_gemm_equals_one_that_adds_to_zeros(sums: torch.dtype, operands: torch.dtype) -> None:
     torch.manual_seed(1)
     dy, x = torch.randn(24, 40).to(operands), torch.randn(24, 16).to(operands)
     added, written = torch.zeros(40, 16, dtype=sums), torch.full((40, 16), torch.nan, dtype=sums)

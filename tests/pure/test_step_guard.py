@@ -45,11 +45,11 @@ def test_good_steps_do_not_restore_the_allowance_before_the_window_is_full():
     assert feed(scaler, [1, 0, 0, 1, 0, 0, 0, 1, 1]) == [1024, 1024, 1024, 512, 512, 512, 1024, 1024, 512]
 
 
-def test_scale_stays_above_its_minimum():
+def test_the_loss_scale_stays_above_its_minimum():
     assert feed(DynamicLossScaler(8.0, 4.0, window=9, hysteresis=1), [1, 1, 1]) == [4, 4, 4]
 
 
-def test_state_round_trip():
+def test_the_state_survives_a_round_trip():
     scaler = DynamicLossScaler(1024.0, 1.0, window=3, hysteresis=2)
     feed(scaler, [1, 0, 0])
     other = DynamicLossScaler(2.0, 1.0, window=3, hysteresis=2)
@@ -57,7 +57,7 @@ def test_state_round_trip():
     assert feed(other, [0, 1, 1, 1]) == feed(scaler, [0, 1, 1, 1]) == [2048, 2048, 1024, 512]
 
 
-def test_which_scaler_a_run_gets():
+def test_the_flags_choose_the_loss_scaler():
     assert build_loss_scaler(OptimizerConfig(), fp16=False).scale == 1.0
     fixed = build_loss_scaler(OptimizerConfig(loss_scale=128.0), fp16=True)
     assert feed(fixed, [1, 1, 1]) == [128, 128, 128]

@@ -26,7 +26,7 @@ def looks(unsaved: bool) -> tuple[list[str | None], list[StopRequests]]:
     return found, ranks
 
 
-def test_a_state_on_no_disk_is_saved_before_the_end() -> None:
+def test_an_unsaved_state_is_saved_before_the_end() -> None:
     found, ranks = looks(unsaved=True)
     assert found == [None, None]
     assert all(not rank.tick() and rank.stopping and rank.resumes for rank in ranks)

@@ -125,18 +125,20 @@ def compare(
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
+def test_kernels_match_dense_masked_attention(
+    kernel: Kernel, groups: int, window: int | None, documents: Tensor | None
+) -> None:
     compare(kernel, groups, window, documents)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", ["flash", "narrow", "dropout, capped"])
-def test_sinks(name: str, window: int | None, documents: Tensor | None) -> None:
+def test_attention_with_sinks_matches_its_definition(name: str, window: int | None, documents: Tensor | None) -> None:
     compare(KERNELS[name], 2, window, documents, SINKS)
 
 
-def test_a_sink_far_below_all_scores_is_none() -> None:
+def test_a_sink_far_below_all_scores_has_no_effect() -> None:
     inputs, causal = operands(2), Causal(TorchKernel(SCALE))
     none = torch.full((4,), -1e4, dtype=torch.float64)
     torch.testing.assert_close(local_attention(*inputs, causal, sinks=none), local_attention(*inputs, causal))
@@ -148,7 +150,7 @@ def test_a_sink_far_below_all_scores_is_none() -> None:
     ids=["flash", "torch", "alibi"],
 )
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
-def test_lower_precision(kernel: Kernel, dtype: torch.dtype, tol: float) -> None:
+def test_lower_precision_is_close_to_fp64(kernel: Kernel, dtype: torch.dtype, tol: float) -> None:
     inputs = operands(2, dtype)
     exact = tuple(x.detach().double().requires_grad_() for x in inputs)
     out = local_attention(*inputs, Causal(kernel, document_starts(DOCUMENTS.tolist()), 9))
@@ -168,7 +170,7 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
     torch.testing.assert_close(lse.squeeze().double(), expected, rtol=1e-6, atol=0)
 
 
-def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tile of packed documents is the longest document. A tile has at most as many queries as the kernel
     accepts. No pair whose key comes after its query is computed outside the diagonal tiles."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
@@ -232,7 +234,7 @@ def varlen_backward(
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_tiles_packed_for_gpus(
+def test_packed_tiles_match_dense_masked_attention(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test passes the same packing and windows as for the GPU kernel to the kernel's definition."""

@@ -15,7 +15,7 @@ def build(kind, vocab_size=None, **kwargs):
 
 
 @given(UNICODE)
-def test_bytes_lose_nothing(text):
+def test_byte_tokens_are_lossless(text):
     tokenizer = build("ByteTokenizer")
     ids = tokenizer.tokenize(text)
     assert ids == list(text.encode())

@@ -100,7 +100,7 @@ def test_one_module_uses_private_names_of_torch() -> None:
     assert found == {}, "give these names a function or an alias in megatron/core/torch_private.py"
 
 
-def test_every_kind_of_use_is_found() -> None:
+def test_every_kind_of_use_is_detected() -> None:
     source = """
 import torch._dynamo
 import torch.distributed as dist
@@ -172,7 +172,7 @@ def test_private_names_behave_as_described() -> None:
     torch_private.preload_compiler()
 
 
-def test_the_memory_of_a_tensor_is_freed_and_taken_again() -> None:
+def test_tensor_memory_can_be_freed_and_allocated_again() -> None:
     x = torch.ones(8)
     torch_private.resize_storage(x, 0)
     assert x.untyped_storage().nbytes() == 0

@@ -49,7 +49,7 @@ sys.exit("\\n".join(failed) or 0)
 """
 
 
-def test_what_plans_and_schedules_need_imports_without_torch() -> None:
+def test_planning_modules_import_without_torch() -> None:
     there = {folder: names.split() for folder, names in WITHOUT_TORCH.items() if (ROOT / folder).is_dir()}
     modules = [f"{folder.replace('/', '.')}.{name}" for folder, names in there.items() for name in names]
     python_apart("-c", BLOCK_TORCH, *modules, "pretrain_gpt", code=0)
@@ -69,7 +69,7 @@ def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> Non
     assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
 
 
-def test_ruff_looks_at_every_folder() -> None:
+def test_ruff_checks_every_folder() -> None:
     """ruff's default would also skip tests/dist."""
     shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT), code=0)
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
@@ -98,7 +98,7 @@ def test_every_module_is_in_a_layer() -> None:
     assert [layer for layer in named if layer not in there] == [], "these layers hold nothing"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     """Imports within functions or under TYPE_CHECKING count too."""
     graph, known = grimp.build_graph("megatron", cache_dir=None), modules().keys()
     arrows = {name: graph.find_modules_directly_imported_by(name) & known for name in known}
@@ -169,7 +169,7 @@ def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list
     return dotted + [name for name in CAMEL.findall(text) if name not in known and not name.startswith("My")]
 
 
-def test_names_that_docstrings_cite_exist() -> None:
+def test_names_cited_in_docstrings_exist() -> None:
     library = trees("megatron")
     known = {name for tree in (library | trees("tools")).values() for name in names_in(tree)}
     dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in library}
@@ -221,7 +221,7 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
     assert not found, "\n".join(found)
 
 
-def test_nothing_but_tests_replaces_attributes_by_mocks() -> None:
+def test_only_tests_replace_attributes_with_mocks() -> None:
     """Behaviour that varies, such as the device of a plan, must be an argument. Only `megatron.training.foreign`
     replaces functions of other libraries."""
     files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
@@ -285,7 +285,7 @@ def test_files_are_short() -> None:
     assert {name: number for name, number in lines.items() if number > 450} == {}, "split them by subject"
 
 
-def test_functions_fit_on_a_screen() -> None:
+def test_functions_are_short() -> None:
     """Lines of signatures, docstrings and nested functions count."""
     found = [
         f"{place(path, function)}: {name} has {lines} lines"

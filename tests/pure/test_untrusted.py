@@ -45,7 +45,7 @@ def test_a_malformed_record_is_refused_with_the_reason(text: str, why: str) -> N
 
 
 @pytest.mark.parametrize("at", ["Infinity", "NaN", "1e999", "true", f"1{'0' * 400}"])
-def test_times_are_finite(at: str) -> None:
+def test_non_finite_times_are_refused(at: str) -> None:
     failure = json.dumps(asdict(Failure(1, "rank 1", "step 3", "an error", "what", "advice", at=1.0)))
     assert parse_record(Failure, failure).at == 1.0
     with pytest.raises(ValueError, match=r"at is .*, not of type float"):
@@ -53,7 +53,7 @@ def test_times_are_finite(at: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.0", "x", "²", "9" * 5000, " 1"])
-def test_whole_numbers(text: str) -> None:
+def test_only_whole_numbers_are_accepted(text: str) -> None:
     assert parse_integer("12") == 12
     with pytest.raises(ValueError, match="must be a whole number"):
         parse_integer(text)
@@ -99,7 +99,7 @@ def test_causes_of_unknown_ranks_and_requests_of_unknown_kinds_are_ignored() -> 
         board.peers.clear()
 
 
-def test_ranks_agree_on_a_request_though_others_write_to_the_store() -> None:
+def test_ranks_agree_on_a_request_even_if_strangers_write_to_the_store() -> None:
     store = dist.HashStore()
     boards, requests = [Board(store, Launch(rank, 2)) for rank in range(2)], [StopRequests() for _ in range(2)]
     for _ in range(3):

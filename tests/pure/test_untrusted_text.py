@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_configuration_of_this_kind_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_hostile_configurations_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
     text, said = REFUSED[name]
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -57,14 +57,14 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("text", ENTRIES)
-def test_a_value_of_another_kind_is_refused_with_its_key(text: str, tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_its_key(text: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     (problem,) = read_flags(["--config", str(file)]).problems
     assert ENTRIES[text] in str(problem)
 
 
-def test_plain_files_are_read_as_before(tmp_path: Path) -> None:
+def test_plain_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("lr: &rate 1e-3\nmin-lr: *rate\nswiglu: yes\ndata-path: [0.5, a, true]\nseed: ~\n")
     reader = read_flags(["--config", str(file)])
@@ -126,7 +126,7 @@ def metadata_of(folder: Path, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_saved_value_of_another_type_is_refused_with_its_file_and_field(name: str, tmp_path: Path) -> None:
+def test_a_saved_value_of_a_wrong_type_is_refused_with_file_and_field(name: str, tmp_path: Path) -> None:
     section, values, said = TYPES[name]
     sections: dict[str, Any] = {"model": {}, "optimizer": {}, "training": {}}
     metadata_of(tmp_path, {"config": sections | {section: values}})
@@ -135,7 +135,7 @@ def test_a_saved_value_of_another_type_is_refused_with_its_file_and_field(name: 
     assert said in str(found.value) and "\n" not in str(found.value)
 
 
-def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) -> None:
+def test_model_of_run_is_checked_and_valid_values_are_used(tmp_path: Path) -> None:
     config = values_by_section(RunConfig()) | {"gone": {"of_an_older_version": [{}]}}
     whole = {"model": config["model"] | {"num_layers": 2.0}}
     metadata_of(tmp_path, {"config": config | whole, "model_of_run": {"num_layers": 2}})
@@ -148,7 +148,7 @@ def test_model_of_run_is_checked_too_and_saved_values_are_taken(tmp_path: Path) 
             check_types({"config": config, "model_of_run": wrong}, tmp_path)
 
 
-def test_texts_that_are_not_numbers_are_refused_with_a_plain_message() -> None:
+def test_texts_that_are_not_numbers_are_refused_with_a_clear_message() -> None:
     with pytest.raises(ValueError, match="is not a list of numbers"):
         layer_numbers("[64]\udcff", 1)
     (problem,) = read_flags(["--lr", "1_000"]).problems

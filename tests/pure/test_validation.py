@@ -49,7 +49,7 @@ def test_one_expert_is_a_dense_mlp() -> None:
         assert resolve(config, 1).model.num_experts == 1
 
 
-def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
+def test_every_path_flag_declares_whether_it_accepts_urls() -> None:
     named = re.compile(r"_(path|paths|dir|file)$|^(save|load|valid|extension|sample_log|eval_tasks|tokenizer_model)$")
     flags = [flag for flag in all_flags() if flag.kind is str and (flag.spec.path or named.search(flag.field))]
     local = [flag for flag in flags if flag.spec.path == "local"]
@@ -116,7 +116,7 @@ def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: 
         assert resolved.training.global_batch_size
 
 
-def test_a_linear_attention_of_an_extension_sees_its_own_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extensions_linear_attention_sees_only_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MIXERS, "_entries", dict(MIXERS._entries))
     for name, whole in (("own", False), ("own_whole", True)):
         MIXERS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
@@ -124,7 +124,7 @@ def test_a_linear_attention_of_an_extension_sees_its_own_rank_only(monkeypatch: 
         assert any("its layers see the tokens of their own rank only" in problem for problem in found) != whole
 
 
-def test_resolve_fills_what_follows() -> None:
+def test_resolve_fills_derived_values() -> None:
     config = resolve(parse_args(argv("--tp 2 --micro-batch-size 2 --swiglu")), 8)
     assert config.parallel.data_parallel_size == 4
     assert (config.training.global_batch_size, config.training.num_microbatches) == (8, 1)
@@ -201,7 +201,7 @@ def numberless(rule: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", rule)
 
 
-def test_the_nearest_values_of_the_tables_are_legal() -> None:
+def test_the_nearest_values_in_the_tables_are_valid() -> None:
     tables = sorted([*TESTS.glob("pure/rules/*.txt"), *TESTS.glob("extensions/*/rules.txt")])
     cases = [case for table in tables for case in rules.read_table(table) if case.told]
     tried = 0
@@ -250,7 +250,7 @@ SWITCHES = ("--sequence-parallel", "--group-query-attention", "--disable-bias-li
 @example(("--num-attention-heads 12", "--hidden-size 16", "--tp 5"), ["--bf16 --fp8-format e4m3"], 5)
 @example(("--num-query-groups 5", "--num-attention-heads 12", "--tp 3"), ["--group-query-attention"], 3)
 @example(("--seq-length 16", "--cp 3"), ["--bf16 --fp8-format e4m3"], 3)
-def test_the_nearest_values_are_legal(sizes: tuple[str, ...], switches: list[str], world_size: int) -> None:
+def test_the_nearest_values_are_valid(sizes: tuple[str, ...], switches: list[str], world_size: int) -> None:
     assert broken_remedies(argv(" ".join([*sizes, *switches])), world_size) == []
 
 
@@ -271,7 +271,7 @@ def test_the_nearest_values_are_legal(sizes: tuple[str, ...], switches: list[str
         ("--seq-length 14 --cp 3 --bf16 --fp8-format e4m3 --hidden-size 192", 3, "nearest: 48"),
     ],
 )
-def test_remedies_name_what_can_be_done(flags: str, ranks: int, remedy: str) -> None:
+def test_remedies_are_possible(flags: str, ranks: int, remedy: str) -> None:
     config = parse_args(argv(flags))
     found = with_legal_values(validate(config, ranks), config, lambda config: validate(config, ranks))
     assert any(each.remedy.startswith(remedy) for each in found), [*map(str, found)]

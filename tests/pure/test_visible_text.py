@@ -16,7 +16,7 @@ TITLE = "\x1b]0;owned\x07"
 """Escape sequence that renames the window of a terminal."""
 
 
-def test_control_characters_are_shown_and_text_stays() -> None:
+def test_control_characters_are_shown_and_text_is_unchanged() -> None:
     assert visible(f"a{TITLE}b\r\x9b\x7f\0") == r"a\x1b]0;owned\x07b\x0d\x9b\x7f\x00"
     assert visible("plain\tüñ 漢字 😀\n") == "plain\tüñ 漢字 😀\n"
     assert visible("right\u202eto left\u2066") == r"right\u202eto left\u2066"
@@ -31,7 +31,7 @@ def test_a_problem_is_one_line_of_bounded_length() -> None:
     assert str(Problem("--lr", None, "rule", "remedy")) == "--lr: rule; remedy"
 
 
-def test_reports_of_failures_show_them() -> None:
+def test_failure_reports_show_control_characters() -> None:
     failure = Failure(0, f"rank 0 on {TITLE}", "step", TITLE, f"ValueError: {TITLE}", "look")
     assert "\x1b" not in failure.text() + failure.line() and r"\x1b]0;owned\x07" in failure.text()
 
@@ -42,14 +42,14 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("write", ["\r 10%|#  | step\x1b[K", "\n\x1b[A", "\x1b[A", "\r", "\n", "\n\n", "done\n"])
-def test_progress_bars_still_move(write: str) -> None:
+def test_cursor_movements_of_progress_bars_are_kept(write: str) -> None:
     stream = io.StringIO()
     VisibleStream(stream).write(write)
     assert stream.getvalue() == write
 
 
 @pytest.mark.parametrize("write", [f"\r 10% {TITLE}", "x\x1b[A", "name\rother", "\x1b[2J", "a\x1b[Kb"])
-def test_values_in_a_progress_bar_do_not(write: str) -> None:
+def test_values_in_a_progress_bar_are_escaped(write: str) -> None:
     stream = io.StringIO()
     VisibleStream(stream).write(write)
     assert not {"\x1b", "\x07"} & set(stream.getvalue()) and "\r" not in stream.getvalue()[1:]
@@ -62,7 +62,7 @@ def test_generated_text_is_exact_in_files_and_visible_on_a_terminal() -> None:
     assert exact(sys.stdout) is sys.stdout
 
 
-def test_output_is_visible_within_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_shown_within_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         print(TITLE)
         raise ValueError(f"--input {TITLE}: no such file")

@@ -75,12 +75,12 @@ def test_values_that_are_not_finite_are_counted() -> None:
     assert judge(wrong, right(), ALLOWED).cause == "2 of 384 values are not finite"
 
 
-def test_a_factor_of_one_number_is_no_cause_unless_it_is_a_fraction() -> None:
+def test_an_arbitrary_factor_of_a_scalar_is_not_a_cause() -> None:
     one = torch.ones(1, dtype=torch.float64)
     assert judge(one / 2, one, ALLOWED).explained and not judge(-1.975 * one, one, ALLOWED).explained
 
 
-def test_parts_of_sequences_and_of_samples() -> None:
+def test_sequence_parts_are_described() -> None:
     remarks = dict(sequence_parts(8))
     assert remarks[(4, 5, 6, 7)] == " (block 1 of 2)" and remarks[(7,)] == " (block 7 of 8)"
     assert remarks[(0, 1, 6, 7)] == " (rank 0 of 2 that divide it in zig-zag)" and remarks[(1, 2, 3)] == ""

@@ -23,7 +23,7 @@ DOCUMENTS = [[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2]]
         pytest.param({"cu_seqlens": np.array([[0, 2, 6, -1], [0, 4, 5, 6]])}, id="starts, padded with -1"),
     ],
 )
-def test_documents_are_read_in_each_form(documents: dict[str, NDArray]) -> None:
+def test_documents_are_read_in_every_format(documents: dict[str, NDArray]) -> None:
     found = Batch.of_arrays(TOKENS | documents).document_ids
     assert found is not None
     assert [[int(id != row[0]) for id in row] for row in found] == [[int(id > 0) for id in row] for row in DOCUMENTS]
@@ -88,7 +88,7 @@ def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, NDArray], me
         Batch.read(tmp_path / "batch.npz")
 
 
-def test_a_file_that_is_no_batch_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.npz does not exist; write it with numpy.savez"):
         Batch.read(tmp_path / "none.npz")
     (tmp_path / "text.npz").write_text("no archive")

@@ -129,7 +129,7 @@ def test_flags_without_effect_are_refused(inputs: Path, flags: str, message: str
         referee.main([*(word for pair in given.items() for word in pair), "--", *flags.split()])
 
 
-def test_flags_of_losses_have_an_effect(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loss_flags_have_an_effect(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The reference's gradients with a load-balancing loss differ from those without this loss."""
     given = ["--model", str(inputs / "experts"), "--batch", str(inputs / "batch.npz"), "--computed-in", "fp32"]
     given += ["--gradients", str(inputs / "experts")]

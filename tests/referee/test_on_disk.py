@@ -21,7 +21,7 @@ load()
 LAYERS = (2, 14)
 
 
-def test_large_tensors_are_in_files() -> None:
+def test_large_tensors_are_kept_in_files() -> None:
     with LargeTensorsOnDisk():
         large, small = torch.full((300, 300), 2.5, dtype=torch.float64), torch.zeros(9)
         ones, empty = torch.ones(90_000), torch.empty(300, 300, device="cpu")
@@ -30,7 +30,7 @@ def test_large_tensors_are_in_files() -> None:
     assert torch.zeros(90_000).untyped_storage().filename is None
 
 
-def test_what_autograd_keeps_is_in_files() -> None:
+def test_saved_activations_are_kept_in_files() -> None:
     weight = torch.randn(300, 300, requires_grad=True)
     grads = []
     for _ in range(2):

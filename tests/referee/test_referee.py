@@ -129,7 +129,7 @@ def test_correct_experts_pass(mixtral: Other) -> None:
     assert mixtral.judged()["equal"]
 
 
-def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_averaged_over_an_additional_axis_are_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
     def halve(gradients: dict[str, Tensor]) -> None:
         for each in gradients.values():
             each /= 2
@@ -138,7 +138,7 @@ def test_gradients_averaged_over_one_axis_too_many(llama: Other, capsys: pytest.
     assert "all gradients share it: is 1/2 times as large" in capsys.readouterr().out
 
 
-def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) -> None:
+def test_a_norm_gradient_without_the_tokens_of_another_rank_is_named(llama: Other) -> None:
     """The fault is a missing all-reduce of norm gradients under sequence parallelism: the first of two ranks has only
     its half of the sequence."""
     norm = llama.model.model.layers[1].post_attention_layernorm
@@ -167,7 +167,7 @@ def test_a_norm_gradient_that_misses_the_tokens_of_another_rank(llama: Other) ->
     ],
     ids=["heads", "features of an MLP"],
 )
-def test_features_whose_sum_a_norm_did_not_get(
+def test_a_norm_gradient_without_the_features_of_another_rank_is_named(
     llama: Other, last: str, norm: str, ours: str, features: tuple[int, int]
 ) -> None:
     """The fault is a missing all-reduce of a norm gradient under tensor parallelism: the second of two ranks has only
@@ -193,7 +193,7 @@ def test_features_whose_sum_a_norm_did_not_get(
     assert cause == f"is summed over {inputs} (block 1 of 2) alone"
 
 
-def test_an_expert_without_a_gradient(mixtral: Other) -> None:
+def test_an_expert_without_a_gradient_is_named(mixtral: Other) -> None:
     def forget(gradients: dict[str, Tensor]) -> None:
         for name in (name for name in gradients if "layers.1" in name and "down_proj" in name):
             gradients[name][3] = 0
@@ -202,7 +202,7 @@ def test_an_expert_without_a_gradient(mixtral: Other) -> None:
     assert name.startswith("decoder.layers.1.mlp.experts") and cause == "block 3 of 4 of dim 0 is zero"
 
 
-def test_a_shard_that_counts_twice(llama: Other) -> None:
+def test_a_shard_that_counts_twice_is_named(llama: Other) -> None:
     found = llama.judged(lambda gradients: gradients["model.layers.0.mlp.down_proj.weight"][:, 24:].mul_(2))
     assert first(found) == (
         "decoder.layers.0.mlp.linear_fc2.weight",
@@ -210,7 +210,7 @@ def test_a_shard_that_counts_twice(llama: Other) -> None:
     )
 
 
-def test_gate_and_up_are_swapped(llama: Other) -> None:
+def test_swapped_gate_and_up_are_named(llama: Other) -> None:
     def swap(gradients: dict[str, Tensor]) -> None:
         names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
         gradients[names[0]], gradients[names[1]] = (gradients[name] for name in reversed(names))
@@ -220,7 +220,7 @@ def test_gate_and_up_are_swapped(llama: Other) -> None:
     assert cause == "the 2 blocks of dim 0 are in the order 1, 0"
 
 
-def test_a_micro_batch_is_lost(llama: Other) -> None:
+def test_a_lost_micro_batch_is_named(llama: Other) -> None:
     """The fault is that the gradients of the second of two micro-batches overwrite those of the first."""
     alone: dict[str, Tensor] = {}
 
@@ -238,7 +238,7 @@ def test_a_micro_batch_is_lost(llama: Other) -> None:
     )
 
 
-def test_a_wrong_gradient_of_an_input_spoils_what_follows(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_input_gradient_is_named_first(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
     attention = llama.model.model.layers[1].self_attn
     with attention.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0], *grads[1:])):
         found = llama.judged()
@@ -254,7 +254,7 @@ def test_a_wrong_forward_pass_shows_in_the_loss(llama: Other, capsys: pytest.Cap
     assert "differs from" in capsys.readouterr().out
 
 
-def test_missing_parts_of_a_dump_are_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_of_a_dump_are_named(llama: Other, capsys: pytest.CaptureFixture[str]) -> None:
     found = llama.judged(lambda gradients: gradients.pop("model.layers.0.self_attn.k_proj.weight"))
     assert found["equal"] and found["missing"] == ["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert "the dump has none of 1 parameters" in capsys.readouterr().out

@@ -33,7 +33,7 @@ DROPOUTS = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "eos_token
         pytest.param(lambda: GPT2LMHeadModel(GPT2Config(**LEARNED, **DROPOUTS)), id="a table of positions"),
     ],
 )
-def test_documents_of_transformers_are_judged(model: type[PreTrainedModel], tmp_path: Path) -> None:
+def test_packed_documents_of_transformers_are_judged(model: type[PreTrainedModel], tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = saved(model(), tmp_path)  # type: ignore[call-arg]
     other.model.config.use_cache = False  # as in Trainer; with a cache, attention would cross documents
@@ -84,7 +84,7 @@ def test_a_dumped_step_of_several_documents_is_judged(tmp_path: Path, corpus: st
     assert referee.main(["--step", str(step)]) == 0
 
 
-def test_samples_of_a_checkpoint_are_those_of_its_run(
+def test_a_checkpoint_gives_the_samples_of_its_run(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = dumped(tmp_path / "step", corpus, "--reset-attention-mask", "--seed", "7")
@@ -107,7 +107,7 @@ def test_samples_of_a_checkpoint_are_those_of_its_run(
             referee.main([*given, *chosen])
 
 
-def test_samples_of_flags_are_read_for_any_model(tmp_path: Path, corpus: str) -> None:
+def test_data_flags_give_samples_for_any_model(tmp_path: Path, corpus: str) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
     model.save_pretrained(tmp_path / "model")

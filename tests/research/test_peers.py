@@ -27,7 +27,7 @@ def test_every_package_is_pinned() -> None:
     assert not [line for line in lines if line.startswith("-")], "this program's own pins differ from those of litgpt"
 
 
-def test_our_model_has_as_many_parameters() -> None:
+def test_our_model_has_the_same_number_of_parameters() -> None:
     style = STYLES["llama"]
     config = resolve(parse_args([*flags(style, "float32", False), "--make-vocab-size-divisible-by", "128"]), 1)
     assert count_parameters(config.model).total == style.parameters
@@ -70,7 +70,7 @@ def test_mixers_are_compared_in_models_of_one_size(family: str) -> None:
     assert count_parameters(config_from_hf(stated.to_dict())).total == expected
 
 
-def test_mixers_take_turns(capfd: pytest.CaptureFixture[str]) -> None:
+def test_mixers_are_timed_in_turns(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert mixers.main("--only lfm2 --seq-length 32 --rounds 1 --threads 1".split()) == 0
     assert re.search(r"ours .* tokens/s +[\d.]+ x transformers +[\d.]+ x products", capfd.readouterr().out)

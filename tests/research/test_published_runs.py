@@ -10,7 +10,7 @@ from research.published_programs import Program, attention_with_scores
 from research.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 
-def test_published_runs_that_cost_little() -> None:
+def test_cheap_published_runs_are_predicted_within_their_error() -> None:
     """For the whole table, which takes a minute, run python research/published_runs.py."""
     every = list(published_runs())
     assert len(every) > 60 and sum(run.fit for run in every) == 13
@@ -20,7 +20,7 @@ def test_published_runs_that_cost_little() -> None:
     assert all(abs(each.error) < 0.08 for each in found)
 
 
-def test_programs_that_keep_scores_and_add_apart() -> None:
+def test_programs_that_keep_scores_and_add_gradients_separately() -> None:
     """Both passes do twice the FLOPs of a causal kernel that does not recompute scores. The additional bytes count."""
     heads, length, width = 6, 512, 64
     pairs = heads * length**2 / 2
@@ -45,7 +45,7 @@ def test_programs_that_keep_scores_and_add_apart() -> None:
     assert Program(loss_in_passes=True).passes(head, False) == head
 
 
-def test_published_memory_of_a_pipeline() -> None:
+def test_the_planned_memory_matches_a_published_pipeline() -> None:
     """For all rows, run python research/published_runs.py --memory."""
     every = list(published_runs(MEMORY))
     assert all(run.published.keys() == {"memory"} for run in every)

@@ -28,6 +28,6 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
         referee.run_ranks([waits, waits], os.environ)
 
 
-def test_a_fault_is_of_the_program() -> None:
+def test_a_fault_must_belong_to_the_program() -> None:
     with pytest.raises(SystemExit):
         referee.main(["trainer", "--fault", "norms"])

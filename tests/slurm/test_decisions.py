@@ -103,7 +103,7 @@ def test_each_exit_decides_whether_the_job_is_requeued(batch: Batch, ends: str, 
     ("why", "loads", "code", "back"),
     [("--exit-duration-in-mins 30.0", None, 75, True), ("--exit-duration-in-mins 30.0", "/elsewhere", 0, False)],
 )
-def test_a_run_that_its_duration_has_ended_resumes(
+def test_a_run_that_reached_its_duration_resumes(
     batch: Batch, why: str, loads: str | None, code: int, back: bool
 ) -> None:
     environ = {} if loads is None else {"LOADS": loads}
@@ -192,7 +192,7 @@ def test_a_task_of_an_array_requeues_only_itself(batch: Batch) -> None:
     assert (batch.folder / "requeued").read_text() == "5_3\n"
 
 
-def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
+def test_the_step_receives_variables_that_slurm_does_not_pass_on(batch: Batch) -> None:
     batch.start("DONE")
     times = [int(time.mktime((2026, 1, 1, hour, 0, 0, 0, 0, -1))) for hour in (0, 1)]
     assert (batch.folder / "environment").read_text().split() == [*map(str, times), "6"]
@@ -207,7 +207,7 @@ def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
         ("BAD_CONFIGURATION", 75, True, "requeues the job, to resume from iteration 10"),
     ],
 )
-def test_a_job_that_loses_a_node_goes_on_with_the_others(
+def test_a_job_that_loses_a_node_continues_with_the_others(
     batch: Batch, then: str, code: int, back: bool, said: str
 ) -> None:
     lost = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3", "LEFT": "node[1,3]", "THEN": then}

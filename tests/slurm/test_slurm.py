@@ -142,7 +142,7 @@ def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job
         ("restarts", "start 1: done", 0),
     ],
 )
-def test_other_ends_of_a_start(
+def test_other_exits_of_a_start(
     more_jobs: dict[str, Job], undisturbed: Path, name: str, said: str, restarts: int
 ) -> None:
     job = more_jobs[name]

@@ -15,7 +15,7 @@ from tests.parity.mutants import Mutant, planted
 
 def finds_a_product() -> None:
     tensor = "decoder.layers.0.self_attention.linear_qkv"
-    test_audit.test_a_flipped_bit_is_found_and_the_rank_named("", 2, Flip("product", 1), OUTPUT, tensor)
+    test_audit.test_a_flipped_bit_is_detected_and_the_rank_named("", 2, Flip("product", 1), OUTPUT, tensor)
 
 
 def is_no_source() -> None:

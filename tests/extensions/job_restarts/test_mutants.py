@@ -58,13 +58,13 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], object]]] = {
         "training.reliability.stop_requests.StopRequests.decide",
         "self._ticks += unsaved",
         "self._ticks += 0",
-        test_stop_requests.test_a_state_on_no_disk_is_saved_before_the_end,
+        test_stop_requests.test_an_unsaved_state_is_saved_before_the_end,
     ),
     "a rank joins the store of another run": (
         "training.reliability.rank_store._check_run",
         "if found != run:",
         "if False:",
-        test_rank_store.test_a_rank_that_meets_the_store_of_another_run_ends,
+        test_rank_store.test_a_rank_that_reaches_the_store_of_another_run_exits,
     ),
 }
 
