@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
     """Yield a temporary folder beside `final`, and rename it to `final` if the body succeeds.
 
-    If the body fails, the temporary folder is deleted. The next conversion deletes the remains of a killed process.
-    `final` is never half-written. With `force`, an existing model folder is replaced; otherwise, ValueError is raised
-    if `final` exists.
+    If the body fails, the temporary folder is deleted. If the process is killed, the next conversion deletes the
+    folder. `final` therefore never contains a partial output. Raises ValueError if `final` exists, unless it contains a
+    model and `force` permits replacing it.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")
@@ -57,9 +57,9 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
 
 
 def refuse(final: Path, force: bool | None) -> None:
-    """Raise ValueError if `final` must not or cannot be written.
+    """Raise ValueError if `final` cannot be written or must not be replaced.
 
-    `force` permits replacing a model folder, but nothing else; it is None if the program has no flag --force.
+    `force` permits replacing a model folder, but no other folder. It is None if the program has no flag --force.
     """
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
@@ -91,7 +91,7 @@ def _publish(scratch: Path, final: Path, force: bool | None) -> None:
 
 @contextmanager
 def _locked(folder: Path, final: Path) -> Iterator[None]:
-    """Hold a lock on a folder. Raises ValueError if another process holds it."""
+    """Hold a lock on a folder. Raises ValueError if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: PurePath, flag: str = "--input") -> Format:
-    """Return the format of the checkpoint in a folder. Raises ValueError, which names `flag`, if there is none."""
+    """Return the format of the checkpoint in a folder. If there is none, raises a ValueError that names `flag`."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):
@@ -117,7 +117,7 @@ def recognize(path: PurePath, flag: str = "--input") -> Format:
 
 
 def formats() -> dict[str, Format]:
-    """Return the formats by name, ours first."""
+    """Return the formats by name. This program's format comes first."""
     others = [kind for kind in map(PATH_KINDS.__getitem__, PATH_KINDS) if isinstance(kind, Format)]
     return {each.format: each for each in (DCPFormat(), *others)}
 
@@ -134,13 +134,13 @@ class Input:
 
     @classmethod
     def at(cls, path: PurePath, flag: str = "--input") -> Input:
-        """Return the model in a folder, which `flag` names. Raises ValueError if the folder contains no model."""
+        """Return the model in a folder. If the folder contains no model, raises a ValueError that names `flag`."""
         kind = recognize(path, flag)
         return cls(kind.format, (path,), partial(kind.open, path))
 
 
 class Conversion:
-    """Planned conversion of a folder or of another `Input`."""
+    """Planned conversion of a folder or an `Input`."""
 
     def __init__(
         self, given: PurePath | Input, output: Path, to: str | None, options: Options, force: bool | None = False
@@ -179,7 +179,7 @@ class Conversion:
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
         """Convert with `workers` processes. `show` is called with the number of bytes written so far.
 
-        Raises ValueError or CheckpointError, and then leaves the output folder unchanged.
+        If it raises ValueError or CheckpointError, the output folder is unchanged.
         """
         try:
             with new_folder(self.output, self.force) as folder:
@@ -199,7 +199,7 @@ class Conversion:
         """Return a one-line message about a file that cannot be read or written, for example because of a full or
         faulty disk, or missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # a tensor could not be read while a checkpoint was written
+        if isinstance(cause, ValueError):  # reading a tensor failed while a checkpoint was being written
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)
@@ -251,7 +251,7 @@ def _counted(show: Callable[[int], None]) -> Written:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Parse the torch name of a weight dtype. Raises ValueError for another name."""
+    """Parse the torch name of a weight dtype. Raises ValueError for any other name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in names:
         raise ValueError(f"{name!r} must be one of {', '.join(names)}")

@@ -46,13 +46,13 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class DCPSource(Source):
-    """Open checkpoint whose files have been verified: the given one, or the latest one in a folder."""
+    """Open checkpoint with verified files: the given checkpoint, or the latest one in the given folder."""
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
         checkpoint = choose_checkpoint(path, Axis(), remarks.append)
         if checkpoint is None:
-            raise ValueError(f"{path} holds no checkpoint")
+            raise ValueError(f"{path} contains no checkpoint")
         self.checkpoint, self.notes = checkpoint, tuple(remarks)
         load_saved_extensions(checkpoint.payload, checkpoint.folder)
         self.config = saved_config(checkpoint)
@@ -91,8 +91,9 @@ class DCPSource(Source):
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """Return a whole parameter.
 
-        In the stored dtype, this is the model's parameter; in another dtype, it is the optimizer's main parameter if
-        there is one. If averages were requested, it is the averaged value for trained parameters.
+        If the wanted dtype is the stored dtype, this is the model's parameter. For any other dtype, it is the
+        optimizer's main parameter if there is one. If averages were requested, trained parameters are read from the
+        averages.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))
@@ -102,7 +103,7 @@ class DCPSource(Source):
         return self.checkpoint.read(key).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Do nothing: checksums were verified when the checkpoint was opened."""
+        """Do nothing, because the checksums were verified when the checkpoint was opened."""
 
     def training(self) -> TrainingState | None:
         tensors = self.checkpoint.tensors
@@ -128,8 +129,8 @@ class DCPSource(Source):
 
 
 class DCPTarget(Target):
-    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. Unless training state is copied, the
-    checkpoint contains only weights, as of iteration 0."""
+    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. Unless the training state is copied, the
+    checkpoint contains only weights and its iteration is 0."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options

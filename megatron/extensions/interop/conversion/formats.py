@@ -1,9 +1,9 @@
 """Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
 
-A format provides a `Source`, a `Target`, or both. They exchange parameters under our names (`ParamMeta.name`): a source
-reads whole parameters, and a target requests one parameter after another and drops each one once it is written. A
-source also provides the tokenizer files of the model's folder, under Hugging Face's names. This module does not import
-torch.
+A format provides a `Source`, a `Target`, or both. They exchange parameters under this program's names
+(`ParamMeta.name`). A source reads whole parameters. A target requests the parameters one by one, and frees each
+parameter after writing it. A source also provides the tokenizer files of the model's folder, under Hugging Face's
+names. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Options:
     """True to omit the optimizer's state and the run's progress."""
 
     weights: str | None = None
-    """Source in our format: callback state to use instead of the trained weights, such as an average.
-
-    The form is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
+    """Source in this program's format: callback state to use instead of the trained weights, such as an average. The
+    form is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
     """
 
     make_vocab_size_divisible_by: int = 128
@@ -58,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state of a source in addition to the model's weights, from which a run can resume where another run
+    """Training state of a source, without the model's weights. With this state, a run can resume where another run
     stopped."""
 
     progress: Progress
@@ -69,10 +68,10 @@ class TrainingState:
     """Kinds of optimizer state: "main_param", "exp_avg" and so on."""
 
     read: Callable[[str, str], Tensor]
-    """Maps (kind, parameter name) to the whole state."""
+    """Function that returns the whole state of a (kind, parameter name)."""
 
     dtype: Callable[[str, str], torch.dtype]
-    """Maps (kind, parameter name) to the dtype in which `read` returns the state."""
+    """Function that returns the dtype in which `read` returns the state of a (kind, parameter name)."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     """State of the fp16 loss scaler: "scale", and for a dynamic loss scaler "good_steps" and "allowance"."""
@@ -101,7 +100,8 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Return True if a value is a token id, or a list of token ids: several tokens may end a text."""
+    """Return True if a value is a token id or a list of token ids. A list is valid because several tokens may end a
+    text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
@@ -110,19 +110,20 @@ class Source(ABC):
     expressed."""
 
     config: RunConfig
-    """Configuration of the model, tokenizer and number format; other sections are meaningless."""
+    """Configuration of the model, the tokenizer and the number format. All other sections are meaningless."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of the model's untrained tensors that the source contains; a target initializes the missing ones."""
+    """Names of the model's untrained tensors that the source contains. A target initializes the tensors that the source
+    lacks."""
 
     origin: Origin = Origin()
-    """Hugging Face model from which the weights came; without a family if there is no such model."""
+    """Hugging Face model from which the weights were loaded. Its family is None if there is no such model."""
 
     side_files: Mapping[str, Path] = {}
-    """Tokenizer and generation files to copy, by their names in a Hugging Face folder."""
+    """Maps the names of tokenizer and generation files in a Hugging Face folder to the files to copy."""
 
     notes: tuple[str, ...] = ()
     """Messages for the user."""
@@ -131,7 +132,7 @@ class Source(ABC):
     """Progress of the run that saved the weights; None if the source does not record it."""
 
     merged: Mapping[str, object] | None = None
-    """Description of the merged checkpoints, in JSON types, for the output's metadata."""
+    """Description of the merged checkpoints for the output's metadata, in JSON types; None if none were merged."""
 
     def training(self) -> TrainingState | None:
         """Return the training state, if the source has one. Raises ValueError if it cannot be read."""
@@ -146,7 +147,7 @@ class Source(ABC):
         """Return a whole parameter or state. Raises ValueError or OSError."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """Return an untrained tensor of the model; its initial value, zeros, if the source lacks it."""
+        """Return an untrained tensor of the model. If the source lacks the tensor, return its initial value, zeros."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros
@@ -159,12 +160,12 @@ class Source(ABC):
 
 
 def few(problems: Sequence[str], limit: int) -> str:
-    """Join the first problems in one line, followed by the number of further problems."""
+    """Join the first `limit` problems in one line, followed by the number of omitted problems."""
     return "; ".join(problems[:limit]) + (f"; and {len(problems) - limit} more" if len(problems) > limit else "")
 
 
 Written = Callable[[int], None]
-"""Function that is called with the number of bytes of each tensor that has been written."""
+"""Function that is called with the size in bytes of each written tensor."""
 
 
 class Target(ABC):
@@ -188,11 +189,11 @@ class Target(ABC):
 
 @runtime_checkable
 class Format(Protocol):
-    """Format from and to which models are converted. A path kind in `PATH_KINDS` may implement it."""
+    """Format of models that a conversion reads and writes. A path kind in `PATH_KINDS` may implement this protocol."""
 
     @property
     def format(self) -> str:
-        """Name of the format, a value of --to."""
+        """Name of the format, which is a value of --to."""
 
     @property
     def usual(self) -> bool:
@@ -206,7 +207,8 @@ class Format(Protocol):
 
 
 MERGE_FILE = "merge.json"
-"""Name of the file that describes merged checkpoints (`Source.merged`), in an output of any format."""
+"""Name of the file in the output that describes the merged checkpoints (`Source.merged`). It is the same for all
+formats."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
@@ -230,7 +232,7 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
     """Return the tokenizer flags for a Hugging Face folder with files of these names.
 
-    The flags name no tokenizer if the folder has no complete set of tokenizer files.
+    If the folder has no complete set of tokenizer files, the flags name no tokenizer.
     """
     names = storage_of(folder).names(folder) if names is None else names
     if "tokenizer.json" in names:
@@ -245,7 +247,7 @@ def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> 
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """Return the existing tokenizer files of a run, by their names in a Hugging Face folder."""
+    """Return a run's existing tokenizer files, keyed by their names in a Hugging Face folder."""
     found: dict[str, Path] = {}
     tokenizer = with_local_files(tokenizer)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":

@@ -1,4 +1,4 @@
-"""Selection of checkpoints to merge and of their weights; the weighted mean is the input of a conversion."""
+"""Selection of the checkpoints to merge and of their weights. The weighted mean is the input of a conversion."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ class Selection:
     """Number of newest checkpoints to merge from a single input, which is a folder of checkpoints."""
 
     stable: bool = False
-    """True to skip checkpoints whose last update did not use the peak learning rate, in the selection by `last`."""
+    """True if `last` counts only checkpoints whose last update used the peak learning rate."""
 
     iterations: Sequence[int] = ()
-    """Iterations to merge from a single input; with several inputs, the iteration of each input."""
+    """Iterations of the checkpoints to merge from a single input, or the iteration of each input if there are
+    several."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Weights of the checkpoints: `given` explicitly, derived from a `decay`, or otherwise equal."""
+    """Source of the checkpoint weights: `given` explicitly or derived from `decay`. If neither is set, the weights are
+    equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -57,7 +59,7 @@ class Chosen:
 
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
-    """Return the complete checkpoints, or models in another format, in a folder's iter_N subfolders, by iteration."""
+    """Return the complete checkpoints and the models of other formats in a folder's iter_N subfolders, by iteration."""
     found: dict[int, PurePath] = dict(saved_folders(root))
     for name in storage_of(root).names(root):
         if match := re.fullmatch(r"iter_(\d+)", name):
@@ -70,7 +72,8 @@ def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
 
 
 def choose(selection: Selection) -> list[Chosen]:
-    """Return the selected checkpoints, oldest first if they come from a run. Raises ValueError if one is missing."""
+    """Return the selected checkpoints, oldest first if they come from a run. Raises ValueError if a selected checkpoint
+    is missing."""
     inputs, iterations = selection.inputs, selection.iterations
     if selection.last is None and (len(inputs) > 1 or not iterations):
         if iterations and len(iterations) != len(inputs):
@@ -112,7 +115,7 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """Return the weighted mean as the input of a conversion; the conversion opens the checkpoints."""
+    """Return the weighted mean as the input of a conversion, which opens the checkpoints later."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))
 
@@ -133,7 +136,7 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Return a description of the merged checkpoints for metadata. It contains no credentials of URLs."""
+    """Return a description of the merged checkpoints for the metadata. Credentials in URLs are removed."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -201,8 +204,8 @@ def _remarks(config: RunConfig, iterations: Sequence[int], chosen: Sequence[Chos
 
 
 def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
-    """Return a function from iterations to the learning rates of their updates in a run with this configuration; None
-    if the schedule is unknown."""
+    """Return a function that maps an iteration to the learning rate of its update, for runs with this configuration.
+    Returns None if the schedule is unknown."""
     training = config.training
     if (
         config.optimizer.lr is None
@@ -220,7 +223,8 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
-    """Return the smallest and largest learning rate at both ends of each interval between two checkpoints."""
+    """Return the smallest and largest learning rate among the first and last updates between consecutive
+    checkpoints."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

@@ -1,4 +1,4 @@
-"""Checkpoint weights in a merge: equal, given by the user, or emulating a learning rate decay. This module does not
+"""Checkpoint weights for a merge: equal, set by the user, or emulating a learning rate decay. This module does not
 import torch.
 
 The emulation follows Warmup-Stable-Merge (arXiv:2507.17634, theorem 3.1). Let theta_0, ..., theta_k be checkpoints of a
@@ -13,8 +13,8 @@ w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i, 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
 The merged weights equal the decayed run's weights if updates are proportional to the learning rate and independent of
-the weights, and if the ratio or the update is constant between two checkpoints. Otherwise, they are an approximation,
-which ignores that a decayed run computes other gradients and that momentum delays updates.
+the weights, and if the ratio or the update is constant between two checkpoints. Otherwise, they are an approximation.
+It ignores that a decayed run computes different gradients, and that momentum delays updates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Decay:
 
     style: str
     floor: float = 0.0
-    """Final learning rate as a fraction of the rate before the decay."""
+    """Final learning rate, as a fraction of the learning rate before the decay."""
 
 
 def equal_weights(count: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Weighted mean of several models as a conversion source, which reads each tensor from one model after another."""
+"""Conversion source that is the weighted mean of several models. It reads each tensor from the models one by one."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Part:
 class MergedSource(Source):
     """Weighted mean of models that differ only in their weights.
 
-    Each tensor is summed in the order of the parts, in fp32, or in fp64 if a model stores it in fp64, and rounded once.
-    A process holds the sum and one model's tensor in memory, regardless of the number of models. A 16-bit run
-    contributes its optimizer's fp32 weights. Configuration, tokenizer and progress come from the last part that has
-    them.
+    Each tensor is summed in the order of the parts and rounded once. The sum is in fp64 if a model stores the tensor in
+    fp64, and otherwise in fp32. A process holds the sum and one model's tensor in memory, regardless of the number of
+    models. For a 16-bit run, the optimizer's fp32 weights are used. The configuration and progress come from the last
+    part that records progress, or from the last part if there is none. The tokenizer files come from the newest part
+    that has any.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """
@@ -60,7 +61,7 @@ class MergedSource(Source):
         for part in self.parts:
             yield from (f"{part.path}: {note}" for note in part.source.notes)
         if lost := sorted(states.difference(self.states)):
-            yield f"not all models have {few(lost, 3)}, which are initialized as in a new model"
+            yield f"not all models have {few(lost, 3)}, which are initialized to their values in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         """Return `wanted`, or the dtype to which the models' dtypes promote."""
@@ -75,7 +76,7 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum of the results of `reads`, one per part."""
+        """Return the weighted sum of the results of `reads`, which contains one function per part."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()
@@ -126,7 +127,7 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
-    """Raise ValueError for NaN or infinite values, without copying the tensor."""
+    """Raise ValueError for NaN or infinite values. The tensor is not copied."""
     if not tensor.numel():
         return
     least, largest = (float(end) for end in tensor.aminmax())
@@ -164,7 +165,8 @@ def _other_fields(one: Part, two: Part) -> list[str]:
 
 
 def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
-    """Open models. Formats that pad the vocabulary on reading pad it to the size of the largest vocabulary.
+    """Open models. If a format pads the vocabulary when it reads a model, all models are padded to the largest
+    vocabulary size.
 
     Raises ValueError for a path without a model.
     """

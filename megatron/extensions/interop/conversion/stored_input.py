@@ -1,4 +1,4 @@
-"""Local copies of Hugging Face folders in other storages, shared by all processes of a host.
+"""Local copies of Hugging Face folders that are not on the local disk. All processes of a host share the copies.
 
 This module does not import torch.
 """

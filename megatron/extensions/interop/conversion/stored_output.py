@@ -21,8 +21,8 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
     """Yield the folder to write: `output` if it is local, otherwise a temporary folder that is uploaded if the body
     succeeds.
 
-    Raises ValueError if `output` cannot be written, or if it exists, unless it is a model and `force` permits replacing
-    it.
+    Raises ValueError if `output` cannot be written. Also raises it if `output` exists, unless `output` is a model and
+    `force` permits replacing it.
     """
     if isinstance(output, Path):
         yield output
@@ -44,7 +44,7 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
 
 
 def upload(folder: Path, final: PurePath) -> None:
-    """Upload a folder. Raises OSError, and leaves no copy, if the upload fails."""
+    """Upload a folder. If the upload fails, raises OSError and leaves no copy."""
     storage = storage_of(final)
     storage.begin(final, keeps_names=True)
     try:

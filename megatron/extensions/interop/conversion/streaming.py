@@ -1,4 +1,4 @@
-"""Streaming checkpoint writer, which holds only the current tensor and the next one in memory."""
+"""Streaming checkpoint writer that holds at most two tensors in memory: the current one and the next one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.interop.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
-"""File size in bytes at which a new file is started, so that ranks can read different files when they load."""
+"""File size in bytes at which the writer starts a new file. With several files, ranks can read different files in
+parallel."""
 
 
 AHEAD_BYTES = 1 << 30
-"""Largest size in bytes of a tensor that is read while the previous one is written."""
+"""Size limit in bytes for reading a tensor while the previous tensor is written."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -36,8 +37,8 @@ Key = TypeVar("Key", bound=Hashable)
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
     """Call functions in order and yield their results, while a thread computes the next result.
 
-    `jobs` are pairs (bytes of the result, function). Results of more than AHEAD_BYTES are not computed ahead. An
-    exception is raised when its result would be yielded.
+    `jobs` contains pairs (size of the result in bytes, function). Results of more than AHEAD_BYTES are not computed
+    ahead. If a function raises an exception, it is raised when the function's result would be yielded.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -59,10 +60,10 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """Tensor to save, whose parts are created only when they are written.
+    """Tensor to save. Its parts are created only when they are written.
 
-    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions that return the
-    entries that this process writes. Use a writer that drops tensors after writing: `storage.save(...,
+    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions. Each function
+    returns one entry that this process writes. Use a writer that frees tensors after writing: `storage.save(...,
     writer=StreamingWriter)`.
     """
 
@@ -102,7 +103,7 @@ class StreamedTensor(ShardedBoxes):
 
 @dataclass(frozen=True)
 class Made:
-    """Tensor of a target: its shape, its dtype, and the function that reads it."""
+    """Tensor of a target: shape, dtype, and the function that reads the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +114,7 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """Return a function that reads the tensor when it is written, and counts its bytes."""
+        """Return a function that passes the size of the tensor to `written` and reads the tensor."""
 
         def make() -> Tensor:
             written(self.nbytes)

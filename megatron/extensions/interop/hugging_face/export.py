@@ -1,9 +1,9 @@
-"""Hugging Face exports of a run's checkpoints by a separate process, while training continues.
+"""Export of a run's checkpoints to Hugging Face folders by a separate process, while training continues.
 
     python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
         [--extension FILE.py] [--hf-family NAME|FILE]
 
-converts a checkpoint that is complete on disk, so that an export costs training only disk bandwidth and CPU time.
+converts a checkpoint that is complete on disk. An export therefore costs training only disk bandwidth and CPU time.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ PACKAGE = Path(__file__).resolve().parents[4]
 
 
 COUNTS = struct.Struct("qq")
-"""Format in which an export process reports written and total bytes."""
+"""Format in which an export process reports the numbers of written and total bytes."""
 
 
 class ExportProcess:
-    """Process of one export. It has no access to GPUs and runs at a lower priority than training."""
+    """Process that runs one export. The process has no access to GPUs and runs at a lower priority than training."""
 
     def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
-        # A file instead of a pipe, which would fill up because training does not read it.
+        # Use a file instead of a pipe: training does not read the output, so a pipe would fill up.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
         fd = self._counts.fileno()
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -68,7 +68,7 @@ class ExportProcess:
         return self._process.poll() is not None
 
     def wait(self) -> tuple[int, list[str]]:
-        """Wait for the export and show its progress. Returns its exit code and output."""
+        """Wait for the export and show its progress. Returns the exit code and the output of the export process."""
         bar: ProgressBar | None = None
         while True:
             try:
@@ -88,7 +88,7 @@ class ExportProcess:
         return self._process.returncode, said.strip().splitlines()
 
     def progress(self) -> tuple[int, int]:
-        """Return the written and total bytes; zeros until the first bytes are written."""
+        """Return the numbers of written and total bytes. Both are 0 until the first bytes are written."""
         counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
         return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
 
@@ -99,7 +99,7 @@ class ExportProcess:
 
 
 class HFExporter:
-    """Queue of exports, which run one after another on one rank.
+    """Queue of exports. The exports run one after another on one rank.
 
     `held` lists the checkpoints that must not be deleted.
     """
@@ -126,8 +126,8 @@ class HFExporter:
     def poll(self, wait: bool = False) -> list[str]:
         """Start the next export if the previous one has ended.
 
-        Returns a line for each export that has ended, and lines for its new notes. With `wait`, returns after all
-        exports have ended.
+        Returns one line for each export that ended, and its new notes. If `wait` is True, returns after all exports
+        have ended.
         """
         lines: list[str] = []
         while self._waiting or self._running is not None:
@@ -147,7 +147,7 @@ class HFExporter:
         return lines
 
     def abandon(self) -> list[str]:
-        """Stop the current export and drop the queued ones before the process exits. Returns a line for each dropped
+        """Stop the current export and drop the queued exports before the process exits. Returns a line for each dropped
         export."""
         lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
         if self._running is not None:
@@ -165,8 +165,8 @@ class HFExports(Callback):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export one checkpoint with its run's extensions and families, replacing an earlier export. Returns the exit
-    code."""
+    """Export one checkpoint with the extensions and families of its run. An existing export is replaced. Returns the
+    exit code."""
     load()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("checkpoint")

@@ -1,7 +1,7 @@
 """Hugging Face families: weight names and layouts, and keys of config.json. This module does not import torch.
 
-A `Rule` pairs one of our parameters with Hugging Face tensors. A `Family` contains the rules of a `model_type` and maps
-the keys of its config.json to our fields. `family_files` reads families from files.
+A `Rule` maps Hugging Face tensors to one parameter of this program. A `Family` contains the rules of a `model_type`,
+and maps the keys of its config.json to TransformerConfig fields. `family_files` reads families from files.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters, and the Hugging Face tensors that form it.
+    """Parameter of this program, and the Hugging Face tensors that form it.
 
-    `{i}` is the layer number, `{i/2}` and `{i%2}` its half and remainder; `{e}` stands for every expert. In a
-    multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the depth plus the number of layers.
+    `{i}` is the layer number. `{i/2}` and `{i%2}` are its quotient and remainder on division by 2. `{e}` stands for
+    every expert. In a multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the depth plus
+    the number of layers.
     """
 
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """Conversion between the tensors and our parameter: a name in `named_layouts`, or a custom `Layout`."""
+    """Conversion between the tensors and the parameter: a name in `named_layouts`, or a custom `Layout`."""
 
 
 class Adapter(ABC):
@@ -39,7 +40,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        """Return the fields of a model; `fields` contains those from the family's tables. Raises ValueError."""
+        """Return the fields of a model. `fields` contains the fields from the family's tables. Raises ValueError."""
 
     def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
         """Return the config.json keys of a model.
@@ -62,11 +63,11 @@ class Family:
     rules: tuple[Rule, ...]
 
     prefix: str
-    """Prefix of Hugging Face tensor names, which files of the bare decoder lack."""
+    """Prefix of Hugging Face tensor names. Files that contain only the decoder lack this prefix."""
 
     keys: Mapping[str, str]
-    """Maps a config.json key to the TransformerConfig field with the same value. In a family file, null removes a key
-    of the base."""
+    """Maps a config.json key to the TransformerConfig field with the same value. In a family file, the value null
+    removes a key of the base."""
 
     fixed: Mapping[str, object]
     """TransformerConfig fields with a fixed value in this family."""
@@ -75,32 +76,31 @@ class Family:
     """Default values of keys that a config.json may lack."""
 
     class_defaults: Mapping[str, object] = field(default_factory=dict)
-    """Default of each key in the family's configuration class.
-
-    None means that the class derives the value from other keys; see `derived_values`.
+    """Maps each key to its default in the family's configuration class. None means that the class derives the value
+    from other keys; see `derived_values`.
     """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Maps other names of keys, in the family's configuration class, to the usual names."""
+    """Maps alternative key names in the family's configuration class to the usual names."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Supported values of keys; the first one is written."""
+    """Maps keys to their supported values. The first value is written."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
-    """Suffixes of tensor names that are not weights."""
+    """Name suffixes of tensors that are not weights."""
 
     unread: Sequence[str] = ()
-    """Name suffixes of tensors that files may contain even for layers without such weights, because the class does not
-    read them."""
+    """Name suffixes of tensors that files may contain even for layers that have no such weights. The transformers class
+    does not read these tensors."""
 
     quantized: Sequence[str] = ()
-    """Names, in config.json, of quantization methods whose weights can be read."""
+    """Names of the supported quantization methods in config.json. Weights in these methods can be read."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of tensors to ignore, whose modules do not exist in the transformers class either."""
+    """Name prefixes of tensors to ignore. The transformers class does not have the modules of these tensors either."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""
@@ -112,50 +112,52 @@ class Family:
     """Rules of multi-token prediction modules, if the family's files contain them."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Maps names of further tensors in multi-token prediction modules to the parameters of ours that they copy."""
+    """Maps the names of additional tensors in multi-token prediction modules to the parameters that these tensors
+    copy."""
 
     multi_token_key: str | None = None
     """Key with the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that are not written, because they only affect how a config.json without newer keys is read."""
+    """Keys that are not written. They only affect how a config.json without newer keys is read."""
 
     layers_each: int = 1
-    """Number of our layers per layer of config.json."""
+    """Number of this program's layers per layer in config.json."""
 
     windows_below: str | None = None
-    """Key with the number of the first layer without a window, for a config.json that does not list layer kinds."""
+    """Key with the number of the first layer without a sliding window, for a config.json that does not list layer
+    kinds."""
 
     window_groups: int = 1
-    """Number of key/value heads in layers with a sliding window, per key/value head of other layers."""
+    """Ratio of the number of key/value heads in layers with a sliding window to the number in other layers."""
 
     earlier_tokens: str | None = None
     """Key with the number of earlier tokens in a sliding window, which is --window-size minus one."""
 
     width_without_experts: str | None = None
-    """Key with the MLP width of models without experts; in MoE models, it has the shared expert's width."""
+    """Key with the MLP width of models without experts. In MoE models, its value is the shared expert's width."""
 
     adapters: Sequence[Adapter] = ()
-    """Adapters that read and write keys with special rules, in this order.
+    """Adapters that read and write keys with special rules. They are called in this order.
 
-    A family file names classes of `config_json.adapters`; "like" stands for the base's adapters.
+    A family file contains names from `ADAPTERS` in `config_json.adapters`; "like" stands for the base's adapters.
     """
 
     rotary_by_adapter: bool = False
     """True if an adapter reads the rotary embedding."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding: "all", "windows" for layers with a sliding window only, or "windows, if any" for
-    these layers if they exist and otherwise all layers."""
+    """Layers with a rotary embedding. "all" selects all layers, and "windows" selects only layers with a sliding
+    window. "windows, if any" is the same as "windows" if the model has such layers, and otherwise as "all"."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
-    """Maps a key to another key; both must have the same value if both are given."""
+    """Maps a key to another key. Both keys must have the same value if config.json contains both."""
 
     same: Mapping[str, str] = field(default_factory=dict)
     """Maps a TransformerConfig field to another field with the same value."""
 
     powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Maps a TransformerConfig field to config.json keys and exponents; the field is the product of these powers.
+    """Maps a TransformerConfig field to config.json keys with exponents. The field is the product of these powers.
 
     When config.json is written, the first key is computed from the field.
     """
@@ -170,13 +172,13 @@ class Family:
     """Kind of the last layer, which overrides `layer_types`."""
 
     needed_layer_type: str | None = None
-    """Kind that at least one layer must have; the last layer has it if no other layer does."""
+    """Kind that at least one layer must have. If no other layer has this kind, the last layer has it."""
 
     linear_kind: str = "linear_attention"
     """Value in layer_types for a layer with linear attention."""
 
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
-    """Maps the supported values of a config.json key to values of our field.
+    """Maps each config.json key to a mapping from its supported values to values of the TransformerConfig field.
 
     If several values have the same meaning, the first one is written.
     """
@@ -186,21 +188,21 @@ class Family:
 
 
 FAMILIES = Registry("model_type", NoFacts, protocol=Family)
-"""Registered families by `model_type`. A file in --hf-family adds one without code.
+"""Registered families by `model_type`. A file in --hf-family adds a family without code.
 
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks, which the transformers configuration class sets or derives.
+# Values of keys that a config.json lacks. The transformers configuration class sets or derives them.
 
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values of keys that a class derives from other keys."""
+"""Values that mean that the configuration class derives a key from other keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:
-    """Return a mapping from other spellings of keys to the names in the family's tables."""
+    """Return a mapping from alternative key names to the names in the family's tables."""
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     of_class = {name: names.get(usual, usual) for name, usual in family.class_names.items()}
     return {name: usual for name, usual in of_class.items() if name != usual and name not in family.keys} | names
@@ -209,7 +211,7 @@ def usual_names(family: Family) -> dict[str, str]:
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
     """Return the keys in order of increasing precedence.
 
-    Other spellings come last, because the classes read them after the usual keys.
+    Alternative names come last, because the classes read them after the usual names.
     """
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 
@@ -229,7 +231,8 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return the values inside objects that the family reads individually, under the names `object.key`."""
+    """Return the values in those objects whose keys the family reads individually. Their names have the form
+    `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:
@@ -272,12 +275,12 @@ DERIVED: Mapping[str, Callable[[Values], object]] = {
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
-"""Maps each derived key to the function that computes it from other keys, in the order in which the classes compute
-them."""
+"""Maps each derived key to the function that computes its value from other keys. The order is the order in which the
+classes compute the keys."""
 
 
 def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:
-    """Return the values of keys that the family's class derives, because config.json does not set them."""
+    """Return the values that the family's class derives for keys that config.json does not set."""
     open_keys = {names.get(key, key) for key, value in family.class_defaults.items() if value in UNSET}
     found: Fields = {}
     for key, derive in DERIVED.items():

@@ -35,10 +35,10 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 }
 """Maps each key of a file to the type of its value.
 
-`like` names a base or another family. Each entry of `weights` is the name of a table in weights.json, "like" for the
-base's tables, or a table; later tables override earlier ones. `layer` is the prefix of tensor names in a layer.
-`multi_token_weights` describes the weights of multi-token prediction modules outside their layer; the layer has the
-family's weights, with the prefix `multi_token_layer`.
+`like` names a base or another family. Each entry of `weights` is a table, the name of a table in weights.json, or
+"like" for the base's tables. Later tables override earlier tables. `layer` is the prefix of tensor names in a layer.
+`multi_token_weights` describes the weights of a multi-token prediction module that do not belong to the module's layer.
+The layer has the family's weights with the prefix `multi_token_layer`.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]
@@ -46,7 +46,8 @@ for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults"
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables that refer to fields of TransformerConfig: True if the values do, False if the keys do."""
+"""Tables that refer to TransformerConfig fields. True means that the values of the table are fields, and False means
+that the keys are."""
 
 
 @cache
@@ -55,7 +56,7 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 
 
 def missing_part(kind: str, name: object) -> str | None:
-    """Return the unsupported model part that a family or setting needs; None if it is not known.
+    """Return the unsupported model part that a family or setting needs; None if the family or setting is unknown.
 
     `kind` is "families" or "settings".
     """
@@ -79,14 +80,14 @@ def built_in_names() -> list[str]:
 
 
 def is_family_file(value: str) -> bool:
-    """Return True if a value of --hf-family is a FILE with a family to add, rather than the NAME of a family to
+    """Return True if a value of --hf-family is a FILE that adds a family, and False if it is the NAME of the family to
     write."""
     return value.endswith(".json") or "/" in value
 
 
 def family_to_write(values: Iterable[str]) -> str | None:
-    """Return the family that --hf-family selects for exports; None if it selects none. Call it after family files are
-    registered. Raises ValueError if the name is unknown or there are several."""
+    """Return the family that --hf-family selects for exports; None if the flag selects no family. Call this function
+    after family files are registered. Raises ValueError if the flag contains an unknown name or several names."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} are several families to write; give one NAME, and files as FILE.json")
@@ -97,7 +98,7 @@ def family_to_write(values: Iterable[str]) -> str | None:
 
 
 def add_families(values: Iterable[str]) -> None:
-    """Register the families in user files under the file names. Raises ValueError."""
+    """Register the families in user files under the names of the files. Raises ValueError."""
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
@@ -141,7 +142,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of a file's keys and values."""
+    """Yield the problems with a file's keys and values."""
     for key, value in table.items():
         if key not in SCHEMA:
             yield f"{key}: is not a key of a family{near(key, SCHEMA)}"
@@ -165,7 +166,7 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
-    """Yield problems of names in a file's tables that differ from those of the built-in families."""
+    """Yield the problems with names in a file's tables that built-in families do not use."""
     known = [*_shared("bases").values(), *map(_built_in, built_in_names())]
     keys = {key for each in known for key in config_keys(each)} | {*common_keys()}
     tables = [part for each in known for part in each.get("weights", ()) if isinstance(part, dict)]
@@ -176,7 +177,7 @@ def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
-    """Yield problems of a value whose type does not match SCHEMA."""
+    """Yield the problems with a value whose type does not match SCHEMA."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Mapping and isinstance(value, dict):
         for name, each in value.items():
@@ -192,14 +193,13 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
         yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
     elif inner and value is None and type(None) in inner:
         return
-    elif inner:  # one of two types
+    elif inner:  # the value must have one of two types
         yield from _wrong(value, inner[isinstance(value, dict)], at)
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table merged with the table that it names in `like`, if there is one.
-
-    A key or field in the table overrides the base's fixed value, and the default of this key in the base's class.
+    """Merge a table with the base that its key `like` names, if there is one. A key or field in the table overrides the
+    base's fixed value and the default in the base's configuration class.
     """
     own = dict(table)
     like = own.pop("like", None)
@@ -230,10 +230,10 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
-    """Parse a weights table, which maps our names to theirs, to rules.
-
-    A value contains the name of a layout and a colon, which are omitted for the layout "Same", and then their names,
-    separated by spaces. A name that starts with a dot belongs to a layer; `*` stands for both weight and bias.
+    """Parse a weights table, which maps parameter names to Hugging Face tensor names, and yield its rules. A value
+    contains the name of a layout and a colon, followed by Hugging Face names separated by spaces. For the layout
+    "Same", the name and the colon are omitted. A name that starts with a dot belongs to a layer. `*` stands for both
+    weight and bias.
     """
 
     def whole(name: str, layer: str, kind: str) -> str:
@@ -247,7 +247,7 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
 
 
 def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return only the last rule of each of our parameters."""
+    """Return only the last rule of each parameter."""
     return tuple({rule.ours: rule for rule in rules}.values())
 
 
@@ -256,7 +256,7 @@ def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
         raise ValueError(f"{file}: {missing[0]}: is missing; add it, or name a base in like")
-    booleans = {"true": True, "false": False, "null": None}  # JSON has only string keys
+    booleans = {"true": True, "false": False, "null": None}  # keys in JSON are always strings
     values = {
         key: {booleans.get(theirs, theirs): ours for theirs, ours in each.items()}
         for key, each in table.pop("values", {}).items()

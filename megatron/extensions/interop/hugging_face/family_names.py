@@ -1,7 +1,7 @@
 """Checks of the names in a user's family file: parameters and config.json keys. This module does not import torch.
 
-A name that no built-in family knows may be new, such as a key that exists only in the user's config.json. It is refused
-if it must refer to an existing name, or if it closely resembles an existing key.
+A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. A new name is
+refused if it must refer to an existing name, or if it closely resembles an existing key.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ OF_CONFIG = ("keys", "values", "defaults", "only", "equal")
 """Tables of a family file whose keys are config.json keys."""
 
 SINGLE = ("multi_token_key", "earlier_tokens", "windows_below", "width_without_experts")
-"""Keys of a family file whose value is a config.json key."""
+"""Keys of a family file whose values are config.json keys."""
 
 ALIKE = 0.85
-"""Similarity to an existing key at and above which a new key is considered misspelled."""
+"""Minimum similarity to an existing key at which a new key is considered misspelled."""
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -36,7 +36,7 @@ def config_keys(table: Mapping[str, Any]) -> set[str]:
 
 
 def parameters(weights: Iterable[str]) -> set[str]:
-    """Return the parameter names in weights tables, with each of the endings `weight`, `bias`, and `*` for both."""
+    """Return the parameter names in weights tables, each with the endings `weight`, `bias`, and `*` for both."""
     found = set[str]()
     for name in weights:
         stem, _, last = name.rpartition(".")
@@ -47,12 +47,12 @@ def parameters(weights: Iterable[str]) -> set[str]:
 def misspelled(
     own: Mapping[str, Any], base: Mapping[str, Any], known_keys: set[str], known_parameters: set[str]
 ) -> Iterator[str]:
-    """Yield problems of names in a family file's tables.
+    """Yield the problems with names in a family file's tables.
 
     Args:
         own: Content of the file.
         base: Complete table of the base that the file names in `like`; empty if there is none.
-        known_keys: Keys of config.json that any built-in family knows.
+        known_keys: Keys of config.json that any built-in family uses.
         known_parameters: Parameters of any built-in family.
     """
     tables = [("weights", each) for each in own.get("weights", ()) if isinstance(each, dict)]

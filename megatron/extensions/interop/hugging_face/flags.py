@@ -1,4 +1,5 @@
-"""Flags of exports and families, and registration of the built-in families and of Hugging Face folders as path kinds.
+"""Flags for exports and families. This module also registers the built-in families, and Hugging Face folders as path
+kinds.
 
 This module does not import torch.
 """
@@ -21,19 +22,19 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class HuggingFaceConfig:
     export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
-    """Number of iterations between exports of checkpoints to Hugging Face folders, which are written in the background.
-    It must be a multiple of --save-interval."""
+    """Number of iterations between exports of checkpoints to Hugging Face folders. Exports run in the background. It
+    must be a multiple of --save-interval."""
 
     export_hf_dir: str | None = flag(None, path="stored", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for the exports of --export-hf-interval; default: hf in --save."""
 
     hf_family: tuple[str, ...] | None = flag(None, path="local", repeats=True)
-    """Hugging Face family. FILE.json adds a custom family, whose model_type is the name of the file; NAME selects the
+    """Hugging Face family. FILE.json adds a custom family, whose model_type is the name of the file. NAME selects the
     family of exports. The flag may be given more than once."""
 
     new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
     """Initialization of embedding and output rows for tokens beyond the vocabulary of the Hugging Face folder in
-    --load: the mean of its rows, or the normal distribution of a new model."""
+    --load: the mean of the folder's rows, or the normal distribution of a new model."""
 
 
 PATH_KINDS.register(
@@ -49,7 +50,7 @@ PATH_KINDS.register(
         not os.path.exists(os.path.join(path, LATEST))
         and bool(glob.glob(os.path.join(glob.escape(path), "iter_*", CONFIG)))
     ),
-    about="is a folder of Hugging Face exports, each in its own folder",
+    about="contains Hugging Face exports, each in a separate folder",
     order=25,
 )
 CALLBACKS.register(
@@ -64,7 +65,7 @@ _USUAL = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
 )
-"""Families that are tried first, in this order, when a model is exported."""
+"""Families that an export tries first, in this order."""
 
 _FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
 

@@ -1,7 +1,7 @@
 """Hugging Face model folders: config.json, and weights in one file or in shards with an index.
 
 Folders may come from untrusted sources. Weights are read from safetensors files, or from .bin files with
-`weights_only`. No other pickle is read, and an index may name only files in its own folder. Every problem raises
+`weights_only`. No other pickles are read. An index may name only files in the model's folder. Every problem raises
 ValueError with a one-line message.
 """
 
@@ -29,7 +29,7 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 class HFFolder:
     """Open folder: `config` is the content of config.json, and `tensors` maps names to weights on disk.
 
-    For a multimodal model, both are those of the text model. Raises ValueError.
+    For a multimodal model, both describe the text model. Raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,10 +43,10 @@ class HFFolder:
 
 
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
-    """Open the weights of a folder from the files that transformers would read, in the same order.
+    """Open the weights of a folder. Files are chosen in the same order of precedence as in transformers.
 
-    `named` is the value of transformers_weights in config.json, which may name a weights file or index that does not
-    have a default name.
+    `named` is the value of transformers_weights in config.json. It names a weights file or an index without a default
+    name; None if the key is missing.
     """
     if named is not None:
         return _open_named(folder, named)
@@ -142,7 +142,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Assign tensors, in order, to files of at most `max_bytes`; a larger tensor gets a file of its own."""
+    """Assign tensors, in order, to files of at most `max_bytes`. A larger tensor gets a separate file."""
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():

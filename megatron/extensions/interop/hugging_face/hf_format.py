@@ -1,6 +1,7 @@
 """Hugging Face folders as sources and targets of conversions.
 
-`compare_logits` checks a conversion: it compares the logits of transformers with those of our checkpoint, in fp32.
+`compare_logits` checks a conversion. It compares the fp32 logits of the transformers model with those of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -171,10 +172,9 @@ class HFTarget(Target):
 
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
-    """Select the family of an export. Returns it with a notice if it differs from the model's origin.
-
-    The result is the requested family if there is one; otherwise the origin's family, if it can still express the
-    model; otherwise the first family that can.
+    """Select the family of an export. Returns the family, and a notice if the family differs from the model's origin. A
+    requested family takes precedence. The next choice is the origin's family, if it can still express the model, and
+    the last choice is the first family that can express it.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -193,12 +193,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def origin_of(hf_config: Mapping[str, object]) -> Origin:
-    """Return the family and the token ids in a config.json, which the model's checkpoints record."""
+    """Return the origin that checkpoints record for a config.json: its family and token ids."""
     return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
 def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Return the token ids in a config.json. Missing ids are the class's defaults, if the vocabulary contains them."""
+    """Return the token ids in a config.json. A missing id is the class's default if the vocabulary contains this id,
+    and otherwise None."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}
@@ -207,14 +208,14 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
 
-    An unknown id is None. The key must not be omitted, because transformers would then use the class's default, which
-    may be another token.
+    An unknown id is None. A key must not be omitted, because transformers would then use the class's default, which may
+    be a different token.
     """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
         return known, "the checkpoint names no tokenizer: no tokenizer files are written"
     if config.tokenizer.tokenizer_type == "NullTokenizer" and source.origin.token_ids:
-        return known, None  # a NullTokenizer does not know the model's tokens
+        return known, None  # a NullTokenizer has no information about the model's special tokens
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
         pad = _pad_token_id(tokenizer, source.side_files)
@@ -226,7 +227,8 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
 
 
 def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
-    """Return the id of the padding token in the tokenizer's settings, or else the id in the generation settings."""
+    """Return the padding token id from the tokenizer's settings, or from the generation settings if the tokenizer has
+    none."""
     settings, generation = (
         read_json(side_files[name]) if name in side_files else {}
         for name in ("tokenizer_config.json", GENERATION_CONFIG)
@@ -264,7 +266,8 @@ class LogitDifference:
 
 
 def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> LogitDifference:
-    """Run both models on a text, on the CPU in fp32. Both models are in memory at the same time.
+    """Compare the logits of both models on a text, computed on the CPU in fp32. Both models are in memory at the same
+    time.
 
     Raises ValueError if transformers is not installed or the text has no tokens.
     """
@@ -289,7 +292,8 @@ def require_transformers() -> None:
 
 
 def _tokens(folder: Path, text: str, vocab_size: int, longest: int) -> Tensor:
-    """Return the ids [1, s] of a text; if there is no tokenizer, the ids are the bytes modulo the vocabulary size."""
+    """Return the token ids [1, s] of a text. If there is no tokenizer, the ids are the bytes modulo the vocabulary
+    size."""
     tokenizer = tokenizer_config(folder)
     if tokenizer.tokenizer_type is None:
         ids = [byte % vocab_size for byte in text.encode()]

@@ -1,6 +1,5 @@
-"""Bit-exact conversion between our parameters and Hugging Face tensors.
-
-This module defines the layout classes. `named_layouts` contains the layouts that family files name.
+"""Bit-exact conversion between parameters of this program and Hugging Face tensors. This module defines the layout
+classes. `named_layouts` contains the layouts that family files name.
 """
 
 from __future__ import annotations
@@ -17,41 +16,40 @@ from megatron.core.config.model import TransformerConfig
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
-"""Slices with a start and a stop, one for each dim."""
+"""Box of a tensor: for each dim, a slice with a start and a stop."""
 
 
 class Layout:
-    """Bit-exact conversion between one of our parameters and Hugging Face tensors."""
+    """Bit-exact conversion between a parameter and Hugging Face tensors."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        """Convert Hugging Face tensors, which have the shapes that `theirs` returns, to our parameter."""
+        """Convert Hugging Face tensors to a parameter. The tensors have the shapes that `theirs` returns."""
         raise NotImplementedError
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter, which may be on the meta device, to Hugging Face tensors."""
+        """Convert a parameter, which may be on the meta device, to Hugging Face tensors."""
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        """Return a box of our parameter.
-
-        The tensors may be on disk; subclasses override this method to read only parts of them.
+        """Return a box of a parameter. The Hugging Face tensors may be on disk. Subclasses override this method to read
+        only parts of the tensors.
         """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
     def of_layer(self, number: int) -> Layout:
-        """Return the layout of a layer's parameter. It differs by layer if one tensor belongs to all layers."""
+        """Return the layout of a layer's parameter. The layout differs by layer if one tensor belongs to all layers."""
         return self
 
 
 @dataclass(frozen=True)
 class Pieces(Layout):
-    """Layout in which our parameter consists of pieces: their tensors, or sections of a single tensor, with permuted
-    dims."""
+    """Layout in which a parameter consists of pieces. The pieces are Hugging Face tensors, or sections of a single
+    tensor, with permuted dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
-    """Dims of their tensor and of our piece, such as "(g n d) ... -> g n d ...".
+    """Dims of the Hugging Face tensor and dims of the piece, such as "(g n d) ... -> g n d ...".
 
-    Axes in parentheses form one dim in row-major order, "1" is a dim of size 1, and "..." stands for all other dims. A
+    Axes in parentheses form one dim in row-major order. "1" is a dim of size 1. "..." stands for all other dims. A
     tuple contains one pattern per piece.
     """
 
@@ -60,20 +58,22 @@ class Pieces(Layout):
     others."""
 
     joined: int | None = None
-    """Dim of our parameter along which pieces are concatenated; None for a single piece."""
+    """Dim of the parameter along which pieces are concatenated; None for a single piece."""
 
     counts: Callable[[TransformerConfig], Sequence[int]] | None = None
     """Function that returns the sizes of the pieces along the dim `joined`; None if all sizes are 1."""
 
     section: int | None = None
-    """Dim of their single tensor along which the pieces are concatenated, with sizes in proportion to their counts."""
+    """Dim of the Hugging Face tensor along which pieces are concatenated, with sizes in proportion to `counts`; None if
+    each piece is a separate tensor."""
 
     sections: int | None = None
-    """Number of pieces that are concatenated in the first of several tensors; each other tensor is one piece."""
+    """Number of pieces that are concatenated in the first Hugging Face tensor, if there are several tensors. Each other
+    tensor is one piece."""
 
     may_be_thirds: bool = False
-    """True if files may also contain all rows divided into equal parts, because transformers divides a fused tensor in
-    this way."""
+    """True if files may instead contain the rows in tensors of equal size, because transformers divides a fused tensor
+    into equal parts."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
@@ -107,7 +107,8 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Return a box of a piece. In each dim of their tensor, only the box's range of the outermost axis is read."""
+        """Return a box of a piece. In each dim of the Hugging Face tensor, only the box's range of the outermost axis
+        is read."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -135,7 +136,7 @@ class Pieces(Layout):
 
 
 class _Section:
-    """Section `at` of a tensor along a dim, whose length is divided in proportion to `counts`."""
+    """Section `at` of a tensor along a dim. The size of the dim is divided in proportion to `counts`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
         self.tensor = tensor
@@ -155,7 +156,7 @@ class _Section:
 
 
 def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) -> Tensor:
-    """Rearrange the dims of a tensor from one side of a pattern to the other."""
+    """Permute, split and merge the dims of a tensor to convert it from one side of a pattern to the other."""
     further = x.ndim - len(_dims(source, 0))
     before, after = _dims(source, further), _dims(target, further)
     found: dict[str, int] = {}
@@ -167,8 +168,8 @@ def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) ->
 
 
 def _dims(side: str, further: int) -> list[list[str]]:
-    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with two further dims gives [[g, n], [],
-    [.0], [.1]]."""
+    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with `further` = 2 gives [[g, n], [], [.0],
+    [.1]]."""
     spelled = side.replace("...", " ".join(f".{number}" for number in range(further)))
     return [[] if dim == "1" else dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", spelled)]
 
@@ -183,7 +184,7 @@ def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> di
 class HeadsOfGroups(Layout):
     """Layout of linear_qkv.
 
-    Our tensor is [groups, heads, channels of a head, ...] if all heads have the same width, and [groups, rows, ...]
+    The parameter is [groups, heads, channels of a head, ...] if all heads have the same width, and [groups, rows, ...]
     otherwise.
     """
 
@@ -201,7 +202,7 @@ class HeadsOfGroups(Layout):
 
 
 class VocabularyRows(Layout):
-    """Layout of vocabulary rows; ours are zero-padded to the padded vocabulary size."""
+    """Layout of vocabulary rows. The parameter is zero-padded to the padded vocabulary size."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return (parameter[: config.vocab_size],)
@@ -214,8 +215,8 @@ class VocabularyRows(Layout):
 
 
 class StackedExperts(Layout):
-    """Layout of gate and up of all experts, [E, 2, ffn, h], which Hugging Face stores as separate tensors for each
-    expert."""
+    """Layout of the gate and up weights of all experts, [E, 2, ffn, h]. Hugging Face stores two separate tensors for
+    each expert."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return parameter.flatten(0, 1).unbind()
@@ -229,7 +230,8 @@ class StackedExperts(Layout):
 class OneOfThree(Layout):
     """Layout of a parameter that is one of three numbers in a Hugging Face tensor.
 
-    Written tensors with the same name are summed; adding -0.0 changes no number.
+    When files are written, tensors with the same name are summed. The other numbers are -0.0, because adding -0.0
+    changes no number.
     """
 
     place: int
@@ -243,13 +245,13 @@ class OneOfThree(Layout):
 
 @dataclass(frozen=True)
 class RowsOfEachHead(Layout):
-    """Some rows of each attention head in a Hugging Face tensor whose other rows belong to other parameters.
-
-    Tensors with the same name are added up. Adding -0.0 changes no number.
+    """Layout of a parameter that is some rows of each attention head in a Hugging Face tensor. The other rows belong to
+    other parameters. When files are written, tensors with the same name are summed. The other rows are -0.0, because
+    adding -0.0 changes no number.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
-    """Number of rows of a head before ours, of ours, and after ours."""
+    """Function that returns the numbers of rows of a head before, in, and after this parameter."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         before, _, after = self.rows(config)
@@ -266,9 +268,9 @@ class RowsOfEachHead(Layout):
 
 @dataclass(frozen=True)
 class PartOfLayer(Layout):
-    """One layer's part of a Hugging Face tensor that has equal parts of all layers along one dim.
-
-    Tensors with the same name are added up. Adding -0.0 changes no number.
+    """Layout of a layer's parameter that is a part of a Hugging Face tensor. The tensor contains equal parts of all
+    layers along one dim. When files are written, tensors with the same name are summed. The other parts are -0.0,
+    because adding -0.0 changes no number.
     """
 
     dim: int
@@ -291,8 +293,7 @@ class PartOfLayer(Layout):
 
 
 class WithConstantsOfXIELU(Layout):
-    """Layout of the second scalar of xIELU. In addition to this scalar, Hugging Face stores the slope at zero and a
-    bound of the exponent."""
+    """Layout of the second scalar of xIELU. Hugging Face also stores the slope at zero and a bound of the exponent."""
 
     constants = 0.5, -1e-6
 
@@ -308,15 +309,15 @@ class WithConstantsOfXIELU(Layout):
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """Layout that applies another layout and reorders channels along one of our dims."""
+    """Layout that applies another layout and reorders the channels along one dim of the parameter."""
 
     base: Layout
     dim: int
     order: Callable[[TransformerConfig], list[int]]
-    """Function that returns the index of their channel for each of our channels."""
+    """Function that returns, for each channel of the parameter, the index of the Hugging Face channel."""
 
     but_values: bool = False
-    """True if the values of each query group, the last rows of dim 1, keep their order."""
+    """True if the values of each query group, which are the last rows of dim 1, keep their order."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         back = torch.tensor(self.order(config), device=parameter.device).argsort()

@@ -1,8 +1,8 @@
-"""Layouts that Hugging Face family files name, by subject.
+"""Layouts that Hugging Face family files can name, grouped by subject.
 
 For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
-QueryGroups. Comments list the families that use a layout, and tensor shapes that are not obvious. A weight and its bias
-share a layout; the bias has only the first dims.
+QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A weight and its
+bias share a layout. The bias has only the first dims.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron.extensions.interop.hugging_face.layouts import (
 )
 
 ROWS = "(g n) ... -> g n ..."
-"""Pattern for rows of groups, one group after another; our tensor has a separate dim for groups."""
+"""Pattern for rows that are stored group by group. The parameter has a separate dim for groups."""
 
 HEADS = "(g n d) ... -> g n d ..."
-"""Pattern like ROWS, for groups of heads with d channels."""
+"""Pattern like ROWS for groups of heads with d channels."""
 
 TAPS = "(g n) 1 t -> g n t"
-"""Pattern like ROWS, for convolution taps, [channels, 1, taps]."""
+"""Pattern like ROWS for convolution taps [channels, 1, taps]."""
 
 
 def option(config: TransformerConfig, name: str) -> int:
@@ -42,25 +42,25 @@ def option(config: TransformerConfig, name: str) -> int:
 WHOLE_TENSORS: dict[str, Layout] = {
     "Same": Pieces(),
     "VocabularyRows": VocabularyRows(),
-    # GPT-2's linear layers are [in, out], ours are [out, in].
+    # GPT-2's linear weights are [in, out]. The parameters are [out, in].
     "Transposed": Pieces("... o -> o ..."),
-    # Several tensors of the same shape, such as gate and up of a gated MLP, stacked along a new first dim of our
-    # tensor.
+    # Several tensors of the same shape, such as gate and up of a gated MLP, are stacked along a new first dim of the
+    # parameter.
     "Stacked": Pieces("... -> 1 ...", joined=0),
-    # LFM2's short convolution: three consecutive projections of the same width.
+    # LFM2's short convolution: one tensor contains three consecutive projections of the same width.
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
-    # DeepSeek-V4's hyper-connections: one tensor holds three of our factors.
+    # DeepSeek-V4's hyper-connections: one tensor contains three factors, which are separate parameters here.
     "FirstOfThree": OneOfThree(0),
     "SecondOfThree": OneOfThree(1),
     "ThirdOfThree": OneOfThree(2),
     "WithConstantsOfXIELU": WithConstantsOfXIELU(),
-    # Gemma 4's per-layer embeddings: one tensor has rows or columns of all layers
+    # Gemma 4's per-layer embeddings: one tensor contains the rows or columns of all layers
     "RowsOfLayer": PartOfLayer(0),
     "ColumnsOfLayer": PartOfLayer(1),
 }
 
 PAIR = "pair"
-"""Axis of gate and up in a gated MLP, in this order."""
+"""Name of the axis that contains gate and up of a gated MLP, in this order."""
 
 
 def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
@@ -68,18 +68,18 @@ def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
 
 
 MLPS_AND_EXPERTS: dict[str, Layout] = {
-    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's experts add a dim of experts.
+    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's experts add a dim for experts.
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", _gate_and_up),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
-    # Mixtral: two tensors for each expert. Ours has [experts, 2, ffn, h].
+    # Mixtral: two tensors for each expert. The parameter is [experts, 2, ffn, h].
     "StackedExperts": StackedExperts(),
-    # One tensor [experts, ffn, h] of all gates, and another one of all ups.
+    # One tensor [experts, ffn, h] with all gates, and another one with all ups.
     "StackedHalves": Pieces("e ... -> e 1 ...", joined=1),
-    # [experts, h, 2 * ffn]: Llama 4 has all gates before all ups, gpt-oss has each gate before its up.
+    # [experts, h, 2 * ffn]: Llama 4 stores all gates before all ups. gpt-oss stores each gate before its up.
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
     "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", _gate_and_up),
     "TransposedExperts": Pieces("e i o -> e o i"),
-    # DBRX: one matrix [experts * ffn, h] of all gates, another one of all ups, and a third one [experts * ffn, h].
+    # DBRX: three matrices [experts * ffn, h]: the first with all gates, the second with all ups, and a third one.
     "RowsOfExperts": Pieces("(e o) ... -> e 1 o ...", lambda config: {"e": config.num_experts or 1}, 1),
     "TransposedRowsOfExperts": Pieces("(e i) o -> e o i", lambda config: {"e": config.num_experts or 1}),
     "RowOfExperts": Pieces("1 e -> e"),
@@ -99,25 +99,25 @@ def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
-    """Return a function that gives the number of heads of a query group in each tensor: all queries ("q"), twice as
-    many ("pairs"), or one."""
+    """Return a function that returns the number of heads of a query group in each tensor. A tensor contains all queries
+    ("q"), twice as many heads ("pairs"), or one head."""
     numbers = {"q": 1, "pairs": 2}
     return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in tensors]
 
 
 def _with_swapped_halves(config: TransformerConfig) -> list[int]:
-    """Map each channel of a head to the channel half a head away."""
+    """Return the channel order that swaps the two halves of a head."""
     return [(at + config.head_dim // 2) % config.head_dim for at in range(config.head_dim)]
 
 
 QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
-"""Converts q [heads * d, ...] and k and v [groups * d, ...] to our [groups, queries of a group + 2, d, ...]."""
+"""Layout that converts q [heads * d, ...] and k and v [groups * d, ...] to [groups, queries of a group + 2, d, ...]."""
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
     "QueriesOfGroups": Pieces(HEADS, _query_groups, 1, _of_group("q")),
     "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
-    # Two tensors of the queries' shape, the second one for output gates, then keys and values.
+    # Two tensors with the shape of the queries, of which the second one contains output gates, then keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),
     # Qwen3-Next: [heads * 2 * d, ...] with each head's query before its gate, then keys and values.
     "QueryGatePairs": Pieces(
@@ -137,9 +137,9 @@ ATTENTION: dict[str, Layout] = {
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
     # GPT-2: the same three parts along the last dim, which is the only dim of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
-    # BLOOM, GPT-NeoX: query, key and value, head by head, which is our order
+    # BLOOM, GPT-NeoX: query, key and value of each head, head by head, which is the order of the parameter
     "GroupByGroup": Pieces(HEADS, _query_groups),
-    # CodeGen: four blocks of heads, each with all its queries, then all values, then all keys
+    # CodeGen: four blocks of heads. Each block contains all its queries, then all values, then all keys
     "BlocksOfHeads": Reordered(
         Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
         1,
@@ -161,8 +161,8 @@ ATTENTION: dict[str, Layout] = {
 
 
 def _pairs_of_halves(first: int, rotated: int) -> list[int]:
-    """Return the order that keeps the first `first` channels, and interleaves two halves into pairs that are rotated
-    together."""
+    """Return the channel order that keeps the first `first` channels and interleaves two halves. Channels that are
+    rotated together become adjacent."""
     return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
 
 
@@ -184,19 +184,20 @@ def _indexer_channels(config: TransformerConfig) -> list[int]:
     return [len(of_head) * head + at for head in range(option(config, "dsa_indexer_n_heads")) for at in of_head]
 
 
-# Channels that are rotated together are adjacent in our layout; in theirs, they are half the rotated channels apart.
+# Channels that are rotated together are adjacent in the parameter. In the Hugging Face tensor, they are half of the
+# rotated channels apart.
 ROTATED_HALVES: dict[str, Layout] = {
-    # MiniCPM 3: last channels of each head, and of the key/value latent
+    # MiniCPM 3: the last channels of each head and of the key/value latent
     "HeadsOfHalves": Reordered(Pieces("(g d) ... -> g d ...", _attention_heads), 1, _head_channels),
     "LatentOfHalves": Reordered(Pieces(), 0, _latent_channels),
-    # DeepSeek-V3.2: first channels of the indexer's heads and of its key
+    # DeepSeek-V3.2: the first channels of the indexer's heads and of the indexer's key
     "IndexerHeadsOfHalves": Reordered(Pieces(), 0, _indexer_channels),
     "IndexerKeyOfHalves": Reordered(Pieces(), 0, _indexer_key_channels),
 }
 
 
 class DeltaNets(Protocol):
-    """Shape of gated delta nets."""
+    """Numbers and widths of heads in gated delta nets."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -204,7 +205,7 @@ class DeltaNets(Protocol):
 
 
 def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """Return the shape of gated delta nets, from the options of the extension that defines it."""
+    """Return the shape of gated delta nets from the options of the extension that defines this layer."""
     found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
     return found
 
@@ -214,7 +215,7 @@ def _key_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_key_head(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the numbers of rows of a key head: queries, keys, values, gates, writing strengths, decays."""
+    """Return the numbers of rows per key head: queries, keys, values, gates, writing strengths, decays."""
     return delta_nets(config).linear_channels
 
 
@@ -228,11 +229,11 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 
 
 DELTA_NETS: dict[str, Layout] = {
-    # Qwen3-Next: two tensors, each with all rows of a key head together
+    # Qwen3-Next: two tensors, in which all rows of a key head are contiguous
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
-    # Qwen3.5: one tensor with all query rows, then all keys, then all values, and three further tensors
+    # Qwen3.5: one tensor with all query rows, then all key rows, then all value rows, and three more tensors
     "KeyHeadsApart": Pieces(ROWS, _key_heads, 1, _of_key_head, section=0, sections=3),
-    # Olmo Hybrid: six tensors, and a convolution for each of the first three
+    # Olmo Hybrid: six tensors, and convolutions for the first three
     "KeyHeadsOfEach": Pieces(ROWS, _key_heads, 1, _of_key_head),
     "ConvolutionsOfEach": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, may_be_thirds=True),
     # one convolution over all queries, then all keys, then all values
@@ -250,10 +251,10 @@ def _convolved_of_kimi_head(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 KIMI_DELTA_ATTENTION: dict[str, Layout] = {
-    # four tensors (query, key, value and writing strength of each head), and convolutions of the first three
+    # four tensors (query, key, value and writing strength of each head), and convolutions for the first three
     "KimiHeads": Pieces(ROWS, _kimi_heads, 1, lambda config: (*_convolved_of_kimi_head(config), 1)),
     "KimiConvolutions": Pieces(TAPS, _kimi_heads, 1, _convolved_of_kimi_head),
-    # low-rank projections to the channels of all heads, and a decay per head
+    # low-rank projections to the channels of all heads, and one decay per head
     "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
     "KimiDecays": Pieces("1 1 g 1 -> g"),
 }
@@ -264,9 +265,8 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of rows of a group in Mamba-2's projection: gates, inputs, B, C and step sizes.
-
-    The shape is read from the options of the extension that defines it.
+    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. They are read
+    from the options of the extension that defines this layer.
     """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
@@ -280,12 +280,12 @@ def _convolved_of_mamba_group(config: TransformerConfig) -> tuple[int, ...]:
 
 
 MAMBA: dict[str, Layout] = {
-    # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes; and convolutions of
-    # inputs, B and C, with biases.
+    # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes. Inputs, B and C have
+    # convolutions with biases.
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),
-    # Mamba-1: decays of several states per channel; our tensor has one dim
+    # Mamba-1: decays of several states per channel. The parameter has one dim
     "FlatStates": Pieces("c n -> (c n)", lambda config: {"n": option(config, "mamba1_state_dim")}),
 }
 

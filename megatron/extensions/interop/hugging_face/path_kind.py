@@ -1,4 +1,4 @@
-"""Path kind of Hugging Face folders, which --load accepts, and which conversions read and write.
+"""Path kind of Hugging Face folders. --load accepts these folders, and conversions read and write them.
 
 torch is imported only when a folder is opened.
 """
@@ -32,7 +32,7 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """Path kind of a model folder, which implements `StatesFlags`, `LoadsModels` and `Format`."""
+    """Path kind for model folders. It implements `StatesFlags`, `LoadsModels` and `Format`."""
 
     format = "hf"
     usual = True

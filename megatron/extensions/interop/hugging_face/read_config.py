@@ -1,8 +1,8 @@
 """Conversion of Hugging Face's config.json to a model configuration, with the tables of `families`. This module does
 not import torch.
 
-All functions except `read_json` are pure. A setting that we cannot express is an error; it is never approximated. A
-config.json may be untrusted: a wrong type or an impossible value raises ValueError with a one-line message.
+All functions except `read_json` are pure. An unsupported setting is an error; it is never approximated. A config.json
+may be untrusted. A wrong type or an impossible value raises ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, object]:
 def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
     """Return the config.json of a folder's text model, and the name prefix of its weights.
 
-    Only the text part of a multimodal model is read; for other models, the values are returned unchanged. Raises
+    Only the text part of a multimodal model is read. For other models, the values are returned unchanged. Raises
     ValueError.
     """
     model_type = hf_config.get("model_type")
@@ -85,7 +85,7 @@ def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
 
 
 def family_of(hf_config: Values) -> Family:
-    """Return the family of a config.json. Raises ValueError for an unknown one."""
+    """Return the family of a config.json. Raises ValueError for an unknown family."""
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -96,7 +96,7 @@ def family_of(hf_config: Values) -> Family:
 
 
 LAYER_BY_LAYER = "per_layer_config"
-"""Key that overrides other keys for some layers, in every family."""
+"""Key that overrides other keys for individual layers. Every family supports this key."""
 
 IDLE = {
     *(
@@ -113,11 +113,11 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Keys of any config.json that do not describe the model, or that are read without the tables."""
+"""Keys of any config.json that do not describe the model, or that are read without a family's tables."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
-"""Keys in older files of families with `compress_rates`."""
+"""Keys that older files contain, in families with `compress_rates`."""
 
 
 WRITTEN: Mapping[str, Callable[[Values], object]] = {
@@ -129,13 +129,12 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),
     "final_w_init_variance_scale": lambda hf: 2 / number(hf, "num_hidden_layers"),
 }
-"""Keys that some transformers classes write but do not read, and functions that compute their values."""
+"""Maps keys that some transformers classes write but do not read to functions that compute the values."""
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
-    """Yield a notice of config.json keys that are not read.
-
-    These keys are unknown to both the family and its transformers class, or have another value than the class derives.
+    """Yield a notice about config.json keys that are not read. Neither the family nor its transformers class uses these
+    keys, or their values differ from the values that the class derives.
     """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
@@ -156,7 +155,7 @@ def unread_keys(hf_config: Values) -> Iterator[str]:
 
 
 def _is_derived(key: str, whole: Values) -> bool:
-    """Return True if a key has the value that classes derive for it."""
+    """Return True if a key has the value that transformers classes derive for it."""
     if key == LAYER_BY_LAYER:
         return not whole[key]
     try:
@@ -166,9 +165,9 @@ def _is_derived(key: str, whole: Values) -> bool:
 
 
 def config_from_hf(hf_config: Values) -> TransformerConfig:
-    """Convert a config.json to a model configuration, whose seq_length is the longest context.
+    """Convert a config.json to a model configuration. Its seq_length is the longest context.
 
-    Raises ValueError with a list of all settings that cannot be expressed.
+    Raises ValueError with a list of all unsupported settings.
     """
     family = family_of(hf_config)
     hf_config = {**hf_config, **inner_values(hf_config, family)}
@@ -194,7 +193,7 @@ def config_from_hf(hf_config: Values) -> TransformerConfig:
 
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
-    """Return values outside the bounds of their flags, and invalid expert groups."""
+    """Return problems with values outside the bounds of their flags and with expert groups."""
     if config.head_dim < 1:
         return [f"a head has no channels: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)
@@ -207,7 +206,7 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield a problem if per-layer settings contradict the family's keys. Some classes write both."""
+    """Yield a problem if per-layer settings contradict the family's keys. Some transformers classes write both."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
@@ -223,7 +222,7 @@ def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> 
 
 
 def _in_layer(own: TransformerConfig, name: str) -> object:
-    """Return the value of a field of a layer's configuration."""
+    """Return the value of a field in a layer's configuration."""
     return own.query_groups if name == "num_query_groups" else getattr(own, name, None)
 
 
@@ -260,7 +259,7 @@ def _problems(hf: Values, family: Family) -> Iterator[str]:
 
 
 def _problems_of_experts(hf: Values, family: Family) -> Iterator[str]:
-    """Yield routing settings that are not supported."""
+    """Yield a problem for each unsupported routing setting."""
     if "n_shared_experts" in family.defaults and (rule := broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
@@ -296,7 +295,7 @@ def _config(hf: Values, family: Family) -> TransformerConfig:
 
 
 def _of_tables(hf: Values, family: Family) -> Fields:
-    """Return the fields that a family's tables define."""
+    """Return the fields that are read according to a family's tables."""
     fields: Fields = {ours: _our_value(hf[key], family.values.get(key, {})) for key, ours in family.keys.items()}
     fields |= {ours: product_of(hf, powers) for ours, powers in family.powers.items() if fields.get(ours) is None}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
@@ -314,13 +313,14 @@ def _of_tables(hf: Values, family: Family) -> Fields:
 
 
 def _our_value(value: object, values: Mapping[object, object]) -> object:
-    """Return the value of our field for the value of a key; `values` is the family's translation table."""
+    """Translate the value of a config.json key to the value of the field. `values` is the family's translation
+    table."""
     value = tuple(value) if isinstance(value, list) else value
     return values.get(value, value)
 
 
 def _positions(hf: Values) -> str:
-    """Return the type of position embedding, for a family whose models may have none."""
+    """Return the position embedding type, for a family whose models may have no position embedding."""
     return "none" if table(hf, "rope_parameters").get("rope_theta", 0) is None else "rope"
 
 

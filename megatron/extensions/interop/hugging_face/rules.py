@@ -27,7 +27,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"
         yield Problem("--export-hf-interval", wanted, rule, remedy)
-    # Before training starts, refuse models that no folder can express, because every export would fail.
+    # Before training starts, refuse models that no Hugging Face folder can express, because every export would fail.
     if wanted is None or c.model.num_layers < 1:
         return
     flag, remedy = "--export-hf-interval", "change the model or remove the flag"

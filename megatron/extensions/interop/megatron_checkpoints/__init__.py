@@ -1,6 +1,7 @@
-"""Conversion from and to checkpoints of Megatron-LM and Megatron-DeepSpeed, including optimizer state and progress.
+"""Conversion from and to Megatron-LM and Megatron-DeepSpeed checkpoints, including optimizer state and training
+progress.
 
-This extension has no flags. Read `megatron_format` first. `flags` recognizes the folders, `megatron_names` maps
-parameter names, and `megatron_args` maps Megatron-LM's arguments to our configuration. `legacy_folder` reads mp_rank
-folders, and `megatron_target` writes torch_dist checkpoints.
+This extension has no flags. Read `megatron_format` first. `flags` recognizes checkpoint folders. `megatron_names` maps
+parameter names, and `megatron_args` maps Megatron-LM's arguments to this program's configuration. `legacy_folder` reads
+mp_rank folders, and `megatron_target` writes torch_dist checkpoints.
 """

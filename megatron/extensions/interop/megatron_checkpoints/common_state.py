@@ -1,5 +1,5 @@
-"""Reader of the non-tensor content of Megatron-LM's checkpoints. It is stored in pickles, from which only plain data is
-accepted."""
+"""Reader of the non-tensor content of Megatron-LM's checkpoints. This content is stored in pickles. Only plain data is
+accepted from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_args import DATA
 
 
 class _Plain:
-    """Replacement for a class of another program, which holds the attributes and has no behaviour."""
+    """Replacement for another program's class. It keeps the attributes of an instance but has no methods."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -27,11 +27,12 @@ class _Plain:
 
 
 HARMLESS = tuple((module, name) for module, names in DATA["unpickled"].items() for name in names.split())
-"""(module, name) of the classes whose values Megatron-LM stores among its arguments. None of them is imported."""
+"""Pairs (module, name) of the classes whose instances occur among Megatron-LM's saved arguments. These classes are
+never imported."""
 
 
 def load_common(path: Path) -> dict[str, object]:
-    """Read a file that contains a dict, with `load_pickle`."""
+    """Read a file that contains a dict. The file is read with `load_pickle`."""
     found = load_pickle(path, dict)
     assert isinstance(found, dict)
     return found
@@ -40,8 +41,8 @@ def load_common(path: Path) -> dict[str, object]:
 def load_pickle(path: Path, kind: type | UnionType) -> object:
     """Read a file of torch.save from an untrusted source, with weights_only and a list of harmless classes.
 
-    Raises ValueError, with a one-line message, if the file is missing or damaged, refers to any other class or
-    function, or contains anything other than a `kind`.
+    Raises ValueError with a one-line message if the file is missing or damaged, or if it refers to any other class or
+    function. Also raises it if the content is not an instance of `kind`.
     """
     import numpy
 
@@ -80,7 +81,7 @@ def _signal(number: int) -> int:
 
 
 def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Return Megatron-LM's arguments in a checkpoint. Raises ValueError if there are none."""
+    """Return Megatron-LM's arguments in a checkpoint. Raises ValueError if the checkpoint contains no arguments."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ValueError(
@@ -90,8 +91,8 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def update_count(optimizer: object) -> int | None:
-    """Return the optimizer's number of updates, which is the value of every key `step` or `common_step` at any depth;
-    None if there are no such keys. Raises ValueError if the values differ."""
+    """Return the number of optimizer updates, which every key `step` or `common_step` contains, at any depth. Returns
+    None if there are no such keys. Raises ValueError if their values differ."""
     counts: set[int] = set()
 
     def search(value: object) -> None:
@@ -112,10 +113,10 @@ def update_count(optimizer: object) -> int | None:
 
 
 def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
-    """Return the state of the fp16 loss scaler under our names; empty if there is none.
+    """Return the state of the fp16 loss scaler under this program's names; empty if there is no loss scaler.
 
-    Megatron-LM divides the scaled loss by the `samples` of a replica's batch before the backward pass; we do so after
-    it.
+    Megatron-LM divides the scaled loss by `samples`, the number of samples in a replica's batch, before the backward
+    pass. This program divides after the backward pass, so its scale is smaller.
     """
     for each in optimizer.values() if isinstance(optimizer, dict) else optimizer if isinstance(optimizer, list) else ():
         if isinstance(each, dict) and (found := loss_scaler_of(each, samples)):
@@ -131,7 +132,7 @@ def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
 
 
 def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, object]:
-    """Return the state of Megatron-LM's loss scaler: the inverse of `loss_scaler_of`."""
+    """Return the state of Megatron-LM's loss scaler. This is the inverse of `loss_scaler_of`."""
     counters: dict[str, object] = {
         theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state
     }
@@ -142,5 +143,5 @@ SCALER_COUNTERS = {"good_steps": "growth_tracker", "allowance": "hysteresis_trac
 
 
 def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least a positive number."""
+    """Round a positive number up to a power of two."""
     return 1 << (number - 1).bit_length()

@@ -1,5 +1,5 @@
-"""Recognition of Megatron-LM's checkpoints, and registration of their format. There are no flags. This module does not
-import torch."""
+"""Detection of Megatron-LM checkpoints, and registration of their format. This module defines no flags. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMON = "common.pt"
 
 
 def iteration_folder(path: Path) -> Path:
-    """Return the checkpoint folder that `path` refers to: the latest checkpoint in the folder, or the folder itself."""
+    """Return the latest checkpoint in the folder `path`, or `path` itself if it is a checkpoint."""
     try:
         text = (path / LATEST).read_text(errors="replace").strip()
         return path / ("release" if text == "release" else f"iter_{read_latest(path) or 0:07d}")
@@ -22,7 +22,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def is_megatron(path: str) -> bool:
-    """Return True if a folder is a checkpoint of Megatron-LM, or contains such checkpoints."""
+    """Return True if a folder is a Megatron-LM checkpoint or contains Megatron-LM checkpoints."""
     if not os.path.isdir(path):
         return False
     folder = iteration_folder(Path(path))

@@ -1,14 +1,14 @@
 """Gradients written by Megatron-LM's --save-wgrads-interval, read as whole tensors.
 
-The first rank of each expert-data-parallel group saves `main_grad` of its parameters by name, as {`model_chunk0`:
-{name: tensor}}, in a file that is named like the rank's folder in a checkpoint:
+The first rank of each expert-data-parallel group saves the `main_grad` of its parameters as {`model_chunk0`: {name:
+tensor}}. The file has the same name as the rank's folder in a checkpoint:
 
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 
-The files contain no arguments, so the parallel sizes are derived from file names and tensor shapes. If experts are not
-sharded over TP, there is a file for each TP rank and for each EP rank, but not for each pair of a TP rank and an EP
-rank. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no files for some TP ranks: such
-a dump is incomplete.
+The files do not contain the run's arguments, so the parallel sizes are derived from file names and tensor shapes. If
+experts are not sharded over TP, there is a file for each TP rank and for each EP rank, but not for each pair of a TP
+rank and an EP rank. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no files for some
+TP ranks. Such a dump is incomplete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANK_FILES = "mp_rank_*.pth"
 
 
 class GradientFolder(LegacyTensors):
-    """Gradients of our parameters, read from the files of all ranks."""
+    """Gradients of the model's parameters, read from the files of all ranks."""
 
     def __init__(self, folder: Path, model: TransformerConfig) -> None:
         self.files = {path.stem: path for path in sorted(folder.glob(RANK_FILES))}
@@ -49,8 +49,8 @@ class GradientFolder(LegacyTensors):
         raise ValueError(f"{folder} does not fit the model at {sizes}, or files of other hosts are missing: {problem}")
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Return the (TP, PP, EP) sizes. The second number in a file name is the EP rank if all files contain the same
-        names of dense parameters; otherwise, it is the PP rank."""
+        """Return the (TP, PP, EP) sizes. If file names contain two numbers, the second one is the EP rank if all files
+        have the same dense parameters, and otherwise the PP rank."""
         matches = [RANK_FOLDER.fullmatch(name) for name in self.files]
         ranks = [[int(number) for number in match.groups() if number] for match in matches if match is not None]
         if len(ranks) != len(matches) or len({len(rank) for rank in ranks}) != 1:

@@ -37,10 +37,10 @@ DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 CHUNK = re.compile(r"model\d*")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 SAMPLE = 4096
-"""Number of elements at each end of a tensor that are compared with the main parameter."""
+"""Number of elements at each end of a parameter that are compared with the main parameter."""
 
 Rank = tuple[int, int, int]
-"""(TP, PP, EP) rank."""
+"""Rank as a tuple (TP rank, PP rank, EP rank)."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Layout:
     ep: int
     expt_tp: int
     said_by: str = "its arguments"
-    """Source of the sizes, for messages."""
+    """Name of the place that contains the sizes, for messages."""
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
-        """Return the sizes in the arguments; the default is 1. Raises ValueError if they are invalid."""
+        """Return the parallel sizes in the arguments. A missing size is 1. Raises ValueError if a size is invalid."""
         tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
         given = {
             "tp": tp,
@@ -80,7 +80,7 @@ class Layout:
         return f"TP {self.tp}, PP {self.pp}, EP {self.ep}"
 
     def rank(self, folder: str) -> Rank:
-        """Return the rank of a folder from its name, which omits axes of size 1. Raises ValueError."""
+        """Parse the name of a folder, which omits axes of size 1, and return its rank. Raises ValueError."""
         match = RANK_FOLDER.fullmatch(folder)
         tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
         axes = [size for size in (self.pp, self.ep) if size > 1]
@@ -93,8 +93,8 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raise ValueError if a folder is missing. If experts are not sharded over TP, there must be a folder for each
-        TP rank and for each EP rank, but not for each pair of a TP rank and an EP rank."""
+        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, there must be a
+        folder for each TP rank and for each EP rank, but not for each pair of a TP rank and an EP rank."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks
@@ -105,11 +105,12 @@ class Layout:
 
 
 Tables = Mapping[tuple[int, int], Mapping[str, Tensor]]
-"""Maps (TP, EP) ranks to the tensors of all their stages by name; layer numbers are those of the whole model."""
+"""Maps each (TP rank, EP rank) to the tensors of all its pipeline stages by name. Names contain the layer numbers of
+the whole model."""
 
 
 class LegacyTensors:
-    """Our parameters, read from the files of all ranks, for a `MegatronSource`."""
+    """Parameters of a model, read from the files of all ranks. A `MegatronSource` uses this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,8 +141,8 @@ class LegacyTensors:
         self.sizes: Sequence[int] = [len(shapes) * self.layout.ep, *(max(shape, default=0) for shape in shapes)]
 
     def _open(self) -> dict[Rank, list[Held]]:
-        """Return the model chunks of each rank, with the layer numbers of the whole model. A rank has several chunks
-        under an interleaved schedule."""
+        """Return the model chunks of each rank. Tensor names contain the layer numbers of the whole model. A rank has
+        several chunks under an interleaved schedule."""
         opened: dict[Rank, list[Held]] = {}
         for rank in self.ranks:
             content = self._load(rank)
@@ -194,8 +195,8 @@ class LegacyTensors:
             yield (tp, ep), *meta.box(coords)
 
     def _parts(self, tables: Tables, way: Way, rank: tuple[int, int], expert: bool) -> list[Tensor] | None:
-        """Return the tensors of a box; None if they are missing. Every EP rank has the dense parameters. Experts that
-        are not sharded over TP may be on any TP rank."""
+        """Return the tensors of a box; None if they are missing. Every EP rank stores the dense parameters. Experts
+        that are not sharded over TP may be on any TP rank."""
         free = 1 if not expert else 0 if self.layout.expt_tp == 1 else None
         for holder, table in tables.items():
             same = all(a == b for axis, (a, b) in enumerate(zip(holder, rank, strict=True)) if axis != free)
@@ -216,7 +217,7 @@ class LegacyTensors:
                     yield f"{name} has shape {list(tensor.shape)} {where}, not {list(way.shape)}"
 
     def _ways(self, meta: ParamMeta) -> Iterator[Way]:
-        """Yield all ways in which a rank may store its box of a parameter."""
+        """Yield every way in which a rank's file may store the rank's box of a parameter."""
         _, _, box = next(self._boxes(meta))
         shape = their_shape(replace(meta, global_shape=box))
         if not meta.expert:
@@ -290,8 +291,8 @@ class LegacyTensors:
         return tuple(self.states)
 
     def check_states(self) -> None:
-        """Raise ValueError if a main parameter is not the parameter in higher precision. These files store states in a
-        fixed order, without names; this comparison checks the order. For large tensors, only the two ends are
+        """Raise ValueError if a main parameter is not the parameter in higher precision. These files store states
+        without names, in a fixed order. This comparison checks the order. Only the two ends of large tensors are
         compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
@@ -305,7 +306,7 @@ class LegacyTensors:
 
 
 def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
-    """Return the tensors of a model chunk under their current names, in the order of its parameters."""
+    """Return the tensors of a model chunk in the order of its parameters, under their current names."""
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} contains a {type(model).__name__} instead of a model")
     found: Held = {}
@@ -320,7 +321,7 @@ def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
 
 
 def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
-    """Copy tensors into a box of our parameter."""
+    """Copy tensors into a box of a parameter."""
     if way.transposed:
         box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
     elif len(tensors) == 1:

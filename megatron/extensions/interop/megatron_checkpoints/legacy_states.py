@@ -1,8 +1,8 @@
-"""Optimizer states in the Megatron-LM files of one rank, which store states in a fixed order, without names.
+"""Optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order, without names.
 
-Plain optimizers store states by the parameter's number in its group. The distributed optimizer stores one flat fp32
-tensor of each kind for each parameter buffer (`distrib_optim.pt`). Groups and buffers list parameters in the order of
-the model, so names are derived from the order; counts and shapes are checked.
+Plain optimizers store the states under the number of the parameter in its group. The distributed optimizer stores, for
+each parameter buffer, one flat fp32 tensor per kind of state (`distrib_optim.pt`). Groups and buffers list parameters
+in the order of the model, so names are derived from the order. Counts and shapes are checked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 Held = dict[str, Tensor]
-"""Tensors of a rank, by name, in the order of the model."""
+"""Tensors of a rank by name, in the order of the model's parameters."""
 
-FROZEN = " (parameters that are not trained have no states)"
+FROZEN = " (untrained parameters have no states)"
 ALIGNMENT = 64
 """Alignment, in elements, of parameters in a buffer of the distributed optimizer."""
 
 PLAIN_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Maps Megatron-LM's kinds of the distributed optimizer's state to ours."""
+"""Maps Megatron-LM's names for the kinds of distributed optimizer state to this program's names."""
 
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -30,8 +30,8 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 def states_of(
     chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, object]
 ) -> dict[str, Held]:
-    """Return the optimizer states of a rank, as a mapping from kinds to tensors by parameter name. Each tensor has the
-    shape of its parameter. Raises ValueError if the inputs do not fit each other.
+    """Return the optimizer states of a rank: for each kind of state, the tensors by parameter name. Each tensor has the
+    shape of its parameter. Raises ValueError if the inputs contradict each other.
 
     Args:
         chunks: Parameters of the rank's model chunks.
@@ -83,7 +83,7 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
 
 
 def _decoupled(group: Mapping[str, object]) -> bool:
-    """Return True if a group has the separate learning rate of the embedding and the output layer (--decoupled-lr)."""
+    """Return True if a group uses the separate learning rate for the embedding and output layers (--decoupled-lr)."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
@@ -134,7 +134,7 @@ def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapp
 
 
 def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the tensors of each buffer of an optimizer."""
+    """Yield the state tensors of each buffer of an optimizer."""
     if not isinstance(part, dict) or not part.get("buckets_coalesced"):
         raise ValueError("distrib_optim.pt stores single buckets, as Megatron-LM did before core 0.6")
     for number in sorted(key for key in part if isinstance(key, int)):
@@ -148,8 +148,8 @@ def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the parameters of each buffer of a model chunk. A buffer has one dtype. `experts` selects experts or dense
-    parameters; None selects both."""
+    """Yield the parameters of each buffer of a model chunk. All parameters in a buffer have the same dtype. `experts`
+    selects expert parameters or dense parameters; None selects both."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):
@@ -160,8 +160,8 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(
     buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
 ) -> list[int]:
-    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors shows whether the
-    buffer is divided into buckets, and whether tied embeddings have a bucket of their own."""
+    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors determines whether
+    the buffer is divided into buckets, and whether tied embeddings have a separate bucket."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size")
@@ -181,7 +181,7 @@ def layout_of(
     """Return the offset of each parameter in a buffer, and the length of the buffer.
 
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
-    once it has at least `bucket_size` elements; its end is not padded.
+    once it has at least `bucket_size` elements. The end of a bucket is not padded.
     """
     places = []
     base = 0

@@ -1,9 +1,9 @@
-"""Conversion between Megatron-LM's arguments and our configuration. This module does not import torch.
+"""Conversion between Megatron-LM's arguments and this program's configuration. This module does not import torch.
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
-lists the exceptions: `also` maps arguments to fields with another name; `refused` lists arguments that request an
-unsupported part of a model; `lacking` lists model fields that Megatron-LM lacks, so only their defaults can be
-expressed; and `written` lists values that every checkpoint contains.
+lists the exceptions. `also` maps arguments to fields with a different name. `refused` lists arguments that request an
+unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so that only their defaults can be
+expressed. `written` lists values that every checkpoint contains.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron.training.progress import Progress
 DATA = json.loads(Path(__file__).with_name("arguments.json").read_text())
 LACKING = frozenset(" ".join(DATA["lacking"]).split())
 YARN = {ours: "yarn_" + ours.removeprefix("yarn_") for ours in DATA["yarn"].split()}
-"""Maps our YaRN arguments to Megatron-LM's arguments for attention other than latent attention in a GPTModel.
-Megatron-LM's latent attention uses our names."""
+"""Maps this program's YaRN arguments to those of a Megatron-LM GPTModel without latent attention. With latent
+attention, Megatron-LM's arguments have the same names as this program's."""
 
 ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
 MIXERS = ("gated_delta_net", "dsa", "mamba2")
 LETTERS = frozenset("M*-EG/|")
-"""Layer letters and separators that are supported in a HybridModel's layer pattern."""
+"""Supported layer letters and separators in a HybridModel's layer pattern."""
 
 OTHER_FORMULAS = (
     "hyper-connections: the parameters equal Megatron-LM's, but its formulas add different epsilons, so that outputs "
@@ -48,10 +48,12 @@ HASHED = "moe_n_hash_layers"
 
 
 def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
-    """Return the configuration of a run with these arguments. Raises ValueError if we cannot express the model.
+    """Return the configuration of a run with these arguments. Raises ValueError if this program does not support the
+    model.
 
     If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. Megatron-LM's loss includes these
-    rows and ours does not, so a run continues exactly only if they are tokens.
+    rows, but this program's loss includes only tokens. Therefore, a run continues exactly only if the padding rows are
+    treated as tokens.
     """
     _check(args := _translated(args))
     values: dict[str, dict[str, object]] = {}
@@ -111,15 +113,15 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # we count all layers, Megatron-LM only MoE layers
+        if hashed := found.get(HASHED):  # this program counts all layers, but Megatron-LM counts only MoE layers
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)
 
 
 def _widths(args: Mapping[str, object]) -> dict[str, object]:
-    """Return our arguments for layers of different shapes. Raises ValueError if the layers differ in more than their
-    MLP widths."""
+    """Return this program's arguments for layers of different shapes. Raises ValueError if the layers differ in more
+    than their MLP widths."""
     text = args.get(f"{WIDTHS}_encoded_json")
     if not text:
         return {}
@@ -178,15 +180,15 @@ def arguments_of(config: RunConfig) -> dict[str, object]:
 
 
 def _pattern(config: RunConfig) -> str | None:
-    """Return a HybridModel's layer pattern, followed by the pattern of each multi-token prediction module; None for a
-    model without a layer pattern."""
+    """Return a HybridModel's layer pattern, followed by the pattern of each multi-token prediction module. Returns None
+    for a model without a layer pattern."""
     text = named_value(config, "hybrid_layer_pattern")
     layers, *modules = (text or "").replace("|", "").split("/")
     return "/".join((layers, *(modules or layers[-1:] * config.model.mtp_depths))) or None
 
 
 def refuse_inexpressible(config: RunConfig) -> None:
-    """Raise ValueError if Megatron-LM cannot express a model of ours."""
+    """Raise ValueError if Megatron-LM does not support the model."""
     model = config.model
     lacking = (flag for flag in flags_of("model") if flag.field in LACKING)
     problems = {flag.name: value_of(config, flag) != flag.default for flag in lacking} | {
@@ -207,12 +209,13 @@ def refuse_inexpressible(config: RunConfig) -> None:
 
 
 def unequal_parts(config: RunConfig) -> list[str]:
-    """Return the parts of a model that have no names in the format, or that Megatron-LM computes differently."""
+    """Return the parts of a model that Megatron-LM's format has no names for, or that Megatron-LM computes
+    differently."""
     return [part for part, used in _unequal(config) if used]
 
 
 def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield each part that cannot be converted, with a value that is true if the model has the part."""
+    """Yield the name of each part that cannot be converted, and a value that is true if the model has this part."""
     model, pattern = config.model, _pattern(config) or ""
     kinds = (*model.layers, *model.mtp_layers)
     used = {kind.linear for kind in kinds if kind.linear is not None}
@@ -238,13 +241,13 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _with_value(config: RunConfig, name: str) -> str:
-    """Return a flag with its value. A switch, or text that is not just the name of a flag, is returned unchanged."""
+    """Return a flag with its value. Boolean flags and text that is not the name of a flag are returned unchanged."""
     flag, _ = spelling_table().get(name, (None, True))
     return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
 
 
 def _plain(value: object, kind: type, field: str) -> object:
-    """Convert a value to the type of our field."""
+    """Convert a value to the type of the configuration field."""
     if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         return str(value)
     if field == "window_size":

@@ -51,12 +51,12 @@ KINDS = {
     "exp_avg_sq": ("exp_avg_sq",),
     "momentum_buffer": ("momentum_buffer",),
 }
-"""Maps our kinds of optimizer state to Megatron-LM's."""
+"""Maps this program's kinds of optimizer state to Megatron-LM's names for them."""
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor that is stored in blocks. Raises ValueError if the blocks do not form a tensor of
-    this shape."""
+    """Check that a tensor that is stored in blocks has the shape `whole`, and return this shape. Raises ValueError if
+    the blocks do not form a tensor of this shape."""
     *grid, block = stored
     fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
     if not fits or prod(whole) != prod(grid) * block:
@@ -65,17 +65,17 @@ def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tu
 
 
 def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) -> Tensor:
-    """Assemble a tensor from blocks: [grid..., elements of a block] -> whole"""
+    """Assemble a tensor of shape `whole` from blocks [grid..., elements of a block]."""
     sizes = [size // count for size, count in zip(whole, grid, strict=True)]
     order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
     return blocks.reshape(*grid, *sizes).permute(order).reshape(whole)
 
 
 class TorchDistTensors:
-    """Our parameters, read from a torch_dist checkpoint, for a `MegatronSource`.
+    """Parameters of a model, read from a torch_dist checkpoint. A `MegatronSource` uses this class.
 
-    Older versions flatten optimizer states: a tensor that is divided into a grid of blocks is stored as [grid...,
-    elements of a block]. The index contains the original shape.
+    Older versions of Megatron-LM flatten optimizer states. They store a tensor that is divided into a grid of blocks as
+    [grid..., elements of a block]. The index contains the original shape.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class TorchDistTensors:
         return way.whole(parts, self.metas[name].global_shape)
 
     def _read(self, name: str, layer: int | None) -> Tensor:
-        """Return a tensor, or one of its entries along the first dim."""
+        """Return a tensor, or a single entry along the first dim of the tensor."""
         key, whole = self.stored[name], self.whole.get(name)
         if whole is None:
             return self.checkpoint.read(key, layer)
@@ -151,13 +151,13 @@ class TorchDistTensors:
                 raise ValueError(f"{kind} of {name}: {prefix}{key} {what}{FROZEN if shape is None else ''}")
 
     def check_states(self) -> None:
-        """Do nothing: states have names, so their order need not be checked."""
+        """Do nothing, because states have names and their order is irrelevant."""
 
 
 class MegatronSource(Source):
-    """Open checkpoint of Megatron-LM. Names and shapes of all parameters are checked before any parameter is read.
+    """Open Megatron-LM checkpoint. Names and shapes of all parameters are checked before any parameter is read.
 
-    `tensors` provides whole parameters under our names and in our shapes (`find`, `read`), optimizer states
+    `tensors` provides whole parameters under this program's names and in its shapes (`find`, `read`), optimizer states
     (`find_states`, `check_states`, `read`), the non-tensor content (`common`), and tensor sizes (`sizes`). In a valid
     checkpoint, no number of layers or experts exceeds the largest of these sizes.
     """
@@ -209,7 +209,8 @@ class MegatronSource(Source):
         return with_rows(tensor, self.rows.get(name, len(tensor))).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Check that states belong to their parameters. Checkpoints of Megatron-LM have no checksums."""
+        """Check that each state belongs to its parameter. There are no checksums to verify, because Megatron-LM
+        checkpoints do not contain any."""
         if self.checks_states:
             self.tensors.check_states()
 

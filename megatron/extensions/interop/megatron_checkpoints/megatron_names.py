@@ -1,15 +1,15 @@
-"""Parameter names in Megatron-LM's checkpoints, and the locations of our parameters in torch_dist checkpoints.
+"""Parameter names in Megatron-LM checkpoints, and the locations of this program's parameters in torch_dist checkpoints.
 
-Identical layers may be stacked along a new first dim under one name; otherwise, each layer has its own names. Each
-Megatron-LM tensor is one of our parameters in another shape: Megatron-LM merges query groups, heads and channels into
-one dim, and also gate and up. A HybridModel has one layer per sublayer, also in its multi-token prediction modules, and
-hyper-connections wrap each of these layers. `names.json` lists the names that differ, in three tables. Rows of
-`renamed` replace the beginning of a name in a layer, if the layer also has a parameter whose name begins with `beside`;
-a tensor is written under all names in `theirs`, and read from any of them. Rows of `kinds` describe parameters that
-Megatron-LM divides into one tensor for each kind of channel. Such a tensor contains all groups, whereas our parameter
-keeps all channels of a group together. The number of channels per group is the last dim of another parameter of the
-module, divided by the number of groups, or otherwise an equal part of the remaining channels. Rows of `older` rename
-tensors from before Megatron core.
+Identical layers may be stacked along a new first dim under one name. Otherwise, each layer has separate names. Each
+Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges query groups, heads and
+channels into one dim. It also merges gate and up into one dim. In a HybridModel, each sublayer is a separate layer,
+also in multi-token prediction modules, and hyper-connections wrap each of these layers. `names.json` lists the names
+that differ, in three tables. Rows of `renamed` replace the beginning of a name in a layer, if the layer also has a
+parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
+these names. Rows of `kinds` describe parameters that Megatron-LM divides into one tensor for each kind of channel. Such
+a tensor contains all groups, whereas the parameter of this program keeps all channels of a group together. For some
+kinds, the number of channels per group is the last dim of another parameter of the module, divided by the number of
+groups. The other kinds share the remaining channels equally. Rows of `older` rename tensors from before Megatron core.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron.core.pipeline_parallel.stage_parameters import model_states
 from megatron.extensions.interop.conversion.formats import few
 
 EXTRA_STATE = "_extra_state"
-"""Suffix of the names of Transformer Engine's fp8 state."""
+"""Name suffix of Transformer Engine's fp8 state."""
 
 LAYERS = "decoder.layers."
 STACKED = re.compile(r"^decoder\.layers\.\d+\.")
 CONNECTION = "_hyper_connection."
 
 OF_TOKENS = ".tid2eid"
-"""Suffix of the names of tables with one row per token."""
+"""Name suffix of tables with one row per token."""
 
 IN_LAYER = re.compile(
     r"(?P<front>decoder\.layers\.(?P<number>\d+)\."
@@ -59,8 +59,8 @@ class Rule:
     hybrid: bool | None = None
 
     def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
-        """Return True if the rule applies to a parameter. `inside` is its name in the layer; `siblings` are all names
-        in the layer."""
+        """Return True if the rule applies to a parameter. `inside` is the parameter's name within its layer. `siblings`
+        are all names in the layer."""
         same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
         return same and any(sibling.startswith(self.beside) for sibling in siblings)
 
@@ -70,21 +70,21 @@ RENAMED, KINDS = (tuple(Rule(**row) for row in TABLES[name]) for name in ("renam
 
 @dataclass(frozen=True)
 class Way:
-    """Way to store a parameter, or one rank's box of it."""
+    """Way to store a parameter or one rank's box of a parameter."""
 
     names: tuple[str, ...]
     """Names of the tensors that form the parameter, in order."""
     shape: tuple[int, ...] = ()
-    """Shape of each tensor, in files of one rank."""
+    """Shape of each tensor in the files of one rank."""
     layer: int | None = None
-    """Entry along the first dim of stacked tensors; None if they are not stacked."""
+    """Index along the first dim of stacked tensors; None if the tensors are not stacked."""
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()
-    """Channels per group of each kind, if rows are ordered by kind."""
+    """Number of channels per group for each kind of channel; empty if rows are not ordered by kind."""
 
     def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Assemble the tensors to our parameter."""
+        """Assemble the parameter from its tensors."""
         if not self.kinds:
             flat = [tensor.flatten() for tensor in tensors]
             return (flat[0] if len(flat) == 1 else torch.cat(flat)).reshape(shape)
@@ -101,9 +101,9 @@ def find_ways(
     optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """Return the first way to store each parameter whose tensors are all present. Raises ValueError, with a list of the
-    problems, if a parameter is missing and not `optional`, if a tensor has the wrong shape, or if a present tensor is
-    unknown, which means that it is neither part of a way nor in `used`."""
+    """Return, for each parameter, the first way to store it whose tensors are all present. Raises ValueError with a
+    list of problems: missing parameters that are not `optional`, tensors of the wrong shape, and unknown tensors. A
+    tensor is unknown if it is neither part of a way nor in `used`."""
     found = dict[str, Way]()
     problems = []
     known = set(used)
@@ -128,7 +128,7 @@ def is_skipped(key: str) -> bool:
 
 
 def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta: ParamMeta, way: Way) -> Iterator[str]:
-    """Yield shape problems of a parameter's tensors in torch_dist."""
+    """Yield the shape mismatches of a parameter's tensors in a torch_dist checkpoint."""
     expected, count = their_shape(meta), len(way.names)
     parts = count > 1 and not way.kinds
     for number, name in enumerate(way.names):
@@ -141,7 +141,7 @@ def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta
 
 
 def their_shape(meta: ParamMeta) -> tuple[int, ...]:
-    """Return the shape of one layer's parameter in Megatron-LM's checkpoints."""
+    """Return the shape of a single layer's parameter in Megatron-LM checkpoints."""
     experts, shape = meta.global_shape[: meta.expert], meta.global_shape[meta.expert :]
     if meta.role == "state":
         return shape
@@ -152,8 +152,8 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
 
 
 def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.dtype]]:
-    """Return the untrained tensors of a model as Megatron-LM stores them. A table of tokens has the dtype int32, and
-    includes rows for the vocabulary's padding."""
+    """Return the untrained tensors of a model as Megatron-LM stores them. A table with one row per token has the dtype
+    int32 and includes rows for the vocabulary's padding."""
     found = {}
     for meta, dtype in model_states(model):
         table = meta.name.endswith(OF_TOKENS)
@@ -163,12 +163,12 @@ def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.d
 
 
 def with_rows(table: Tensor, rows: int) -> Tensor:
-    """Return a table with this number of rows, truncated or padded with zeros."""
+    """Truncate a table to `rows` rows, or pad it with zeros."""
     return table if len(table) == rows else F.pad(table[:rows], (0, 0, 0, max(0, rows - len(table))))
 
 
 def _in_layer(name: str) -> tuple[str, int | None, str]:
-    """Split a name into the layer's prefix, the layer's number in the decoder, and the name in the layer."""
+    """Split a name into the layer's prefix, the layer's number in the decoder, and the name within the layer."""
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return "", None, name
@@ -176,7 +176,7 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Megatron-LM tensor: its names, its channels in each group of our parameter, and its shape."""
+    """Megatron-LM tensor: its names, the channels that it takes from each group of the parameter, and its shape."""
 
     names: list[str]
     channels: slice
@@ -186,9 +186,9 @@ class Piece(NamedTuple):
 class Names:
     """Names of a model's parameters in Megatron-LM's checkpoints.
 
-    `metas` contains all parameters, and all states that are saved but not trained. `hybrid` is True for a HybridModel,
-    which a layer pattern describes, and False for a GPTModel. A norm is fused with the following linear layer. A norm
-    before experts has two names: a separate one with Transformer Engine, and the name of a fused norm without it.
+    `metas` contains all parameters and all untrained states. `hybrid` is True for a HybridModel, which is described by
+    a layer pattern, and False for a GPTModel. A norm is fused with the following linear layer. A norm before experts
+    has a separate name with Transformer Engine, and the name of a fused norm without it.
     """
 
     def __init__(self, metas: Iterable[ParamMeta], hybrid: bool) -> None:
@@ -199,8 +199,8 @@ class Names:
             self.layers.setdefault(front, {})[inside] = meta
 
     def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
-        """Yield Megatron-LM's names of a layer's parameter: one list for each rule that applies, and then our own
-        name."""
+        """Yield lists of Megatron-LM names for a layer's parameter: one list for each rule that applies, and then the
+        unchanged name."""
         theirs = self._front(front, inside)
         for rule in RENAMED:
             if rule.holds(inside, self.layers[front], self.hybrid):
@@ -219,8 +219,8 @@ class Names:
         return front + "inner_layer." * wrapped
 
     def kinds(self, meta: ParamMeta) -> dict[str, int]:
-        """Return the number of channels per group for each kind of channels; empty if Megatron-LM does not store kinds
-        separately."""
+        """Return the number of channels per group for each kind of channel. The result is empty if Megatron-LM does not
+        store kinds separately."""
         front, _, inside = _in_layer(meta.name)
         for rule in KINDS:
             if rule.holds(inside, self.layers[front], self.hybrid) and isinstance(rule.theirs, Mapping):
@@ -238,8 +238,8 @@ class Names:
         return {kind: widths.get(kind, rest) for kind in kinds}
 
     def written(self, meta: ParamMeta, stacked: bool) -> tuple[list[Piece], int | None]:
-        """Return the tensors that megatron-core expects for a parameter, and their index in the stack of layers; None
-        if layers are not stacked."""
+        """Return the tensors that megatron-core expects for a parameter, and the parameter's index in the stack of
+        layers. The index is None if layers are not stacked."""
         front, number, inside = _in_layer(meta.name)
         layer, names = number if stacked else None, next(self._renamed(front, inside))
         names = names if layer is None else [STACKED.sub(LAYERS, each) for each in names]
@@ -252,7 +252,7 @@ class Names:
         return pieces or [Piece(names, slice(None), shape)], layer
 
     def inside(self, meta: ParamMeta) -> Iterator[str]:
-        """Yield all names, including the layer number, that a dense parameter of ours may have in one rank's module."""
+        """Yield all names that a dense parameter may have in one rank's module, including the layer number."""
         front, _, inside = _in_layer(meta.name)
         yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
@@ -264,7 +264,7 @@ class Names:
                 names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
                 yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
-            if meta.expert:  # each expert has a name, either for the whole tensor or separately for gate (w) and up (v)
+            if meta.expert:  # each expert has separate names, for the whole tensor or for gate (w) and up (v)
                 experts = range(meta.global_shape[0])
                 each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
                 yield Way(tuple(each))
@@ -272,11 +272,11 @@ class Names:
 
 
 OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
-"""Patterns of names from before Megatron core, and their replacements."""
+"""Pairs of a pattern and a replacement for tensor names from before Megatron core."""
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a tensor of an older model."""
+    """Translate an older tensor name to its current name."""
     for old, new in OLD_NAMES:
         name = old.sub(new, name)
     return name

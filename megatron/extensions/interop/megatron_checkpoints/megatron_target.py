@@ -1,4 +1,4 @@
-"""Megatron-LM's torch_dist checkpoints, which megatron-core loads under any layout, as a target of conversions."""
+"""Megatron-LM's torch_dist checkpoints as a target of conversions. megatron-core can load them under any layout."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from megatron.training.progress import Progress
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
-"""Name of the folder of a checkpoint that belongs to no run, which the tracker file contains instead of an
+"""Folder name of a checkpoint that does not belong to a run. The tracker file contains this name instead of an
 iteration."""
 
 
 Place = tuple[tuple[str, ...], int | None]
-"""Names of a tensor, and its index in a stack of layers."""
+"""Names of a tensor, and the tensor's index in a stack of layers; the index is None if layers are not stacked."""
 
 
 class TorchDistTarget(Target):
-    """Output folder with one checkpoint. Layers are stacked under one name if all have the same tensors."""
+    """Output folder with one checkpoint. Layers are stacked under one name if they all have the same tensors."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source = source
@@ -77,14 +77,14 @@ class TorchDistTarget(Target):
         self.tensors = dict(self._tensors())
         if self.training is not None and self.config.optimizer.decoupled_lr is not None:
             self.notes = (
-                "--decoupled-lr: its parameter groups are marked is_decoupled_lr, by which megatron-core 0.16 does "
-                "not distinguish groups; compare the learning rates that it logs",
+                "--decoupled-lr: its parameter groups are marked is_decoupled_lr, but megatron-core 0.16 does "
+                "not use this mark; compare the learning rates that it logs",
             )
         self.notes += (OTHER_FORMULAS,) * (model.residual == "mhc")
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
     def _tensors(self) -> Iterator[tuple[Place, Made]]:
-        """Yield all tensors, by names and index in a stack of layers."""
+        """Yield all tensors with their names and their index in a stack of layers."""
         source, wanted = self.source, self.options.dtype
         for name, meta in source.metas.items():
             yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
@@ -107,7 +107,7 @@ class TorchDistTarget(Target):
             yield (keys, layer), Made(piece.shape, dtype, make)
 
     def _state(self, kind: str, name: str) -> Tensor:
-        """Return an optimizer state. The main parameters of an fp32 model are its parameters."""
+        """Return an optimizer state. For an fp32 model, the main parameters are the model's parameters."""
         assert self.training is not None
         if kind not in self.training.kinds:
             return self.source.read(name, torch.float32)
@@ -134,7 +134,7 @@ class TorchDistTarget(Target):
         return self.training.progress.iteration if self.training else 0
 
     def _extra_states(self) -> list[str]:
-        """Return the names of the empty extra states that Megatron-LM expects for each linear layer."""
+        """Return the names of the empty extra states. Megatron-LM expects an extra state for each linear layer."""
         model, keys = self.config.model, ["output_layer._extra_state/shard_0_1"]
         for name, meta in self.source.metas.items():
             if name.startswith("embedding.") or not name.endswith(".weight"):
@@ -209,7 +209,7 @@ def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
 
 
 def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
-    """Read a table, and truncate it or pad it with zeros to this number of rows."""
+    """Read a table, and truncate it or pad it with zeros to the given number of rows."""
     return with_rows(read(), rows)
 
 

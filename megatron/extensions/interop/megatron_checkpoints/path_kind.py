@@ -1,5 +1,4 @@
-"""Path kind of Megatron-LM's checkpoints, which can be converted from and to. torch is imported only by a
-conversion."""
+"""Path kind for Megatron-LM checkpoints, which conversions read and write. Only a conversion imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """Path kind and checkpoint format of Megatron-LM; see `megatron.extensions.interop.conversion.formats.Format`."""
+    """Path kind and format of Megatron-LM checkpoints; see `megatron.extensions.interop.conversion.formats.Format`."""
 
     format = "megatron"
     usual = False

@@ -1,10 +1,10 @@
-"""Adapters for config.json keys with special rules; a family's file names them under "adapters". This module does not
-import torch.
+"""Adapters for config.json keys with special rules. The file of a family lists its adapters under "adapters". This
+module does not import torch.
 
 `read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
-family's names. It returns the fields, including those that the adapter's keys determine, and raises ValueError for
-values that we cannot express. `write` receives the keys from the tables and returns them with the adapter's keys. The
-adapters of a file are called in order.
+family's names. It returns these fields and the fields that the adapter's keys determine. It raises ValueError for
+unsupported values. `write` receives the keys from the tables and returns them with the adapter's keys. The adapters of
+a file are called in order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
-"""Maps a layer letter to prefixes of the fields that only such layers use."""
+"""Maps a layer letter to the prefixes of fields that only layers with this letter use."""
 
 
 class GroupsByTwoExperts(Adapter):
@@ -86,7 +86,7 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """MoE layers: listed for all layers, or all layers after the first dense ones, or every N-th of these layers."""
+    """MoE layers: given by a list for all layers, or all layers or every N-th layer after the first dense layers."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -123,7 +123,7 @@ class ListedLayersDense(Adapter):
 
 
 class LayersWithExperts(Adapter):
-    """MoE layers: listed, or every N-th layer (Llama 4)."""
+    """MoE layers: given by a list, or every N-th layer (Llama 4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"moe_layer_freq": moe_layers_from_hf(hf)}
@@ -162,14 +162,16 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Return the period and offset of the selected layers. They describe the layers only if these are periodic."""
+    """Return the period and offset of the selected layers. The period and offset describe the layers only if the
+    selected layers are periodic."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
 
 
 class RecurrentBlocks(Adapter):
-    """Repeating layer kinds, an embedding scale, and an MLP width that counts gate and up together (RecurrentGemma)."""
+    """Repeating layer kinds, an embedding scale, and an MLP width that is the sum of the gate and up widths
+    (RecurrentGemma)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -186,7 +188,7 @@ class RecurrentBlocks(Adapter):
 
 
 def _in_bf16(value: float) -> float:
-    """Round to bf16, in which RecurrentGemma stores the embedding scale."""
+    """Round to bf16, because RecurrentGemma stores the embedding scale in bf16."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     (rounded,) = struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
     return float(rounded)
@@ -271,7 +273,7 @@ class RotaryBaseOfAttention(Adapter):
 
 
 class LayersWithoutRotary(Adapter):
-    """Layers without rotary embedding: listed, or every N-th layer (SmolLM3, Llama 4)."""
+    """Layers without rotary embedding: given by a list, or every N-th layer (SmolLM3, Llama 4)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}

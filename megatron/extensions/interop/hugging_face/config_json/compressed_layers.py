@@ -19,14 +19,16 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import LOC
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import yarn_from_hf
 
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
-"""Kinds of DeepSeek-V4 layers: layers that select compressed keys, and layers that attend to all of them."""
+"""Kinds of DeepSeek-V4 layers: layers that select some compressed keys, and layers that attend to all compressed
+keys."""
 
 KIND_OF_RATIO: dict[object, str] = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
 """Maps entries of `compress_ratios` in older files to layer kinds."""
 
 
 def compressed_from_hf(hf: Values) -> Fields:
-    """Return the compression ratio of each layer, hash-routed layers, rotated channels, and both rotary bases."""
+    """Return the fields for the compression ratio of each layer, hash-routed layers, rotated channels, and both rotary
+    bases."""
     fields: Fields = {"csa_compress_ratios": str(_ratios(hf))}
     if hashed := _hashed_layers(hf):
         fields["moe_n_hash_layers"] = hashed
@@ -34,7 +36,7 @@ def compressed_from_hf(hf: Values) -> Fields:
 
 
 def _ratios(hf: Values) -> list[object]:
-    """Return the tokens per compressed key in each layer; 0 for layers without compressed keys."""
+    """Return the number of tokens per compressed key in each layer, which is 0 for layers without compressed keys."""
     layers = whole(hf, "num_hidden_layers")
     rates = table(hf, "compress_rates") or {SELECTED: 4, COMPRESSED: 128}
     older = {SELECTED: hf.get("compress_rate_csa"), COMPRESSED: hf.get("compress_rate_hca")}
@@ -48,7 +50,7 @@ def _ratios(hf: Values) -> list[object]:
 
 
 def _kinds(hf: Values) -> list[object]:
-    """Return the kind of each layer, from layer_types, from the list in older files, or from the class's default."""
+    """Return the kind of each layer from layer_types, from the list in older files, or from the class's default."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -57,7 +59,7 @@ def _kinds(hf: Values) -> list[object]:
 
 
 def _hashed_layers(hf: Values) -> int:
-    """Return the number of first layers that use hash routing."""
+    """Return how many layers, from the first layer on, use hash routing."""
     if not hf["mlp_layer_types"]:
         usual = whole(hf, "num_hash_layers") if "num_hash_layers" in hf else 3
         return min(usual, whole(hf, "num_hidden_layers"))
@@ -108,9 +110,8 @@ def _both_rotary(hf: Values) -> Fields:
 
 
 def compressed_to_hf(config: TransformerConfig, stated: Values, scaling: Values) -> Fields:
-    """Return the config.json keys of a model whose compression ratios are 0, 4, and at most one other ratio.
-
-    `scaling` applies to the rotary embedding of compressed keys.
+    """Return the config.json keys of a model whose compression ratios are 0, 4, and at most one more value. `scaling`
+    applies to the rotary embedding of compressed keys.
     """
     layers, given = config.num_layers, stated["csa_compress_ratios"]
     ratios = layer_numbers(given if isinstance(given, str) else "", layers, least=0)

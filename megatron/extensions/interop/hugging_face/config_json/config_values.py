@@ -1,7 +1,7 @@
 """Typed access to values of a config.json. This module does not import torch.
 
-A config.json may be untrusted, so each value is an `object` until a function of this module has checked it. The
-functions raise TypeError for a value of another type, and KeyError for a missing number or string.
+A config.json may be untrusted, so each value is typed as `object` until a function of this module checks it. The
+functions raise TypeError for a value of the wrong type, and KeyError for a missing number or string.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fields = dict[str, object]
 
 
 def whole(values: Values, key: str) -> int:
-    """Return the integer with this key."""
+    """Return the integer value of a key."""
     value = values[key]
     if not isinstance(value, int):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a whole number")
@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """Return the number with this key. An integer stays an integer."""
+    """Return the numeric value of a key. An integer is not converted to float."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")
@@ -32,7 +32,7 @@ def number(values: Values, key: str) -> float:
 
 
 def text(values: Values, key: str) -> str:
-    """Return the string with this key."""
+    """Return the string value of a key."""
     value = values[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a text")
@@ -40,7 +40,7 @@ def text(values: Values, key: str) -> str:
 
 
 def entries(values: Values, key: str) -> list[object]:
-    """Return the list with this key; an empty list for null and for a missing key."""
+    """Return the list value of a key. The list is empty if the key is null or missing."""
     value = values.get(key)
     if not value:
         return []
@@ -50,7 +50,7 @@ def entries(values: Values, key: str) -> list[object]:
 
 
 def table(values: Values, key: str) -> dict[str, object]:
-    """Return the object with this key; an empty dict for null and for a missing key."""
+    """Return the object value of a key. The dict is empty if the key is null or missing."""
     value = values.get(key)
     if not value:
         return {}

@@ -9,13 +9,13 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import cou
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 OF_LAYERS = "per_layer_config"
-"""Key with the settings of individual layers, by layer number as text."""
+"""Key whose value maps a layer number, as text, to the settings of the layer."""
 
 
 class WidthsOfGlobalHeads(Adapter):
     """Head width and query groups in layers without a sliding window. Older files have separate keys for these values.
-    Newer files have settings for each such layer, and `_of_single_layers` compares all of these settings with the
-    layers that are read."""
+    Newer files have settings for each of these layers, and `_of_single_layers` compares all of these settings with the
+    layers that were read."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -37,7 +37,7 @@ class WidthsOfGlobalHeads(Adapter):
 
     @staticmethod
     def _of_last(hf: Values, last: int) -> Values:
-        """Return the settings of the last layer, which has no window."""
+        """Return the settings of the last layer, which has no sliding window."""
         if hf[OF_LAYERS] is not None:
             given = table(hf, OF_LAYERS)
             return table(given, str(last)) if str(last) in given else {}
@@ -58,7 +58,8 @@ class WidthsOfGlobalHeads(Adapter):
 
 
 class LayersWithoutKeys(Adapter):
-    """Number of last layers that use keys and values of earlier layers, and whether their MLPs are twice as wide."""
+    """Number of layers at the end of the model that use keys and values of earlier layers, and whether the MLPs of
+    these layers are twice as wide."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         shared, layers = whole(hf, "num_kv_shared_layers"), whole(hf, "num_hidden_layers")
@@ -83,8 +84,8 @@ class LayersWithoutKeys(Adapter):
 
 
 class SizeOfLayerEmbeddings(Adapter):
-    """Channels of per-layer embeddings, or 0 if there are none. Their tables have as many rows as the model's
-    vocabulary."""
+    """Size of per-layer embeddings; 0 if there are none. The tables of these embeddings have one row per token of the
+    model's vocabulary."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         size = whole(hf, "hidden_size_per_layer_input")

@@ -53,13 +53,13 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return the set of values that tell whether layers with (or without) a window have a rotary embedding; it has both
-    values if the layers differ."""
+    """Return {True} if all layers with (or without) a sliding window have a rotary embedding, {False} if none of them
+    has one, and both values if the layers differ."""
     return {rotated for window, rotated in layers if window == local}
 
 
 class HalvesOfWindows(Adapter):
-    """Layers with a sliding window whose size is half the value of the key (ModernBERT)."""
+    """Layers with a sliding window, whose size is half of `local_attention` (ModernBERT)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -74,11 +74,11 @@ class HalvesOfWindows(Adapter):
 
 
 CONVOLUTION = "conv"
-"""Kind of a layer with a short convolution."""
+"""Value in layer_types for a layer with a short convolution."""
 
 
 class ConvolutionsAndWindows(Adapter):
-    """Layers with a short convolution, sliding-window attention, or full attention (LFM3)."""
+    """Layers with a short convolution, with sliding-window attention, or with full attention (LFM3)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         layers = whole(hf, "num_hidden_layers")
@@ -96,7 +96,7 @@ class ConvolutionsAndWindows(Adapter):
 
     @staticmethod
     def _usual(layer: int) -> str:
-        """Return the kind of a layer if config.json does not list it."""
+        """Return the default kind of a layer, for a config.json without layer_types."""
         if layer % 4 == 2:
             return FULL
         return LOCAL if layer and layer % 4 == 0 else CONVOLUTION
@@ -108,7 +108,7 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Kimi Delta Attention with the same number of heads as other attention, and with a lower bound for decays (Ling
+    """Kimi Delta Attention with as many heads as the other attention layers, and with a lower bound for decays (Ling
     3.0)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -133,7 +133,7 @@ class KimiHeadsOfModel(Adapter):
 
 
 class WithoutLogitScale(Adapter):
-    """Logit scale of 1 if the key is null (Command A Vision)."""
+    """Logit scale, which is 1 if the key is null (Command A Vision)."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | ({"logits_scaling": 1.0} if fields.get("logits_scaling") is None else {})

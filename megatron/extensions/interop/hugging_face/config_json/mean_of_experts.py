@@ -1,4 +1,4 @@
-"""Command A+ in config.json: averaging of experts, and dense layers before the MoE layers. This module does not import
+"""Command A+ in config.json: mean of experts, and dense layers before the MoE layers. This module does not import
 torch."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import (
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 MODULE = "mean_of_experts"
-"""Name of the averaging layer module; see `megatron.extensions.layers.mean_of_experts`."""
+"""Name of the layer module that averages experts; see `megatron.extensions.layers.mean_of_experts`."""
 
 
 class MeanOfExperts(Adapter):
-    """Sum or mean of shared and routed experts, RMSNorm or LayerNorm, and windows whose period restarts after the dense
-    layers.
+    """Sum or mean of shared and routed experts, RMSNorm or LayerNorm, and sliding windows with a period that restarts
+    after the dense layers.
 
-    The first layers are dense and may have a rotary embedding without a window.
+    The first layers are dense. They may have a rotary embedding even if they have no sliding window.
     """
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -83,9 +83,9 @@ def _first(hf: Values) -> int:
 
 
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
-    """Yield whether each layer has a window, if config.json does not list the layers.
+    """Yield whether each layer has a sliding window, for a config.json that does not list the layers.
 
-    Every N-th of the first dense layers and every M-th of the other layers have no window; the rest do.
+    Every N-th of the first dense layers and every M-th of the other layers have no sliding window. The others have one.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

@@ -25,12 +25,12 @@ LINEAR = "linear_attention"
 """Value of layer_types in config.json for a layer with linear attention."""
 
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""Maps kinds of single-sublayer layers, in layers_block_type of config.json, to letters."""
+"""Maps kinds of single-sublayer layers in the layers_block_type of config.json to letters."""
 
 
 def broken_rule(value: object, hint: object) -> str | None:
-    """Return the rule that a value of config.json breaks; None if it is valid. Sizes must be positive, and other
-    numbers at least 0."""
+    """Return the rule that a value of config.json breaks; None if the value is valid. Sizes must be positive, and other
+    numbers must be at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -46,7 +46,7 @@ def broken_rule(value: object, hint: object) -> str | None:
 
 
 def count(values: Values, key: str) -> int:
-    """Return a positive integer. Raises ValueError for another value."""
+    """Return a positive integer. Raises ValueError for any other value."""
     value = values.get(key)
     if type(value) is not int or value <= 0:
         raise ValueError(f"config.json: {key} = {value!r} must be {broken_rule(value, int)}")
@@ -65,7 +65,7 @@ def pattern_from_hf(hf: Values) -> Fields:
 
 
 def usual_kinds(family: Family, layers: int) -> list[str]:
-    """Return the default kinds of the layers, for a family with repeating kinds."""
+    """Return the default layer kinds of a family whose layer kinds repeat."""
     kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
     kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
     if family.last_layer_type:
@@ -76,7 +76,7 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer has linear attention, from layer_types, from another list, or from the interval of full
+    """Return whether each layer has linear attention, according to layer_types, another list, or the interval of full
     attention."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
@@ -95,13 +95,13 @@ def linear_layers(hf: Values, family: Family) -> list[bool]:
 
 
 def periodic(hf: Values, of: str) -> list[bool]:
-    """Return whether each layer is selected by a period and an offset (Jamba)."""
+    """Return whether a period and an offset select each layer (Jamba)."""
     period, offset = count(hf, f"{of}_layer_period"), hf[f"{of}_layer_offset"]
     return [layer % period == offset for layer in range(whole(hf, "num_hidden_layers"))]
 
 
 def window_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the size of the sliding window, and the layers that use it."""
+    """Return the size of the sliding window and the layers that use the window."""
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = whole(hf, family.earlier_tokens) + 1
@@ -115,7 +115,7 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer of a model with a sliding window uses it, from layer_types or from a period."""
+    """Return whether each layer of a model uses the sliding window, according to layer_types or a period."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0
     period = number(hf, "sliding_window_pattern") if hf.get("sliding_window_pattern") else 0
@@ -136,7 +136,8 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """Return the first `most` layer kinds from groups [kinds, times]. The numbers are untrusted and may be huge."""
+    """Expand groups [kinds, times] and return the first `most` layer kinds. The number of times is untrusted and may be
+    huge."""
     return list(islice(_repeated(groups), most))
 
 
@@ -158,7 +159,7 @@ def listed_layers(
         hf: Values of config.json.
         key: Key that lists the kinds of all layers.
         kinds: The two supported kinds.
-        usual: Default for a layer number, if the key is missing: True for the second kind.
+        usual: Function that returns the default for a layer number if the key is missing. True selects the second kind.
     """
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
@@ -170,8 +171,8 @@ def listed_layers(
 
 
 def chunks_from_hf(hf: Values) -> Fields:
-    """Return the chunk size of attention, and the layers with chunked attention: by default, the layers with a rotary
-    embedding."""
+    """Return the attention chunk size and the layers with chunked attention. By default, these are the layers with a
+    rotary embedding."""
     rotated = [] if hf["layer_types"] else rotated_layers(hf)
     local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda layer: rotated[layer])
     if hf["attention_chunk_size"] is None or not any(local):
@@ -181,12 +182,14 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys: the first `offset` layers and every `period`-th layer after them do."""
+    """Return whether each layer selects keys. The first `offset` layers and every `period`-th layer after them select
+    keys."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return the flags for layers that select keys, which must be the first ones and every N-th layer after them."""
+    """Return the fields for layers that select keys. These layers must be the first ones and every N-th layer after
+    them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")
@@ -201,7 +204,7 @@ def selections_from_hf(hf: Values) -> Fields:
 
 
 def moe_layers_from_hf(hf: Values) -> str:
-    """Return --moe-layer-freq from a list of MoE layers, or from their interval."""
+    """Return --moe-layer-freq for a list of MoE layers or for their interval."""
     layers, step = whole(hf, "num_hidden_layers"), count(hf, "interleave_moe_layer_step")
     listed = entries(hf, "moe_layers") if hf["moe_layers"] is not None else range(step - 1, layers, step)
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
@@ -210,11 +213,12 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """Return whether each layer has a rotary embedding, from a list or from the interval of layers without one."""
+    """Return whether each layer has a rotary embedding, according to a list or to the interval of layers without rotary
+    embedding."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """Format a layer pattern as the value of a flag; None if all layers have the default."""
+    """Format a layer pattern as a flag value. Return None if all layers have the default."""
     return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

@@ -28,7 +28,7 @@ YARN_SCALING = {
 }
 
 PROPORTIONAL = "proportional"
-"""Scaling type whose frequencies are computed for all channels of a head; some of them are 0."""
+"""Scaling type that computes a frequency for each pair of channels of a head. Some of these frequencies are 0."""
 
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -60,15 +60,14 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the rotary base and the rotated fraction of a head, for layers with a sliding window.
-
-    A value is None if it equals the value of other layers.
+    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. A value is None if it
+    equals the value for the other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
         base = hf.get("rope_local_base_freq")
         if "rope_local_base_freq" in family.defaults and hf.get("rope_scaling") and base is None:
-            base = float(number(hf, "rope_theta"))  # the older key scales only layers without a window
+            base = float(number(hf, "rope_theta"))  # the older key scales only layers without a sliding window
         return none | {"window_rotary_base": base}
     if "rope_local_base_freq" not in family.defaults:
         raise ValueError("config.json: separate rope_parameters for layer kinds are not supported")
@@ -85,7 +84,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 
 
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
-    """Return the fields of rotary scaling for contexts longer than in pretraining."""
+    """Return the rotary scaling fields, for contexts longer than those of pretraining."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("llama3", "yarn"):  # precedence: the class's key, then the object's key, then the longest context
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
@@ -113,14 +112,14 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return True if models of a family may use proportional frequencies, because the family's default configuration
-    does."""
+    """Return True if models of a family may use proportional frequencies, which is the case if the family's default
+    configuration uses them."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:
-    """Return the fraction of a head's channels that are rotated. MiniMax M2 and GPT-J give the number of rotated
-    channels instead."""
+    """Return the fraction of a head's channels that are rotated. The config.json of MiniMax M2 and GPT-J contains the
+    number of rotated channels instead."""
     if "partial_rotary_factor" in hf:
         return number(hf, "partial_rotary_factor")
     if not hf.get("rotary_dim"):
@@ -134,7 +133,7 @@ def rotated_fraction(hf: Values, family: Family) -> float:
 
 
 def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
-    """Return YaRN settings. The attention factor is given directly, or by mscale and mscale_all_dim."""
+    """Return YaRN settings. The attention factor is set directly, or by mscale and mscale_all_dim."""
     longest = number(hf, "max_position_embeddings")
     given: Fields = {"original_max_position_embeddings": longest}
     given |= {key: value for key, value in scaling.items() if value is not None}
@@ -142,7 +141,7 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
     given.setdefault("factor", longest / original)
     settings = {ours: float(number(given, key)) for key, ours in YARN_SCALING.items() if key in given}
     if given.get("mscale_all_dim") and not given.get("mscale"):
-        raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
+        raise ValueError("config.json: YaRN with mscale_all_dim but without mscale is not supported")
     if given.get("mscale_all_dim"):
         settings |= {key: float(number(given, key)) for key in ("mscale", "mscale_all_dim")}
     fields: Fields = {**settings, "original_max_position_embeddings": int(original)}
@@ -155,8 +154,8 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return rotary bases and layers without rotary embedding, from a list of bases by layer, in which 0 stands for no
-    rotary embedding."""
+    """Return the fields for rotary bases and for layers without rotary embedding. They are read from a list with one
+    base per layer, where 0 means no rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:
@@ -169,8 +168,8 @@ def bases_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
-    """Return the value of layers with full attention and the value of layers with a sliding window, from a list by
-    layer.
+    """Return the value for layers with full attention and the value for layers with a sliding window, from a list with
+    one value per layer.
 
     Layers with the value `without` are ignored. A value is None if there are no such layers.
     """

@@ -1,1 +1,1 @@
-"""Continued training from a Hugging Face folder in --load: flags, weights, and changes of rotary positions."""
+"""Continued training from a Hugging Face folder in --load: flags, weights, and changes to rotary embeddings."""

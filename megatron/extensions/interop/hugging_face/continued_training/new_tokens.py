@@ -15,36 +15,37 @@ from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 
 ROWS = 256
-"""Number of rows that are read together to compute a mean."""
+"""Number of rows that are read at a time to compute a mean."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a run adds, from the folder's `vocab_size` up to `tokens`, and the initialization of their rows."""
+    """Tokens that a run adds, and the initialization of their rows. The added ids range from the folder's `vocab_size`
+    to `tokens` - 1."""
 
     weights: HFWeights
     """Weights of the folder, with the folder's vocabulary size."""
 
     tokens: int
     averaged: int
-    """Number of first rows of the folder that are averaged."""
+    """Number of rows, from the first row of the folder on, that are averaged."""
 
     drawn: bool
-    """True to draw new rows as in a new model, instead of using the mean."""
+    """True to initialize new rows randomly, as in a new model, instead of with the mean."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is its shape in the run."""
+        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is the tensor's shape in the run."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 
     def fill(self, name: str, box: LocalBox) -> None:
-        """Fill a box of a parameter whose dim 0 is the vocabulary: with the folder's rows, new rows, and zeros for
-        padding.
+        """Fill a box of a parameter whose dim 0 is the vocabulary. The box gets the folder's rows, then new rows, then
+        zeros as padding.
 
-        Rows that are drawn keep the values from the construction of the model. A table of integers has no mean, so its
-        rows are drawn.
+        Randomly initialized rows keep the values that they had when the model was built. A table of integers has no
+        mean, so its new rows are initialized randomly.
         """
         (first, *columns), data = box
         others = tuple(slice(start, start + size) for start, size in zip(columns, data.shape[1:], strict=True))
@@ -58,13 +59,13 @@ class NewTokens:
 
     @staticmethod
     def _within(tokens: int, box: LocalBox) -> int:
-        """Return the number of rows of a box that belong to the first `tokens` rows of the vocabulary."""
+        """Return how many rows of a box are among the first `tokens` rows of the vocabulary."""
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
         """Return the mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
 
-        Rows are added in a fixed order, so that all ranks get the same bits for any number of threads.
+        Rows are added in a fixed order, so that all ranks compute bitwise equal means with any number of threads.
         """
         if name not in self._means:
             whole = [slice(0, size) for size in self.weights.placements[name].meta.global_shape[1:]]
@@ -89,7 +90,7 @@ class NewTokens:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """Sum rows pairwise, [n, ...] -> [...], in a fixed order."""
+    """Sum rows [n, ...] -> [...] pairwise in a fixed order."""
     while len(rows) > 1:
         half = len(rows) // 2
         pairs = rows[:half] + rows[half : 2 * half]
@@ -98,9 +99,10 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
-    """Return the number of rows of a folder's vocabulary that belong to tokens, and the reason for this number.
+    """Return how many rows of a folder's vocabulary belong to tokens, and a description of these rows.
 
-    These are the rows below the size of its tokenizer, or all rows if it has no readable tokenizer.
+    If the folder has a readable tokenizer, these are as many rows as the tokenizer has tokens. Otherwise, these are all
+    rows.
     """
     named = tokenizer_config(path)
     if named.tokenizer_type is None:
@@ -113,7 +115,7 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
 
 
 def refused_vocabulary(load: str, theirs: int, ours: int) -> str:
-    """Return the error message for a vocabulary that is smaller than the folder's."""
+    """Return the error message for a vocabulary that is smaller than the folder's vocabulary."""
     return (
         f"--load {load} has a vocabulary of {theirs} tokens, but the run's has {ours}, so rows of trained tokens "
         f"would be lost: give --vocab-size {theirs} or more, or a tokenizer that fits the model"

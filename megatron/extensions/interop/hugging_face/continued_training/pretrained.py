@@ -39,8 +39,8 @@ from megatron.training.config.run_config import RunConfig
 def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """Return the configuration with the model and tokenizer of the Hugging Face folder in --load.
 
-    Explicit model flags are kept if they do not change the outputs, or if continued training may change them, such as
-    --rotary-base. Other contradictions are added to the reader's problems.
+    Explicit model flags are kept if they do not change the model's outputs, or if continued training may change them
+    (such as --rotary-base). Other flags that contradict the folder are added to the reader's problems.
     """
     load = config.checkpoint.load
     assert load is not None
@@ -94,7 +94,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig) -> Iterator[str]:
-    """Yield a notice if a 16-bit model would silently become a 32-bit one, because no flag gives the number format."""
+    """Yield a notice if a 16-bit model would silently become a 32-bit model because no flag sets the number format."""
     stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
     flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
     if flag and run.params_dtype == "float32" and not run.fp32:
@@ -111,9 +111,9 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 
 
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
-    """Return whether continued training may change a field of the folder's model.
+    """Return True if continued training may change a field of the folder's model.
 
-    A larger vocabulary adds tokens. It is not yet known whether the tokenizer adds tokens to --vocab-size.
+    A larger vocabulary adds tokens. At this point, it is unknown whether the tokenizer adds tokens to --vocab-size.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

@@ -1,4 +1,4 @@
-"""Changes of the rotary embedding and context length in continued training from a Hugging Face folder. This module does
+"""Changes to the rotary embedding and context length in continued training from a Hugging Face folder. This module does
 not import torch.
 
 The weights' shapes do not depend on these settings, so a run's flags may differ from config.json. The run's checkpoints
@@ -22,7 +22,8 @@ SCHEMES: Mapping[str, object] = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
 }
-"""Fields that select YaRN, Llama 3.1 scaling or linear interpolation, and the values that disable them."""
+"""Maps the fields that select YaRN, Llama 3.1 scaling and linear interpolation to the values that disable these
+scalings."""
 
 ROTARY_FIELDS = (
     *("rotary_base", "window_rotary_base"),
@@ -35,10 +36,10 @@ ROTARY_FIELDS = (
 
 
 def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
-    """Return the fields that change if flags select a scaling.
+    """Return the fields that change if flags select a rotary scaling.
 
     The folder's scaling is disabled, and the new scaling starts from the folder's original context length. `own`
-    contains the run's fields, `given` the names of the fields that the user set.
+    contains the run's fields. `given` contains the names of the fields that the user set.
     """
     schemes = [field for field in SCHEMES if field in given]
     in_use = {field for field in SCHEMES if (model.yarn if field == "rope_type" else getattr(model, field))}
@@ -55,9 +56,9 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given:
 def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Return max_position_embeddings if sequences are longer than the folder's config.json allows, and problems.
-
-    Longer sequences are a problem if they exceed a learned table, or if no flag confirms that they are intended.
+    """Return a new max_position_embeddings, if sequences are longer than the folder's config.json allows, and the
+    problems. It is a problem if sequences exceed a learned table, or if no flag confirms that longer sequences are
+    intended.
 
     Args:
         model: Model of the folder.
@@ -84,9 +85,8 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Return the rotary fields by which the run's outputs differ from those of the folder's model.
-
-    The list is empty if a value is invalid, which other rules report.
+    """Return the rotary fields that make the run's outputs differ from the outputs of the folder's model. The list is
+    empty if a value is invalid, because other rules report invalid values.
     """
     try:
         read = settings_of(model).keys() | settings_of(with_fields(model, own)).keys()
@@ -123,7 +123,7 @@ def _stretches(model: TransformerConfig) -> bool:
 
 
 def _original_length(model: TransformerConfig) -> int:
-    """Return the model's context length before any scaling."""
+    """Return the model's context length without rotary scaling."""
     if _stretches(model):
         return model.original_max_position_embeddings
     if model.use_rope_scaling:

@@ -1,4 +1,4 @@
-"""Loading of weights from a Hugging Face folder; each rank reads its own part."""
+"""Loading of weights from a Hugging Face folder. Each rank reads only its part of the weights."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ from megatron.training.progress import Progress
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load the folder in --load into parameters and optimizer, and return the run's progress. This is a collective.
+    """Load the folder in --load into the parameters and the optimizer, and return the run's progress. This is a
+    collective.
 
     The loaded weights are those of iteration 0. If --save already contains checkpoints, the run resumes from them, so
-    that the same command resumes a run; with --finetune, it starts over. Raises ValueError if the weights do not fit
-    the run.
+    that repeating a command resumes its run. With --finetune, the run starts from the folder again. Raises ValueError
+    if the weights do not fit the run.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
@@ -64,9 +65,9 @@ def load_start(
 def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
     """Read this rank's boxes of all parameters and of the optimizer's main parameters from a Hugging Face folder.
 
-    Rows of tokens that the folder lacks are initialized, which is logged. Returns the number of multi-token prediction
-    depths in the folder, and the origin for checkpoints. Raises ValueError if the run's vocabulary is smaller than the
-    folder's, or if the weights do not fit.
+    If the folder lacks tokens of the run, their rows are initialized and a line is logged. Returns the number of
+    multi-token prediction depths in the folder, and the origin that checkpoints record. Raises ValueError if the run's
+    vocabulary is smaller than the folder's, or if the weights do not fit.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)
@@ -112,10 +113,10 @@ def load_trained_stages(
 
     Args:
         path: Hugging Face folder.
-        layout_of: Returns the parallelism settings for a configuration.
+        layout_of: Function that returns the parallelism settings for a configuration.
         state: Process groups.
         device: Device of the stages.
-        number_format: Number format of the stages; None for the folder's.
+        number_format: Number format of the stages; None selects the folder's number format.
     """
     source = HFSource(path, Options())
     on_first_rank(source.check_data, state.world)
