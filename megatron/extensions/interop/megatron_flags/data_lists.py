@@ -1,4 +1,4 @@
-"""Data lists, in files or in Megatron-DeepSpeed's syntax, that are translated to --data-path and related flags.
+"""Translation of data lists to --data-path and related flags. The lists are in files or in Megatron-DeepSpeed's syntax.
 
 This module does not import torch.
 """
@@ -16,9 +16,10 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_data_lists(config: RunConfig) -> RunConfig:
-    """Return the configuration with the data lists as values of --data-path, --train-data-path and related flags.
+    """Set --data-path, --train-data-path and related flags to the data lists, and return the new configuration.
 
-    Raises ValueError, which names the flag, if a list is invalid, and OSError if its file cannot be opened.
+    If a list is invalid, raises a ValueError that names the flag. Raises OSError if the file with the list cannot be
+    opened.
     """
     lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()
     for field, value in lists.items():
@@ -34,8 +35,8 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Return the words of each data path field, from the value of a flag. A str is the path of a file, a tuple is the
-    list."""
+    """Parse the value of a data list flag, and return the words of each data path field. A str value is the path of a
+    file. A tuple is the list."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":
@@ -61,9 +62,9 @@ def _words(split: str, words: object) -> tuple[str, ...]:
 
 
 def weighted_ranges(text: str) -> tuple[str, ...]:
-    """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`; return the words of a data path.
+    """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`and return the words of a data path.
 
-    Raises ValueError if the text is invalid, or has several names, each of which would be a separate data set.
+    Raises ValueError if the text is invalid or contains several names. Each name would be a separate data set.
     """
     sections = re.split(r"""(?:^|[\s"'])([\w.-]+):(?=\s)""", text.strip())
     if len(sections) < 3 or sections[0].strip(" \"'"):

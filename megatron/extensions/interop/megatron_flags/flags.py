@@ -1,4 +1,5 @@
-"""Data list flags of Megatron-LM and Megatron-DeepSpeed, and registration of the tables of flags without a field.
+"""Data list flags of Megatron-LM and Megatron-DeepSpeed. This module also registers the tables of Megatron-LM's flags
+without a field here.
 
 This module does not import torch.
 """
@@ -15,7 +16,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lists of data", may_change=True, reads=f"{__package__}.data_lists:with_data_lists", part_of="data")
 @dataclass(frozen=True)
 class DataLists:
-    """Data lists in other forms than --data-path and related flags."""
+    """Flags for data lists in forms other than --data-path and related flags."""
 
     data_args_path: str | None = flag(None, path="local")
     """File that contains the value of --data-path."""
@@ -24,8 +25,7 @@ class DataLists:
     """JSON file with the lists "train", "valid" and "test", the values of --train-data-path and related flags."""
 
     train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a range of the documents, as
-    fractions."""
+    """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a range of documents as fractions."""
 
     train_weighted_split_paths_path: str | None = flag(None, path="local")
     """File that contains the value of --train-weighted-split-paths."""
@@ -44,7 +44,7 @@ class DataLists:
 
     @property
     def given(self) -> dict[str, tuple[str, ...] | str]:
-        """Maps the fields of given flags to their values."""
+        """Maps the fields of the flags that the user set to their values."""
         return {field: value for field, value in vars(self).items() if value}
 
 

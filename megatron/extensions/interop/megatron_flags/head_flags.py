@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM's newest parsers, and how this program treats them. This module does not import torch.
+"""Flags of Megatron-LM's newest parsers, and their treatment in this program. This module does not import torch.
 
-The table `flags_of_head.txt`, beside this file, has a line for each spelling of a flag on the branches main and dev.
-`tools/compare_megatron_flags.py` compares the table with the parser of a checkout, and writes it.
+The table `flags_of_head.txt` in this folder has one line for each spelling of a flag on the branches main and dev.
+`tools/compare_megatron_flags.py` compares the table with the parser of a checkout and updates the table.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class TheirFlag:
     """Default value, in Python syntax."""
 
     type: str
-    """Name of the function that parses a value; "switch" for a flag without values."""
+    """Name of the function that parses a value, or "switch" for a flag that takes no value."""
 
     count: str
-    """Number of values, in argparse's notation: "1", "3", "*", "+" or "?"; "0" for a switch."""
+    """Number of values in argparse's notation: "1", "3", "*", "+" or "?". A switch has "0"."""
 
     choices: tuple[str, ...]
     """Permitted values; empty if all values of the type are permitted."""
@@ -58,17 +58,17 @@ class TheirFlag:
 
 @dataclass(frozen=True)
 class Row:
-    """Line of the table."""
+    """Line of the table in `flags_of_head.txt`."""
 
     flag: TheirFlag
     branches: str
-    """Branches whose parser has the flag: "main", "dev" or "main dev"."""
+    """Branches of Megatron-LM whose parser has the flag: "main", "dev" or "main dev"."""
 
     treatment: str
 
 
 def read_table(path: Path = TABLE) -> list[Row]:
-    """Return the lines of a table."""
+    """Read a table of flags, and return its lines."""
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return [
         Row(TheirFlag(name, default, kind, count, tuple(choices.split())), branches, treatment)
@@ -77,8 +77,8 @@ def read_table(path: Path = TABLE) -> list[Row]:
 
 
 def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str]) -> str:
-    """Format a table. `parsers` contains the flags of each branch's parser; `sources` are header lines that describe
-    the parsers."""
+    """Format a table of flags. `parsers` contains the flags of each branch's parser. `sources` are header lines that
+    describe the parsers."""
     branches: dict[TheirFlag, str] = {}
     for branch, flags in parsers.items():
         for flag in flags:
@@ -92,7 +92,8 @@ def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str
 
 
 def treatment(flag: TheirFlag) -> str:
-    """Return how a flag is treated. Individual values may be treated differently; see `unknown_values`."""
+    """Return the treatment of a flag. Individual values of the flag may be treated differently; see
+    `unknown_values`."""
     name = known_spelling(flag.name)
     if name in options() or name in spelling_table():
         return SAME
@@ -105,7 +106,8 @@ def treatment(flag: TheirFlag) -> str:
 
 
 def unknown_values(flag: TheirFlag) -> list[str]:
-    """Return the choices of a flag that are neither values of our flag nor listed in the tables of other programs."""
+    """Return the choices of a Megatron-LM flag that this program's flag does not accept and that no table of a foreign
+    program lists."""
     name = known_spelling(flag.name)
     field = spelling_table().get(name)
     if field is None or not field[0].spec.choices:
@@ -114,7 +116,7 @@ def unknown_values(flag: TheirFlag) -> list[str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Return True if the tables of another program handle a value that our field does not support."""
+    """Return True if a foreign program's tables handle a value that this program's flag does not accept."""
     programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
     if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
         return True
@@ -122,7 +124,7 @@ def _is_known(name: str, value: str) -> bool:
 
 
 def changes(before: Sequence[TheirFlag], now: Sequence[TheirFlag]) -> dict[str, list[str]]:
-    """Return lines about the new, removed and changed flags between two parsers, by title."""
+    """Compare two parsers, and return lines about new, removed and changed flags, by title."""
     old, new = ({flag.name: flag for flag in flags} for flags in (before, now))
     return {
         "New": [f"{name}: {treatment(new[name])}" for name in new if name not in old],

@@ -1,4 +1,4 @@
-"""Megatron-LM as a foreign program: its flags, and known differences in results. This module does not import torch."""
+"""Megatron-LM as a foreign program: flags, and known differences in results. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class MegatronLM(ForeignFlags):
-    """Flags in the tables, and known differences in results."""
+    """Megatron-LM's flags from the tables, and known differences in results."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         return differences_met(config, given)

@@ -1,7 +1,7 @@
 """Known differences between the results of Megatron-LM and this program under equal flags. This module does not import
 torch.
 
-The texts are in megatron_differences.toml, beside this file. `--dry-run` and `tools/translate_flags.py` print the
+The texts are in megatron_differences.toml, in this folder. `--dry-run` and `tools/translate_flags.py` print the
 differences that apply to the given flags; `tools/translate_flags.py --list` prints all of them."""
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 
 Given = Collection[str]
-"""All given flags, including flags without a field. Each is contained alone and with its first value."""
+"""All flags that the user set, including flags without a field. The collection contains each flag twice: alone, and
+together with its first value."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Result that differs from Megatron-LM's."""
+    """Difference between the results of this program and those of Megatron-LM."""
 
     subject: str
     here: str
     megatron: str
     page: str = ""
-    """Name, without the suffix, of the page in docs/ that gives details."""
+    """Name of the page in docs/ with the details, without its suffix."""
 
     def __str__(self) -> str:
         more = f" (docs/{self.page}.md)" if self.page else ""
@@ -41,7 +42,8 @@ DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(TABLE.read_text
 
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
-    """Yield a line for each difference that applies to a resolved configuration and the given flags."""
+    """Yield a line for each difference that applies to a run with a resolved configuration and the flags that the user
+    set."""
     run = Run(config, given)
     return (str(each) for each in DIFFERENCES if MET[each.subject](run))
 
@@ -54,7 +56,8 @@ IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 
 
 class Run:
-    """Properties of a run, for use in conditions. As in rules, no fact raises an exception for any value of a flag."""
+    """Properties of a run, for use in the conditions of differences. No property raises an exception, even if the value
+    of a flag is invalid."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given
@@ -72,7 +75,7 @@ class Run:
 
     @property
     def sums_over_tokens(self) -> bool:
-        """True if Megatron-LM divides a loss by all tokens of the global batch, as this program does."""
+        """True if Megatron-LM divides the loss by the number of tokens in the global batch, as this program does."""
         return "--calculate-per-token-loss" in self.given
 
     @property
@@ -91,12 +94,13 @@ class Run:
 
     @property
     def several_samples_at_once(self) -> bool:
-        """True if the micro-batches of all ranks together have more than one sample."""
+        """True if the micro-batches that all ranks process at the same time have more than one sample in total."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
     def several_micro_batches(self) -> bool:
-        """True if a step has more than one micro-batch, on the same rank or on different ranks."""
+        """True if a step has more than one micro-batch. The micro-batches may be on the same rank or on different
+        ranks."""
         return (self.training.global_batch_size or 1) > self.training.micro_batch_size
 
     @property
@@ -111,7 +115,8 @@ class Run:
 
     @property
     def validates_at_final_size(self) -> bool:
-        """True if validation uses the global batch size of training, which is ambiguous if it follows a schedule."""
+        """True if validation uses the global batch size of training. This size is ambiguous if it follows a
+        schedule."""
         return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
 
     # Model
@@ -133,7 +138,7 @@ class Run:
 
     @property
     def mixers(self) -> set[str]:
-        """Linear attentions and other mixers of the layers; empty if the layer pattern is invalid."""
+        """Linear attentions and other mixers in the model's layers; empty if the layer pattern is invalid."""
         with suppress(ValueError, ArithmeticError, AssertionError):
             return set(self.model.linear_attentions)
         return set()
@@ -145,7 +150,8 @@ class Run:
 
     @property
     def selects_keys(self) -> bool:
-        """True if an indexer selects keys, in sparse attention, or in compressed attention with a ratio of 4."""
+        """True if an indexer selects keys. This is the case in sparse attention, and in compressed attention with a
+        ratio of 4."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
 
@@ -161,7 +167,7 @@ class Run:
 
     @property
     def drops_tokens(self) -> bool:
-        """True if experts have a capacity."""
+        """True if tokens may be dropped because experts have a capacity."""
         return self.has_experts and self.model.moe_drops_tokens
 
     @property
@@ -170,7 +176,7 @@ class Run:
         return self.has_experts and (self.value("moe_n_hash_layers") or 0) > 0
 
     def balances(self, *losses: str) -> bool:
-        """Return True if any of these losses balances experts."""
+        """Return True if the model uses any of these load balancing losses."""
         return self.has_experts and self.model.moe_balancing_coeff(*losses) > 0
 
 
@@ -275,4 +281,5 @@ MET: dict[str, Callable[[Run], bool]] = {
     ),
     "`--use-mup`": lambda run: "--use-mup" in run.given,
 }
-"""Maps the subject of a difference to a function that returns True if the difference applies to a run."""
+"""Maps the subject of a difference to the condition under which it applies: a function that returns True or False for a
+run."""

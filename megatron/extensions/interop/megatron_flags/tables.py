@@ -1,6 +1,6 @@
-"""Interpretation of Megatron's flags that have no field here. This module does not import torch.
+"""Interpretation of Megatron-LM's flags that have no field in this program. This module does not import torch.
 
-The tables are in megatron_flags.toml, beside this file.
+The tables are in megatron_flags.toml, in this folder.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class Accepted:
     """Flag that is accepted without effect."""
 
     reason: str
-    """Reason why the flag has no effect, which is logged."""
+    """Reason why the flag has no effect. The reason is logged."""
 
     arity: int | None = 0
-    """Number of values; None for any number."""
+    """Number of values that the flag takes; None for any number."""
 
     values: tuple[str, ...] = ()
-    """Values without effect; any other value requests `feature`. If empty, no value has an effect."""
+    """Values that have no effect. Any other value requests `feature`. An empty tuple means that no value has an
+    effect."""
 
     feature: str = "something"
 
@@ -38,19 +39,19 @@ class SameAs:
     """Flag that is translated to other flags."""
 
     flags: str
-    """The other flags; `{}` stands for the values of the flag."""
+    """Flags to which the flag is translated. `{}` stands for the values of the flag."""
 
     quiet: bool = False
-    """True if the flag is a common spelling, so that no notice is logged."""
+    """True to log no notice, because the flag is a common spelling."""
 
     cost: str = ""
-    """Disadvantage of the translation, which is logged."""
+    """Disadvantage of the translation. The disadvantage is logged."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Switch that replaces the value `before` of a flag, given or default, with another value, in any order of the
-    flags. Other values are kept."""
+    """Switch that changes the value of a flag from `before` to `after`, whether the value is explicit or the default.
+    Other values are kept. The order of the flags is irrelevant."""
 
     flag: str
     before: str
@@ -61,19 +62,19 @@ class Exchange:
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """Flag that requests a feature that is not supported."""
+    """Flag that requests an unsupported feature."""
 
     feature: str
     remedy: str = "remove it"
     switch: tuple[str, ...] = ()
-    """Flags, possibly with a value, that request the feature. If this is not empty and none of them is given, the flag
-    has no effect, because it is only a setting of the feature."""
+    """Flags, possibly with a value, that request the feature. If this tuple contains flags and the user sets none of
+    them, this flag has no effect, because it is only a setting of the feature."""
 
     beside: tuple[str, ...] = ()
-    """Flags with the same meaning; if one of them is given, this flag has no effect."""
+    """Flags with the same meaning. If the user sets one of them, this flag has no effect."""
 
     reason: str = ""
-    """Reason why the flag has no effect if a flag in `beside` is given."""
+    """Reason why this flag has no effect if the user also sets a flag in `beside`."""
 
 
 Entry = Accepted | SameAs | Exchange | NotBuilt
@@ -81,27 +82,28 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """Flags of a `ForeignProgram` that have no field here, and values that our fields do not support."""
+    """Flags of a `ForeignProgram` that have no field in this program, and flag values that this program does not
+    support."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
-    """Maps prefixes of flags without a field or entry to the feature that they request."""
+    """Maps a prefix of flags that have neither a field nor an entry to the feature that these flags request."""
 
     same_values: dict[str, dict[str, str]]
-    """Maps flags and values to the values to which they are translated, followed by a colon and the reason."""
+    """Maps a flag and its value to the translated value, followed by a colon and the reason."""
 
     values_not_built: dict[str, dict[str, str]]
-    """Maps flags and values to the unsupported features that they request."""
+    """Maps a flag and its value to the unsupported feature that this value requests."""
 
     several_not_built: dict[str, str]
-    """Maps flags with one value to the unsupported feature that several values request."""
+    """Maps a flag that takes one value to the unsupported feature that several values would request."""
 
     registered_by: dict[str, str]
     """Maps a flag with its value to the file in examples/ that registers the value."""
 
     def find(self, name: str, *texts: str) -> Entry | None:
         """Return the entry of a flag without a field. The flag is looked up with all its values, then with its first
-        value, and then alone. None if the flag is not known."""
+        value, and then alone. Returns None if the flag is unknown."""
         for words in (texts, texts[:1]):
             if words and (entry := self.entries.get(" ".join([name, *words]))):
                 return entry
@@ -161,7 +163,8 @@ class ForeignFlags:
         return True
 
     def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate other spellings of values to ours. Returns False if no value was translated."""
+        """Translate other programs' spellings of a flag's values to this program's spellings. Returns False if no value
+        was translated."""
         flag, _ = spelling_table()[name]
         ours, same = list(texts), self.same_values.get(flag.name, {})
         for place, text in enumerate(texts):
@@ -173,10 +176,10 @@ class ForeignFlags:
         return ours != texts
 
     def _read_as(self, reader: FlagReader, name: str, texts: list[str], entry: SameAs) -> None:
-        """Read a flag as the flags to which it is translated. A flag whose translation does not contain `{}` takes no
-        value."""
+        """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` takes
+        no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry's key
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"
@@ -205,13 +208,13 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
 
 
 def subject(feature: str) -> str:
-    """Return the noun in the name of an unsupported feature, such as "fp8" in "this variant of fp8"."""
+    """Return the noun in the description of an unsupported feature, such as "fp8" in "this variant of fp8"."""
     return feature.removeprefix("this setting of ").removeprefix("this variant of ")
 
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-    """Accept or refuse a flag of an unsupported feature, depending on the other flags. A setting of a feature that is
-    not requested has no effect, and neither has a flag that repeats another one."""
+    """Accept or refuse a flag of an unsupported feature, depending on the other flags. The flag has no effect if it is
+    a setting of a feature that no other flag requests, or if it repeats another flag."""
     if reader.spelled & set(entry.beside):
         _no_effect(reader, name, texts, entry.reason)
     elif not entry.switch or reader.spelled & set(entry.switch):
@@ -222,7 +225,7 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
-    """Apply a switch that replaces a value, whether the value was given or is the default."""
+    """Apply a switch that replaces the value of a flag, whether this value is explicit or the default."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
     if entry.before not in ("any", value):

@@ -1,9 +1,9 @@
-"""Bitwise comparison of the replicas of parameters and optimizer state on all ranks (--check-replicas).
+"""Bitwise comparison of replicated parameters and optimizer states between ranks (--check-replicas).
 
 Parameters and optimizer state are replicated along the mesh axes that do not shard them. Each rank hashes its replicas
-on the device, and the smallest and largest hash along an axis show whether all are equal. This takes two small
-collectives per axis, whatever the size of the model. Only if hashes differ do ranks exchange more, to report which
-elements differ, on which ranks and with which values.
+on the device. The replicas along an axis are equal if the smallest and the largest hash are equal. This takes two small
+collectives per axis, regardless of the model size. If hashes differ, the ranks exchange the values, to report which
+elements differ on which ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.run import TrainingRun
 
-# multipliers of the hash: consecutive multiples of 2^64 / golden ratio (rounded to an odd number), made odd
+# Hash multipliers are multiples of 2^64 / golden ratio (rounded to an odd number), with the lowest bit set to 1.
 _GOLDEN = -7046029254386353131
 _CHUNK = 1 << 22
 
@@ -34,7 +34,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck(Callback):
-    """Callback that compares all replicas every --check-replicas iterations. A difference stops the run."""
+    """Callback that compares all replicas every --check-replicas iterations, and stops the run if any differ."""
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
         check = partial(check_replicas, run.stages.values(), run.optimizer, run.runtime.state)
@@ -43,7 +43,7 @@ class ReplicaCheck(Callback):
 
 @dataclass(frozen=True)
 class Replica:
-    """Tensor of this rank, with the axes along which other ranks hold the same values."""
+    """Tensor of this rank, and the mesh axes along which other ranks hold copies of it."""
 
     label: str
     values: Tensor
@@ -51,13 +51,15 @@ class Replica:
 
 
 def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
-    """Compare all replicas bit by bit. Collective over the world; returns the number of compared tensors on this rank.
+    """Compare all replicas bit by bit, and return the number of compared tensors on this rank. This is a collective
+    over the world.
 
-    Raises ReplicaError on every rank, naming the first tensor that differs, its ranks and values.
+    If replicas differ, raises ReplicaError on every rank. The message contains the first tensor that differs, the ranks
+    and the values.
     """
     optimizer.finish_param_sync()
     replicas = list(replicas_of(modules, optimizer, state))
-    device = optimizer.ddp.device  # device of the collectives; states may be in host memory
+    device = optimizer.ddp.device  # collectives run on this device, but optimizer states may be in host memory
     hashes = [bit_hash(replica.values).to(device) for replica in replicas]
     message = None
     for name in sorted({axis for replica in replicas for axis in replica.axes}):
@@ -74,7 +76,8 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
 def replicas_of(
     modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
-    """Return parameters, then optimizer state, in the same order on all ranks of a group."""
+    """Yield this rank's replicated parameters, followed by its replicated optimizer states. All ranks of a group use
+    the same order."""
     params: list[Any] = [param for module in modules for param in module.parameters()]
     parts = list(optimizer.ddp.sharded_params())
     sharded = {part.meta.name for part in parts}
@@ -84,7 +87,7 @@ def replicas_of(
     whole = not optimizer.config.use_distributed_optimizer
     states = (
         piece for piece in optimizer.sharded_state() if piece.own_shape is None
-    )  # other states are not replicated
+    )  # states of any other shape are not replicated
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
@@ -95,9 +98,9 @@ def replicas_of(
 
 
 def bit_hash(x: Tensor) -> Tensor:
-    """Return the sum of the elements' bits times position-dependent odd numbers, modulo 2^64, as an int64 scalar.
-
-    Any single-bit difference changes the hash, and the order of summation does not.
+    """Hash a tensor to an int64 scalar: multiply the bits of each element by an odd number that depends on its
+    position, and sum modulo 2^64. Changing any single bit changes the hash. The order of summation does not affect the
+    hash.
     """
     bits = _bits(x)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -109,20 +112,20 @@ def bit_hash(x: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """View the elements as [n] integers of the same size, which makes NaNs comparable."""
+    """View the elements as integers [n] of the same size, so that NaNs can be compared."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(-1).view(integers[x.element_size()])
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
-    """Return the index of the first hash that differs between ranks of the axis."""
+    """Return the index of the first hash that differs between ranks of the axis; None if all hashes agree."""
     low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None
 
 
 def _describe(replica: Replica, name: str, state: ParallelState) -> str:
-    """Describe the differences along an axis. Collective over the axis: all its ranks have found the same
+    """Describe the differences along an axis. This is a collective over the axis, because all its ranks find the same
     difference."""
     axis = state.axis(name)
     values = replica.values.contiguous().view(-1)
@@ -133,7 +136,7 @@ def _describe(replica: Replica, name: str, state: ParallelState) -> str:
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), replica.values.shape))
     shown = ", ".join(f"rank {rank}: {copy[index].item()!r}" for rank, copy in zip(axis.ranks, copies, strict=True))
     return (
-        f"{replica.label} should be equal along {name} and is not: {int(unequal.sum())} of {values.numel()} elements "
+        f"{replica.label} should be equal along {name}, but is not: {int(unequal.sum())} of {values.numel()} elements "
         f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: resume from an earlier "
         "checkpoint, and check how this tensor's gradient is reduced"
     )

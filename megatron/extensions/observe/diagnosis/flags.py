@@ -1,4 +1,4 @@
-"""Flags, rules and callbacks of diagnosis. This module does not import torch."""
+"""Diagnosis flags, rules and callbacks. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 FINDING = "finding.json"
-"""File that identifies the step saved in a folder."""
+"""Name of the file that describes the step saved in a folder."""
 
 
 def _by_torch(config: RunConfig) -> bool:
@@ -53,7 +53,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each flag whose files would go to --save if --save is a URL."""
+    """Yield a problem for each flag that would write files to --save although --save is a URL."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None or named_value(config, "tensorboard_dir"):
         return
@@ -64,7 +64,7 @@ def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
 
 
 def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of --dump-step."""
+    """Yield the problems with --dump-step."""
     if own.dump_step is None:
         return
     if own.dump_step_dir is None and config.checkpoint.save_folder is None:
@@ -84,16 +84,16 @@ def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class DiagnosisConfig:
     log_layer_stats: int = flag(0, at_least=0, excludes="--cuda-graph-impl local: a replayed graph runs no hooks")
-    """Iterations between per-layer statistics: norms of weights, gradients and updates, activations, attention
-    logits and routers. 0 turns them off."""
+    """Number of iterations between per-layer statistics: norms of weights, gradients and updates, and statistics of
+    activations, attention logits and routers. 0 disables them."""
 
     layer_growth_threshold: float = flag(1.2, at_least=0, no_effect_without="--log-layer-stats")
     """--log-layer-stats: report a layer or a tensor-parallel rank if one of its statistics grows by this factor over
-    the last 10 records and the same statistic of the others does not. 0 turns reports off."""
+    the last 10 records and the same statistic of the others does not. 0 disables reports."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
-    """Iterations between bitwise comparisons of replicated parameters and optimizer state. The run stops if any
-    replicas differ."""
+    """Number of iterations between bitwise comparisons of replicated parameters and optimizer state. The run stops if
+    any replicas differ."""
 
     log_straggler: bool = flag(
         False, excludes="--cuda-graph-impl local: forward and backward pass cannot be timed separately"
@@ -101,17 +101,18 @@ class DiagnosisConfig:
     """Report the slowest ranks of each phase of a step."""
 
     straggler_minmax_count: int = flag(1, above=0)
-    """--log-straggler: ranks reported for each phase."""
+    """--log-straggler: number of ranks reported for each phase."""
 
     dump_step: int | None = flag(None, above=0)
-    """Write the weights, samples, loss and gradients of this iteration, which tools/referee.py compares with fp64."""
+    """Write the weights, samples, loss and gradients of this iteration to disk. tools/referee.py compares them with an
+    fp64 computation."""
 
     dump_step_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--dump-step")
     """Folder of --dump-step; default: steps/iter_N in --save."""
 
     profile: bool = False
-    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
-    profile in --tensorboard-dir or --save."""
+    """Profile some steps with nsys on GPUs or with torch's profiler. torch's profiler writes traces for Perfetto to the
+    folder profile in --tensorboard-dir or --save."""
 
     profile_step_start: int = flag(10, at_least=0)
     """--profile: iteration after which the profile starts."""
@@ -126,8 +127,9 @@ class DiagnosisConfig:
         False,
         excludes="--cuda-graph-impl local: a replayed graph does not run actions and collectives separately",
     )
-    """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
-    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline."""
+    """Trace some steps of all ranks with synchronized clocks into one file for Perfetto, in the folder trace of
+    --tensorboard-dir or --save. The trace contains pipeline actions, messages, collectives, phases of the step, and the
+    planned pipeline."""
 
     trace_step_start: int = flag(10, at_least=0, no_effect_without="--trace")
     """--trace: iteration after which the trace starts."""
@@ -136,7 +138,7 @@ class DiagnosisConfig:
     """--trace: iteration after which the trace ends."""
 
     use_pytorch_profiler: bool = flag(False, no_effect_without="--profile")
-    """--profile: use torch's profiler on GPUs too."""
+    """--profile: use torch's profiler instead of nsys on GPUs."""
 
     pytorch_profiler_collect_shapes: bool = flag(False, no_effect_without=BY_TORCH)
     """--profile: record operand shapes in traces of torch's profiler."""
@@ -150,29 +152,29 @@ class DiagnosisConfig:
     record_memory_history: bool = flag(
         False, no_effect_without=Condition("GPUs", lambda config: not config.parallel.cpu)
     )
-    """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
-    shorter run, and when memory runs out."""
+    """GPUs: record memory allocations for torch's memory viewer. They are written at --profile-step-end, at the end of
+    a run that ends earlier, and when memory runs out."""
 
     memory_snapshot_path: str = flag("snapshot.pickle", path="local")
-    """--record-memory-history: file to write; the rank is appended."""
+    """--record-memory-history: file to write. The rank is appended to the file name."""
 
 
 @extension_flags("spikes", may_change=True, part_of="checks")
 @dataclass(frozen=True)
 class SpikeFlags:
-    """Detection of steps far above the running means of loss and gradient norm."""
+    """Flags for detecting steps whose loss or gradient norm is far above its running mean."""
 
     check_for_spiky_loss: bool = flag(False, skips_steps=True)
     """Report losses far above the mean of recent steps."""
 
     spiky_loss_factor: float = flag(2.0, above=1)
-    """--check-for-spiky-loss: report losses above this times the mean."""
+    """--check-for-spiky-loss: report losses above this multiple of the mean."""
 
     check_for_large_grads: bool = flag(False, skips_steps=True)
     """Report gradient norms far above the mean of recent steps."""
 
     large_grads_factor: float = flag(10.0, above=1)
-    """--check-for-large-grads: report gradient norms above this times the mean."""
+    """--check-for-large-grads: report gradient norms above this multiple of the mean."""
 
 
 def _when(wants: Callable[[DiagnosisConfig], object]) -> Callable[[RunConfig], bool]:

@@ -1,4 +1,4 @@
-"""Dump of one step with everything that tools/referee.py needs to verify it (--dump-step).
+"""Dump of one training step, with everything that tools/referee.py needs to verify the step (--dump-step).
 
 The folder contains a checkpoint of the weights before the step, the samples in the format of a saved step, and
 
@@ -30,7 +30,7 @@ from megatron.training.run import TrainingRun
 GRADIENTS = "gradients-*.safetensors"
 LOSS = "loss.json"
 SHAPES = "shapes"
-"""Metadata key in a gradient file: the global shape of each parameter, as JSON."""
+"""Metadata key of a gradient file. The value is the global shape of each parameter, as JSON."""
 
 
 class GradientDump(Callback, Meter):
@@ -55,7 +55,8 @@ class GradientDump(Callback, Meter):
         return iteration == self._iteration
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Dump the gradients. Called before the update, while the weights are still those used in the passes."""
+        """Dump the gradients. This is called before the update, while the weights are still those of the forward and
+        backward passes."""
         if self._step is None:
             return
         run, step = self.run, self._step
@@ -69,10 +70,10 @@ class GradientDump(Callback, Meter):
         file = self._folder / f"gradients-{run.runtime.launch.rank:05d}.safetensors"
         if boxes:
             save_file(boxes, file, metadata={SHAPES: json.dumps(shapes)})
-        gather_objects(file.name, run.runtime.state.world)  # the dump is complete on return
+        gather_objects(file.name, run.runtime.state.world)  # wait for all ranks, so that the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """Return the gradient parts that this rank is the first to hold, and the global shapes."""
+        """Return the gradient parts of which this rank holds the first replica, and the global shapes."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state
@@ -97,13 +98,13 @@ class GradientDump(Callback, Meter):
 
 
 def read_box(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parse a key of a gradient file to parameter and offset."""
+    """Split a key of a gradient file into parameter name and offset."""
     parameter, _, offset = name.rpartition("@")
     return parameter, tuple(int(number) for number in offset.split(",") if number)
 
 
 def assembled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Assemble a whole gradient in fp64 from its boxes. Raises ValueError if they do not cover it."""
+    """Assemble a whole gradient in fp64 from its boxes. Raises ValueError if the boxes do not cover the gradient."""
     whole = torch.full(tuple(shape), torch.nan, dtype=torch.float64)
     covered = 0
     for offset, values in boxes:

@@ -1,9 +1,9 @@
-"""Analysis of hangs: find the rank at fault from the last collectives of every rank in torch's flight recorder.
+"""Analysis of hangs: compare the last collectives of all ranks in torch's flight recorder to find the ranks at fault.
 
-A rank that has entered a collective waits for the ranks of the group that have not, and a receiver waits for the
-sender. If two ranks wait for each other, they have taken different branches; the branch that fewer ranks have taken is
-wrong. In a longer cycle, the rank that skipped a collective of all others is at fault. Without a cycle, the ranks that
-others wait for and that wait for nobody are at fault.
+A rank that has entered a collective waits for the ranks of its group that have not entered it. A receiver waits for the
+sender. If two ranks wait for each other, they took different branches, and the branch that fewer ranks took is wrong.
+In a longer cycle, the rank that skipped a collective of all other ranks is at fault. Without a cycle, a rank is at
+fault if other ranks wait for it and it waits for no rank.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from megatron.training.reliability.failure_report import place_in
 from megatron.training.reliability.rank_status import Blame, HangAnalysis, RankStatus, Standing
 
 KEPT = 2000
-"""Number of collectives that the recorder keeps on each rank."""
+"""Number of collectives that torch's flight recorder keeps on each rank."""
 
 MALFORMED = (KeyError, OverflowError, TypeError, ValueError)
-"""Errors raised when a value has an unexpected type."""
+"""Exceptions that parsing raises for a value of an unexpected type."""
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The last collective that a rank entered in a group."""
+    """Last collective that a rank entered in a process group."""
 
     axis: str
     ranks: tuple[int, ...]
     number: int
-    """Number of collectives that the rank has entered in this group, equal on all its ranks for the same collective."""
+    """Number of collectives that the rank has entered in this group. It identifies the collective, because all ranks of
+    the group count the same collectives."""
 
     what: str
-    """Description such as `all_reduce [4, 8] Float`."""
+    """Description of the collective, such as `all_reduce [4, 8] Float`."""
 
     pending: bool
 
     @classmethod
     def of(cls, values: Any) -> Entered:
-        """Parse a collective in JSON types. Raises an error in `MALFORMED` if the value does not describe one."""
+        """Parse a collective that is represented in JSON types. Raises one of the exceptions in `MALFORMED` if the
+        value is not a collective."""
         ranks = tuple(map(int, values["ranks"]))
         if not ranks:
             raise ValueError("a group has ranks")
@@ -55,11 +57,11 @@ class Entered:
 
 
 Group = tuple[str, tuple[int, ...]]
-"""Axis and ranks of a group. Groups with the same collectives are equal."""
+"""Identity of a process group: its axis and its ranks."""
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """Map torch's name of each group of this rank to the group's identity."""
+    """Return a mapping from torch's name for each group of this rank to the identity of the group."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():
@@ -82,20 +84,19 @@ class FlightEntry(TypedDict):
 
 
 class FlightTrace(TypedDict, total=False):
-    """Records of one backend's recorder."""
+    """Records of one backend's flight recorder."""
 
     entries: list[FlightEntry]
 
 
 def traces() -> list[FlightTrace]:
-    """Return the records of every backend's recorder; empty if this torch version has none."""
+    """Return the records of every backend's flight recorder; empty if this torch version has no flight recorder."""
     return [json.loads(text) if text else {} for text in flight_records()]
 
 
 def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_pending: bool = False) -> list[Entered]:
-    """Return the last collective of each of `groups`.
-
-    With `last_pending`, the most recent collective has failed, so it counts as pending.
+    """Return the last collective of each group in `groups`. If `last_pending` is True, the most recent collective
+    failed and therefore counts as pending.
     """
     found: dict[str, Entered] = {}
     for trace in recorded:
@@ -105,7 +106,7 @@ def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_
             over = entry["state"] == "completed" or entry["retired"]
             pending = not over or (last_pending and place == 0)
             if name in found and found[name].pending and pending:
-                continue  # the first of the collectives in flight
+                continue  # keep the first of the pending collectives
             found[name] = Entered(*groups[name], entry["collective_seq_id"], _describe(entry), pending)
     return list(found.values())
 
@@ -122,18 +123,18 @@ ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True)
 class Waiting:
-    """Evidence of what a rank waits for when the run fails."""
+    """Evidence about the collective or message that a rank waits for when the run fails."""
 
     place: str
     """Location in the code at which the rank waits."""
 
     entered: tuple[Entered, ...] = ()
     message_from: int | None = None
-    """Rank whose message this rank waits for."""
+    """Rank from which this rank waits for a message; None if it waits for no message."""
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Parse a rank's evidence of what it waits for. A rank with malformed evidence waits for nobody."""
+        """Parse the evidence of a rank. If the evidence is malformed, the rank is assumed to wait for no other rank."""
         if not isinstance(standing.evidence, list | tuple):
             return cls(standing.place)
         try:
@@ -147,19 +148,20 @@ class Waiting:
         return next((each for each in self.entered if each.pending), None)
 
     def in_group(self, of: Entered) -> Entered | None:
-        """Return this rank's last collective in the same group."""
+        """Return this rank's last collective in the group of `of`; None if there is none."""
         return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
 
 
 class CollectivesAnalysis(HangAnalysis):
-    """Comparison of the last collectives of all ranks from torch's flight recorder."""
+    """Hang analysis that compares the last collectives of all ranks in torch's flight recorder."""
 
     def __init__(self, status: RankStatus) -> None:
         super().__init__(status)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # `init_process_group` reads this variable
 
     def evidence(self) -> object:
-        """Return [last collective of each group, the rank whose message this rank waits for]."""
+        """Return a list of two items: the last collective of each group, and the rank from which this rank waits for a
+        message."""
         status, error = self.status, self.status.error
         # the most recent collective has failed, unless the error occurred in a message between pipeline stages
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
@@ -175,7 +177,7 @@ class CollectivesAnalysis(HangAnalysis):
         return blame({rank: Waiting.of(standing) for rank, standing in standings.items()})
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the last collectives."""
+        """Write the flight recorder's collectives of this rank to a file."""
         if recorded := [trace for trace in traces() if trace.get("entries")]:
             (folder / f"collectives-{rank:05d}.json").write_text(json.dumps(recorded))
 
@@ -204,8 +206,8 @@ def blame(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
-    """Return the only rank that waits elsewhere, if all others have entered the same collective, each over its group of
-    one axis."""
+    """Blame a single rank that waits elsewhere although all other ranks have entered the same collective, each over its
+    group along one axis."""
     found: dict[int, str] = {}
     for rank, me in standings.items():
         others = [standing for other, standing in standings.items() if other != rank]
@@ -261,8 +263,8 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
-    """Return the collectives in which two ranks wait for each other, or different collectives that they run against
-    each other."""
+    """Return two different collectives that block two ranks: the ranks wait for each other, or they entered these
+    collectives under the same number in one group."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:
@@ -282,8 +284,8 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """Return the number of ranks in all groups of the axis that have reached this point, and the fraction of the rank's
-    own group."""
+    """Return how many ranks, in all groups along the axis, have reached a collective, and the fraction of ranks in the
+    collective's group that have reached it."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

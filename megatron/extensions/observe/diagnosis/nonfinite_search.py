@@ -1,10 +1,11 @@
-"""Search for the origin of a NaN or infinity: the step runs again with hooks on every module.
+"""Search for the origin of a NaN or infinity, by running the step again with hooks on every module.
 
-The forward passes run first. For each of its stages and micro-batches, every rank records the first module whose output
-contains a NaN or infinity. If there is none, the backward passes run with hooks on the gradients of every module's
-inputs, and weight gradients are checked after each action. The result is the first record of all ranks: forward before
-backward, then in model order, then by sample. It does not depend on the layout. Random numbers are functions of the
-seed and a position, so the second run computes the same values as the first.
+The forward passes run first. For each of its pipeline stages and micro-batches, every rank records the first module
+whose output contains a NaN or infinity. If there is no such module, the backward passes run with hooks on the gradients
+of every module's inputs. Weight gradients are checked after each action. The result is the first record of all ranks.
+Records are ordered by pass, then by position in the model, then by sample, so the result does not depend on the
+parallel layout. Random numbers are functions of the seed and a position, so the second run computes the same values as
+the first.
 """
 
 from __future__ import annotations
@@ -36,46 +37,47 @@ BACKWARD = "backward"
 WEIGHT_GRADIENT = "weight gradient"
 PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 LOSS = "loss"
-"""Name under which the cross entropy is reported, since it is not a module."""
+"""Name of the cross entropy in reports. The cross entropy is not a module."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """First place at which a value was not finite."""
+    """First module or parameter with a non-finite value."""
 
     where: str
-    """The pass: one of `PASSES`."""
+    """Pass with the non-finite value, one of `PASSES`."""
 
     module: str
-    """Module name in the whole model; for a weight gradient, the parameter name."""
+    """Name of the module in the whole model. For a weight gradient, this is the name of the parameter."""
 
     samples: tuple[int, ...]
-    """Indices of the samples with nonfinite values; all samples of the micro-batch if the tensor does not identify
-    them."""
+    """Indices of the samples with non-finite values. If the tensor has no sample dim, these are all samples of the
+    micro-batch."""
 
     microbatch: int
     rank: int
     stage: int
     sources_finite: bool
-    """True if all inputs of the module were finite, so that the module itself produced the value."""
+    """True if all inputs of the module were finite, which means that the module itself produced the non-finite
+    value."""
 
     largest: float = 0.0
-    """Largest absolute value among the module's inputs."""
+    """Largest absolute value in the inputs of the module."""
 
     place: int = 0
-    """Position in the order of this pass, within the stage."""
+    """Position of the module within its pipeline stage, in the order of this pass."""
 
     weights: tuple[str, ...] = ()
-    """Parameters that already had nonfinite values before the step."""
+    """Names of the parameters that had non-finite values before the step."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key; the smallest is the earliest finding."""
+        """Sort key. The earliest finding has the smallest key."""
         stage = self.stage if self.where == FORWARD else -self.stage
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
     def same_as(self, other: Finding | None) -> bool:
-        """Return True if another layout found the same place."""
+        """Return True if another finding, for example under another layout, has the same pass and module."""
         return other is not None and (self.where, self.module) == (other.where, other.module)
 
     def describe(self) -> str:
@@ -86,7 +88,7 @@ class Finding:
         elif self.sources_finite:
             made = f"its {given} were finite, the largest {self.largest:.3g}"
         else:
-            made = f"its {given} were already not finite: an earlier operation produced them"
+            made = f"its {given} were already non-finite: an earlier operation produced them"
         weights = f"not finite before the step: {', '.join(self.weights)}" if self.weights else "all finite"
         return (
             f"first in the {self.where}{'' if self.where == WEIGHT_GRADIENT else ' pass'}: {self.module} "
@@ -101,24 +103,23 @@ class Finding:
 
 
 def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale: float) -> Finding | None:
-    """Run a step again and return the first non-finite value; None if all values are finite this time.
-
-    Collective, with the same result on every rank. Drops the gradients in the buffers.
+    """Run a step again and find the first non-finite value; return None if all values are finite this time. This is a
+    collective, and returns the same result on every rank. The gradients in the buffers are discarded.
 
     Args:
         passes: Forward and backward passes of the run.
-        step: The step to run again.
-        batches: The step's micro-batches on this rank.
-        loss_scale: The loss scale that the step used.
+        step: Step to run again.
+        batches: Micro-batches of the step on this rank.
+        loss_scale: Loss scale that the step used.
     """
     world = passes.runtime.state.world
-    passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
+    passes.ddp.finish_grad_sync()  # reductions of the current gradients may be in progress
     passes.ddp.finish_param_sync()
     bad = [piece.meta.name for piece in passes.ddp.sharded_params() if not _finite(piece.data)]
     bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
-    passes.ddp.begin_step(0)  # gradients are not reduced
+    passes.ddp.begin_step(0)  # with 0, gradients are not reduced
     scaled, _ = passes.with_scale(step, batches, seed)
     first = None
     for where in (FORWARD, BACKWARD):
@@ -138,7 +139,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """First finding of each stage and micro-batch on this rank."""
+    """First finding for each pipeline stage and micro-batch on this rank."""
 
     def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank
@@ -148,7 +149,7 @@ class _Notes:
         self._calls: dict[tuple[int, int], int] = {}
 
     def look(self, where: str, module: str, results: object, sources: object) -> None:
-        """Check the `results` that a module computed from `sources` in the current action."""
+        """Check the `results` that a module computed from `sources` during the current pipeline action."""
         action = self.executor.current
         assert action is not None
         key = action.stage, action.microbatch
@@ -165,7 +166,7 @@ class _Notes:
         self.found.append(Finding(where, module, samples, *at, fine, largest, place))
 
     def _samples(self, tensor: Tensor, action: Action) -> tuple[int, ...]:
-        """Return the samples with a non-finite value; activations are [s, b, ...]."""
+        """Return the samples with a non-finite value. Activations have the shape [s, b, ...]."""
         numbers = self.samples_of(action)
         if tensor.ndim < 3 or tensor.shape[1] != len(numbers):
             return numbers
@@ -193,7 +194,8 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
         notes.look(BACKWARD, name, grad_inputs, grad_outputs)
 
     def look_at_gradients(action: Action) -> None:
-        """Record the last parameter in the model whose gradient is not finite. Called after each action."""
+        """Record the last parameter in the model whose gradient is not finite. This is called after each pipeline
+        action."""
         if notes.found or action.kind not in (Kind.B, Kind.W):
             return
         for place, param in enumerate(reversed(params)):
@@ -214,15 +216,15 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
 
 
 def _modules(pipeline: Pipeline) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name in the whole model, module) of this rank's stages."""
+    """Yield pairs (name in the whole model, module) for all modules in this rank's pipeline stages."""
     for stage, model in pipeline.stages.items():
         for name, module in model.named_modules():
             yield _global_name(model, name, stage), module
 
 
 def _global_name(model: GPTModel, name: str, stage: int) -> str:
-    """Convert a stage's module name: `decoder.layers.0.mlp` in a stage that starts with layer 6 is
-    `decoder.layers.6.mlp`."""
+    """Convert the name of a module in a pipeline stage to its name in the whole model: `decoder.layers.0.mlp` in a
+    stage that starts with layer 6 is `decoder.layers.6.mlp`."""
     if not name:
         return LOSS if model.last else f"stage {stage}"
     parts = name.split(".")
@@ -232,7 +234,7 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value; NaN or infinite if there is such a value."""
+    """Return the largest absolute value. The result is NaN or infinite if the tensor contains such a value."""
     return tensor.detach().abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 

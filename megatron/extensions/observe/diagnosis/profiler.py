@@ -1,4 +1,4 @@
-"""Profiles of some steps on selected ranks: torch profiler traces, nsys ranges, and GPU memory history."""
+"""Profiles of selected steps on selected ranks: torch profiler traces, nsys ranges, and GPU memory history."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from megatron.training.step_parts import runs_passes_in_turns
 class Profiler(Callback):
     """Callback that profiles from --profile-step-start to --profile-step-end, on the ranks of --profile-ranks.
 
-    On CPUs, and with --use-pytorch-profiler, the callback writes a trace for Perfetto and Chrome. Otherwise it starts
-    and stops `nsys profile --capture-range=cudaProfilerApi`, with an NVTX range for each operation and action.
+    On CPUs, and with --use-pytorch-profiler, the callback writes a trace for Perfetto and Chrome. Otherwise, it starts
+    and stops the capture of `nsys profile --capture-range=cudaProfilerApi`. Each operation and each pipeline action has
+    an NVTX range.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -43,7 +44,7 @@ class Profiler(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """End a profile if the run stopped before --profile-step-end."""
+        """End the profile if the run stops before --profile-step-end."""
         self._stop(run)
         self._write_memory()
 
@@ -63,7 +64,7 @@ class Profiler(Callback):
             self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        # An interleaved pass runs in its own thread.
+        # An interleaved pass runs in a separate thread.
         threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,
@@ -88,7 +89,8 @@ class Profiler(Callback):
             ranges.__exit__(None, None, None)
 
     def _write_memory(self) -> None:
-        """Write the allocations recorded so far, once: at the end of the profile or run, or when memory runs out."""
+        """Write the allocations that have been recorded. They are written only once: at the end of the profile or run,
+        or when memory runs out."""
         recording, self._recording = self._recording, False
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"
@@ -97,5 +99,6 @@ class Profiler(Callback):
 
 
 def output_folder(config: RunConfig, name: str) -> Path:
-    """Return the folder for profiles or traces: in --tensorboard-dir, else in --save, else in the current folder."""
+    """Return the folder for profiles or traces. It is in --tensorboard-dir, in --save if --tensorboard-dir is not set,
+    or in the current folder if neither is set."""
     return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save_folder or ".") / name

@@ -14,11 +14,11 @@ WINDOW = 100
 """Number of steps in the running means of loss and gradient norm."""
 
 WARM_UP = 10
-"""Number of steps in a mean before steps are compared with it."""
+"""Minimum number of steps in a running mean before new steps are compared with it."""
 
 
 class StepJudge:
-    """Spike detection: compare loss and gradient norm with their running means, on the device."""
+    """Spike detection that compares the loss and the gradient norm with their running means, on the device."""
 
     def __init__(self, config: RunConfig, device: torch.device, means: tuple[float, ...]) -> None:
         self.skips, own = config.checks.max_skipped_iterations > 0, config.options(SpikeFlags)
@@ -31,7 +31,8 @@ class StepJudge:
         """Mean loss, mean gradient norm, and the number of steps in these means."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (skip the step, step is a spike), each 1 or 0. A skipped step does not enter the means."""
+        """Return two values, each 1 or 0: whether to skip the step, and whether the step is a spike. A skipped step is
+        not included in the means."""
         values = torch.stack([sums[0] / sums[1].clamp(min=1.0), norm])
         means, count = self.state[:2], self.state[2]
         above = (values > self.factors * means).any() & (count >= WARM_UP)
@@ -43,7 +44,7 @@ class StepJudge:
 
 
 class SpikeCheck(Callback):
-    """Callback that checks for spikes if a flag requests it."""
+    """Callback that checks for spikes if a flag requests the check."""
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> StepJudge:
         return StepJudge(self.config, device, means)

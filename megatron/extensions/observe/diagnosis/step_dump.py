@@ -1,11 +1,11 @@
-"""Search for the origin of a non-finite step, and a copy of the step that ends a run, for a replay.
+"""Search for the origin of a non-finite step, and storage of the step that ends a run for a replay.
 
     SAVE/nan/iter_0000012/finding.json              the step, and the first non-finite value
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
     SAVE/nan/iter_0000012/samples-00000.npz         the samples, one file per data-parallel rank
     SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the previous step
 
---load also accepts the folder of a step. The run then resumes right before the step.
+--load also accepts the folder of a step. In this case, the run resumes immediately before the step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
     "weights or the hardware are the cause"
 )
-"""Advice for schedules without a flush, which do not keep the weights of the step."""
+"""Advice for pipeline schedules without a flush. They do not keep the weights that the step used."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SavedStep:
     step: Step
     loss_scale: float
     finding: Finding | None
-    """First nonfinite value; None if every value was finite when the step ran again."""
+    """First non-finite value; None if all values were finite when the step ran again."""
 
     @classmethod
     def read(cls, folder: Path) -> SavedStep:
@@ -91,7 +91,7 @@ class FirstNonFinite(Callback):
 
 
 def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
-    """Find the first non-finite value, and save a step that ends the run in --save. Collective."""
+    """Find the first non-finite value. If the step ends the run, save the step to --save. Collective."""
     step, watchdog = verdict.step, run.runtime.watchdog
     phase = watchdog.status.phase
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
@@ -111,16 +111,17 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
             batches = run.data.train.next_step(step.first_sample, step.samples)
             folder = run.config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
             save_step(folder, saved, batches, run.saver.checkpoint, before)
-            text += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
+            text += f"\nthe step, and the state before the step, are in {folder}: python tools/replay_step.py {folder}"
         except CheckpointError as error:
             print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
     if finding is not None and finding.rank != run.runtime.launch.rank:
-        time.sleep(1.0)  # the rank with the first bad value reports
+        time.sleep(1.0)  # let the rank with the first non-finite value report
     return StepFinding(text, ADVICE)
 
 
 def not_saved(config: RunConfig) -> str:
-    """Explain that a step cannot be saved because --save is not a folder; empty if it can, or without --save."""
+    """Return a line that says that the step was not saved because --save is a URL. The line is empty if --save is a
+    folder or is not set."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
         return ""
@@ -131,17 +132,17 @@ def not_saved(config: RunConfig) -> str:
 def save_step(
     folder: Path, saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress
 ) -> None:
-    """Write a skipped step into a folder. Collective.
+    """Write a step that was not applied to a folder. Collective.
 
     Args:
         folder: Folder to create.
         saved: Contents of `finding.json`.
         batches: The step's samples on this data-parallel rank.
-        checkpoint: Writes checkpoints of the run.
+        checkpoint: Writer of the run's checkpoints.
         before: Progress of the run before the step.
 
     Raises:
-        CheckpointError: A rank cannot write; raised on every rank.
+        CheckpointError: A rank cannot write. The error is raised on every rank.
     """
     state, plan = checkpoint.state, checkpoint.plan
     own = checkpoint.config if plan is None else plan.at(saved.step.first_sample).config
@@ -164,7 +165,7 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
 
 
 def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
-    """Write the samples of this data-parallel rank; returns the problem if that fails."""
+    """Write the samples of this data-parallel rank. Returns an error message if writing fails; otherwise None."""
     arrays = {}
     for name in batches[0]:
         parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]
@@ -178,7 +179,7 @@ def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """Dataset of a saved step's samples, with their indices in the run."""
+    """Dataset of the samples of a saved step. Samples keep the indices that they have in the run."""
 
     def __init__(self, folder: Path, micro_batch_size: int) -> None:
         self.samples: dict[int, Sample] = {}
@@ -193,14 +194,14 @@ class SavedSamples:
         if not self.samples:
             raise ValueError(f"{folder} holds no samples: {SAMPLES}")
         self.order = np.stack(dealt, axis=1).ravel()
-        """Sample numbers in the order of the run's micro-batches, with all replicas of each micro-batch in turn."""
+        """Sample indices in the order of the run's micro-batches. For each micro-batch, the samples of all replicas are
+        consecutive."""
 
         self.fingerprint = str(folder)
 
     def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return the run's micro-batches, [micro-batches, replicas, micro_batch_size], for any number of replicas.
-
-        With another micro-batch size, samples are distributed in order.
+        """Return the sample indices of the micro-batches, [micro-batches, replicas, micro_batch_size]. The number of
+        replicas may differ from the run's. Samples keep their order, also with a different micro-batch size.
         """
         dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
         return dealt

@@ -28,7 +28,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
-"""Function that is called with the run before the step, on every rank, so that the caller can add hooks."""
+"""Function that is called with the run on every rank before the step runs. The function can add hooks."""
 
 
 def replay(
@@ -38,12 +38,12 @@ def replay(
 
     Args:
         folder: Folder of the saved step.
-        flags: Flags of the layout.
+        flags: Flags that select the parallel layout of the replay.
         world_size: Number of ranks on this machine's CPU; the default is one process.
-        prepare: Called with the run before the step.
+        prepare: Function that is called with the run before the step runs.
 
     Raises:
-        ValueError: The flags do not fit, or the folder contains no step; lists every problem.
+        ValueError: The flags are invalid, or the folder contains no saved step. The message lists every problem.
     """
     saved, config = SavedStep.read(folder), config_of(folder, flags)
     parallel = config.parallel
@@ -58,9 +58,8 @@ def replay(
 
 
 def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for replaying a step: the run's own with `flags` added.
-
-    Only the precision is kept from the run's layout. Raises ValueError for invalid flags.
+    """Return the unresolved configuration for replaying a step: the run's configuration with `flags` added. The
+    parallel layout of the run is dropped, except for the precision. Raises ValueError for invalid flags.
     """
     config = parse_args(["--config", str(folder / CONFIG)])
     precision = [each.name for each in fields(PrecisionConfig)]
@@ -68,7 +67,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     config = replace(
         config,
         parallel=ModelParallelConfig(**kept),
-        data=DatasetConfig(mock_data=True, num_workers=0),  # the saved samples replace these
+        data=DatasetConfig(mock_data=True, num_workers=0),  # the saved samples replace the mock data
         tokenizer=TokenizerConfig(),
         training=replace(config.training, eval_iters=0, num_microbatches=None),
         checks=ChecksConfig(),
@@ -82,7 +81,8 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def without_data_flags(config: RunConfig) -> RunConfig:
-    """Drop the flags of extensions that create, change or deal samples, because the saved samples are used."""
+    """Drop the flags of extensions that create, change or distribute samples, because a replay uses the saved
+    samples."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
             config = config.with_options(type(options)())

@@ -1,12 +1,13 @@
-"""Detection of slow ranks by phase of the step.
+"""Detection of slow ranks in each phase of a step.
 
-Ranks that wait for each other take the same total time, so only a rank's own work is compared. On CPUs, this is the
-time of a phase without its waits for messages and collectives. On CUDA, it is the time between device events. Waits for
-pipeline messages and data parallelism lie outside these events. Collectives within a layer (TP, CP, EP) lie inside
-them, so a slow rank there slows down the times of its whole group.
+Ranks that wait for each other take the same total time. Therefore, only the time of each rank's own work is compared.
+On CPUs, this is the time of a phase without its waits for messages and collectives. On CUDA, it is the time between
+device events. Waits for pipeline messages and data parallelism lie outside these events. Collectives within a layer
+(TP, CP, EP) lie between these events, so a slow rank increases the measured times of its whole group.
 
-Only the end of the gradient reduction is timed with its waits, where the rank that waits least is the slow one. No
-measurement synchronizes with the device: events are read after they have completed.
+Only the end of the gradient reduction is timed including its waits. In this phase, the rank that waits the shortest
+time is the slow rank. No measurement synchronizes with the device, because events are read only after they have
+completed.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from megatron.training.run import TrainingRun
 
 
 class Waits:
-    """Wait time of the training thread in torch.distributed, in seconds, including blocking collectives."""
+    """Time in seconds that the training thread waits in torch.distributed, including blocking collectives."""
 
     seconds = 0.0
 
     @classmethod
     @functools.cache
     def install(cls) -> None:
-        """Time every wait of this thread from now on. A second call has no effect."""
+        """Measure every wait of this thread from now on. A second call has no effect."""
         wait, thread = dist.Work.wait, threading.get_ident()
 
         @functools.wraps(wait)
@@ -50,14 +51,14 @@ class Waits:
             try:
                 return wait(*args, **kwargs)
             finally:
-                if threading.get_ident() == thread:  # the thread that writes checkpoints is not timed
+                if threading.get_ident() == thread:  # waits of the thread that writes checkpoints are not measured
                     cls.seconds += time.perf_counter() - start
 
         dist.Work.wait = timed  # type: ignore[method-assign]
 
 
 class Stragglers(Callback, Meter):
-    """Callback that compares the ranks' own times in each part of a step (--log-straggler)."""
+    """Callback that compares the times that ranks spend on their own work in each part of a step (--log-straggler)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         world = run.runtime.state.world
@@ -69,8 +70,8 @@ class Stragglers(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """Return [ranks * parts] with this rank's seconds in its row and zeros elsewhere, so that a sum over ranks
-        contains all rows."""
+        """Return a flat table [ranks * parts]. This rank's row contains its seconds, and the other rows are zeros, so
+        that a sum over ranks contains all rows."""
         table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()
@@ -84,7 +85,7 @@ class Stragglers(Callback, Meter):
 
 
 class PhaseClock:
-    """Clock that sums this rank's own seconds in each part of a step."""
+    """Clock that sums the seconds that this rank spends on its own work in each part of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -95,7 +96,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of this block to `phase`, if it is a part of a step."""
+        """Add the time of the block to `phase`, if `phase` is a part of a step."""
         if phase not in self.seconds:
             yield
         elif self.cuda and phase != "data":
@@ -112,7 +113,8 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Return the seconds spent in each of STEP_PARTS since the last call. Waits for the device."""
+        """Return the seconds spent in each part of `STEP_PARTS` since the last call of this method. Waits for the
+        device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in STEP_PARTS]
         self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
@@ -130,14 +132,15 @@ class PhaseClock:
 
 
 def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, float]]:
-    """Return (rank, seconds, ratio to the median) of the `count` slowest ranks, the slowest first."""
+    """Return the `count` slowest ranks, slowest first, as tuples (rank, seconds, ratio to the median)."""
     median = statistics.median(seconds)
     ranks = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))[:count]
     return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
 
 
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, object]:
-    """Return the log record of a table [rank][phase] of seconds over `steps` steps, in seconds per step."""
+    """Return the log record of a table [rank][phase]. The table contains the seconds of `steps` steps, and the record
+    contains seconds per step."""
     record: dict[str, object] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
@@ -150,7 +153,8 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Diagn
 
 
 def straggler_line(record: Record, hosts: Sequence[str]) -> list[str]:
-    """Return the console line with the slowest ranks of each phase; none if ranks were not compared."""
+    """Return a list with the console line that shows the slowest ranks of each phase; empty if ranks were not
+    compared."""
     if f"straggler_{STEP_PARTS[0]}" not in record:
         return []
     parts = []

@@ -16,7 +16,7 @@ from megatron.extensions.observe.evaluation.scoring import Scorer
 from megatron.extensions.use.inference.generation import Engine, Request, StageRunner, eos_ids
 
 MOST_TOKENS = 256
-"""Default of max_gen_toks in lm-evaluation-harness."""
+"""Default of `max_gen_toks` in lm-evaluation-harness."""
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -38,17 +38,17 @@ def greedy_request(
     longest: int,
     most_tokens: int = MOST_TOKENS,
 ) -> tuple[Request, int]:
-    """Return the continuation request of a context, and the number of tokens truncated on the left.
+    """Return the request to continue a context, and the number of tokens that were truncated on the left.
 
     Args:
         tokenizer: Tokenizer of the model.
-        context: Text to continue; an empty one starts a document.
+        context: Text to continue. An empty text starts a document.
         options: generation_kwargs of lm-evaluation-harness.
         longest: Number of tokens that the model can read.
         most_tokens: Default of max_gen_toks.
 
     Raises:
-        ValueError: There is no room for any part of the context.
+        ValueError: The model's context length leaves no room for the context.
     """
     limits = (
         options.get("max_gen_toks"),
@@ -77,9 +77,9 @@ def continue_requests(
 ) -> list[str]:
     """Return the most likely continuation of each prompt.
 
-    A continuation ends at a stop string, at an end-of-document token, or at its number of tokens. All texts grow
-    together: every new token takes one forward pass over each whole text, which any layout can compute. `next_tokens`
-    returns the next token of each token sequence.
+    A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts are
+    continued together. Every new token takes one forward pass over each whole text, which works under any layout.
+    `next_tokens` returns the next token of each token sequence.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]
@@ -105,24 +105,24 @@ def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
 
 
 ROWS = 64
-"""Number of texts that grow at the same time."""
+"""Number of texts that are continued at the same time."""
 
 
 @dataclass(frozen=True)
 class CachedGeneration:
-    """Continuation of prompts with a key/value cache, under a layout without context parallelism."""
+    """Continuation of prompts with a key/value cache. Context parallelism is not supported."""
 
     stages: Mapping[int, GPTModel]
     state: ParallelState
     layout: PipelineLayout
     tokenizer: Tokenizer
     prefill_tokens: int
-    """Number of prompt tokens in one forward pass."""
+    """Maximum number of prompt tokens in one forward pass."""
 
     together: bool = False
     """True if model replicas must run the same passes, because experts or parameters are sharded over them.
 
-    Otherwise the replicas divide the prompts among themselves.
+    If False, the prompts are divided among the replicas.
     """
 
     def __call__(self, requests: Sequence[Request]) -> list[str]:

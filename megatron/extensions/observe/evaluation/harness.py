@@ -1,4 +1,4 @@
-"""Adapter of lm-evaluation-harness to a model that is distributed over ranks: the model class and the tasks.
+"""Adapter of lm-evaluation-harness for a model that is distributed over ranks: the model class and the tasks.
 
 https://github.com/EleutherAI/lm-evaluation-harness; `pip install .[lm-eval]`.
 """
@@ -46,7 +46,7 @@ def asks_for_sampling(options: GenerationOptions) -> bool:
 
 
 def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], int]:
-    """Return the rows of a log-likelihood request and the number of tokens truncated on the left.
+    """Return the token rows of a log-likelihood request, and the number of tokens that were truncated on the left.
 
     A `loglikelihood_rolling` request may have several rows. Raises ValueError if the request cannot be scored.
     """
@@ -58,7 +58,8 @@ def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[
 
 
 def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
-    """Return the continuation that a request asks for, and the number of tokens truncated on the left.
+    """Convert a request of the harness to a greedy continuation request. Also returns the number of tokens that were
+    truncated on the left.
 
     Args:
         request: Request of the harness.
@@ -67,7 +68,8 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
         most_tokens: Default of max_gen_toks.
 
     Raises:
-        ValueError: The request asks for sampling, or there is no room for its context.
+        ValueError: The request requires sampling, or the model's context length leaves no room for the request's
+        context.
     """
     context, options = request.args
     if asks_for_sampling(options):
@@ -76,7 +78,8 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
 
 
 class ParallelLM(LM):
-    """Model on several ranks, for the harness. Every rank receives all requests, and the ranks score them together."""
+    """Harness model that is distributed over ranks. Every rank receives all requests, and the ranks score them
+    together."""
 
     def __init__(
         self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
@@ -88,7 +91,8 @@ class ParallelLM(LM):
         self.max_gen_toks = max_gen_toks
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether the continuation is greedy) for each request."""
+        """Return, for each request, the log-likelihood of the continuation, and whether greedy decoding would produce
+        it."""
         return self._cached(requests, self._scores(requests))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -96,14 +100,13 @@ class ParallelLM(LM):
         return self._cached(requests, [log for log, _ in self._scores(requests)])
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the most likely continuation of each context. Raises ValueError if generation_kwargs ask for
-        sampling."""
+        """Return the greedy continuation of each context. Raises ValueError if generation_kwargs request sampling."""
         longest, most = self.scorer.longest, self.max_gen_toks
         asked = [generation(request, self.tokenizer, longest, most)[0] for request in requests]
         return self._cached(requests, self.generate(asked))
 
     def _scores(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Score rows; equal rows pass through the model once."""
+        """Return the scores of requests. The model processes equal rows only once."""
         texts = [scored_rows(request, self.tokenizer, self.scorer.longest)[0] for request in requests]
         different = list(dict.fromkeys(row for rows in texts for row in rows))
         found: dict[Row, Score] = dict(zip(different, self.scorer(different) if different else (), strict=True))
@@ -118,34 +121,34 @@ class ParallelLM(LM):
 
 
 SEED = 1234
-"""Seed for choosing few-shot examples, as in the harness."""
+"""Seed for the choice of few-shot examples, equal to the harness's default."""
 
 BOOTSTRAPS = 1000
 """Number of bootstrap samples for the standard error of metrics without a formula, such as perplexity."""
 
 
 class Results(TypedDict):
-    """The harness results that this module reads."""
+    """Harness results that this module reads."""
 
     results: Mapping[str, Mapping[str, float | str]]
-    """Maps a task to its metric values; a metric's key includes its filter."""
+    """Maps a task to its metric values. The key of a metric includes the name of its filter."""
 
     groups: NotRequired[Mapping[str, Mapping[str, float | str]]]
     """Maps a group of tasks to its metric values, in the form of `results`."""
 
     samples: Mapping[str, Sequence[Mapping[str, object]]]
-    """Maps a task to its documents."""
+    """Maps a task to the results of its documents."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks and groups of a run, the same on every rank."""
+    """Evaluation tasks and task groups of a run. They are the same on every rank."""
 
     tasks: dict[str, Task]
     groups: dict[str, Group]
     limit: int | None
     notes: tuple[str, ...]
-    """A line for each task with truncated requests."""
+    """Notices about truncated requests, one per task."""
 
     @classmethod
     def load(
@@ -156,17 +159,17 @@ class Suite:
         limit: int | None = None,
         num_fewshot: int | None = None,
     ) -> Suite:
-        """Read tasks and build their requests once.
+        """Read the tasks and check that their requests can be built.
 
         Args:
-            names: Task files, folders of them, or names of the harness's built-in tasks.
+            names: Task files, folders of task files, or names of the harness's built-in tasks.
             tokenizer: Tokenizer of the model.
             longest: Number of tokens that the model can read.
             limit: Number of documents per task; None means all.
-            num_fewshot: Number of few-shot examples; None keeps each task's own.
+            num_fewshot: Number of few-shot examples; None keeps the number in each task file.
 
         Raises:
-            ValueError: Lists all problems, one per line.
+            ValueError: A task is invalid. The message lists all problems, one per line.
         """
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrapping would fork the training process
         disable_progress_bars()
@@ -182,7 +185,7 @@ class Suite:
                     keys = _keys(each) if is_file(name) else {}
                     if not Path(name).is_dir() or (not each.name.startswith("_") and keys.keys() & {"group", "task"}):
                         suite._add(manager.load([keys.get("group", str(each))]))
-                except Exception as error:  # an error of the harness, the data, or a task's functions
+                except Exception as error:  # an error in the harness, the data, or the functions of a task
                     problems.append(f"--eval-tasks {each}: {type(error).__name__}: {error}")
         for task in suite.tasks.values():
             if num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -200,7 +203,7 @@ class Suite:
         return cls(suite.tasks, suite.groups, limit, tuple(notes))
 
     def _add(self, loaded: TaskDict) -> None:
-        """Add tasks and groups. A group may name tasks that were already added."""
+        """Add tasks and task groups. A group may contain tasks that were added before."""
         groups = loaded.get("groups", {})
         for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
             if not any(name in group.child_names for group in self.groups.values()):
@@ -209,7 +212,7 @@ class Suite:
         self.groups.update(groups)
 
     def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
-        """Build a task's requests and return how many are truncated. Raises the first error."""
+        """Build the requests of a task, and return how many of them are truncated. Raises the first error."""
         task.set_fewshot_seed(SEED)
         with _quietly():
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
@@ -222,9 +225,8 @@ class Suite:
         return cut
 
     def evaluate(self, model: ParallelLM) -> Results:
-        """Run the harness and return its "results" and the "samples" of each document. Collective.
-
-        The state of random generators is unchanged.
+        """Run the harness, and return its "results" and the "samples" of each document. This is a collective. It does
+        not change the state of random number generators.
         """
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)
@@ -244,14 +246,14 @@ def _quietly() -> Iterator[None]:
 
 
 def _keys(path: Path) -> dict[str, object]:
-    """Return the keys of a task file without its includes, and without calling its functions."""
+    """Return the keys of a task file. Included files are not read, and the file's functions are not called."""
     node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
     return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
 
 
 def record_of(results: Results) -> dict[str, float]:
-    """Return values and standard errors by their record names: eval/TASK/METRIC, plus the filter's name if there are
-    filters."""
+    """Return metric values and standard errors by record name. A record name is eval/TASK/METRIC, followed by the name
+    of the filter if there is one."""
     record = {}
     for task, values in {**results["results"], **results.get("groups", {})}.items():
         for key, value in values.items():

@@ -1,4 +1,5 @@
-"""Evaluation of the tasks of --eval-tasks on the training model, in place, with their scores in the log."""
+"""Evaluation of the tasks in --eval-tasks during training. The training model is evaluated in place, and the scores are
+logged."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ from megatron.training.run import TrainingRun
 
 
 class EvalTasks(Callback):
-    """Callback that evaluates tasks on the training model every --eval-tasks-interval iterations (--eval-tasks)."""
+    """Callback that evaluates the tasks in --eval-tasks on the training model every --eval-tasks-interval
+    iterations."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Read the tasks. Raises ValueError with every problem of their files."""
+        """Read the tasks. Raises ValueError with a list of all problems in the task files."""
         options, model = self.config.options(EvalTasksConfig), self.config.model
         tokenizer = build_tokenizer(self.config.tokenizer, model.vocab_size)
         if not runtime.is_main:
@@ -55,9 +57,9 @@ class EvalTasks(Callback):
 
 
 def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
-    """Evaluate all tasks and log their scores, unless the run is asked to stop in the meantime. Collective.
+    """Evaluate all tasks and log their scores. The evaluation is aborted if the run is requested to stop. Collective.
 
-    Dropout is disabled, and neither gradients nor any training state changes.
+    Dropout is disabled. Gradients and training state do not change.
     """
     config = run.config
     runtime = run.runtime
@@ -83,10 +85,9 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 
 
 def model_of(run: TrainingRun) -> ParallelLM:
-    """Return a run's model under its layout.
-
-    It continues texts with a key/value cache. Under context parallelism, which does not support this cache, it runs a
-    pass over the whole text per token.
+    """Wrap the model of a run, under the run's layout, for the harness. The model continues texts with a key/value
+    cache. Context parallelism does not support this cache, so the model then runs one pass over the whole text for each
+    token.
     """
     config = run.config
     runtime = run.runtime

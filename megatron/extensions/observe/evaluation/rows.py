@@ -1,8 +1,9 @@
-"""Token rows for a model, made from contexts and continuations, and their batches. This module does not import torch.
+"""Token rows for a model, which are created from contexts and continuations, and batches of rows. This module does not
+import torch.
 
-A row contains the model's input tokens; each label is the next token. Log-likelihoods cover the last `scored` labels.
-As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of similar length and are the
-same on every rank.
+A row contains the model's input tokens. The label of a token is the next token. Log-likelihoods are computed for the
+last `scored` labels. As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of similar
+length and are the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ SHORTEST = 16
 """Minimum row length of a batch."""
 
 ROUND = 16
-"""Number of micro-batches per pipeline rank in one run of the pipeline."""
+"""Number of micro-batches per pipeline stage in one round, which is one run of the pipeline."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Token sequence of a forward pass."""
+    """Token sequence that the model processes."""
 
     tokens: tuple[int, ...]
-    """The input tokens and the token after them."""
+    """Input tokens, followed by the label of the last input token."""
 
     scored: int
-    """Number of tokens at the end whose log-likelihoods are summed."""
+    """Number of tokens at the end of the row whose log-likelihoods are summed."""
 
     @property
     def length(self) -> int:
@@ -48,21 +49,21 @@ class Score:
     """True if each scored token is the most likely one."""
 
     next_token: int
-    """The most likely token after the row."""
+    """Most likely token after the input tokens."""
 
 
 def prefix_token(tokenizer: Tokenizer) -> int:
-    """Return the token before a text without context. Raises ValueError if the tokenizer has none."""
+    """Return the token that precedes a text without context. Raises ValueError if the tokenizer has no such token."""
     for token in (tokenizer.bos, tokenizer.eos, tokenizer.eod):
         if token is not None:
             return token
-    raise ValueError("--eval-tasks: the tokenizer has no token that begins or ends a document; use another one")
+    rule = "the tokenizer has no token that begins or ends a document"
+    raise ValueError(f"--eval-tasks: {rule}; use a different tokenizer")
 
 
 def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, longest: int) -> tuple[Row, int]:
-    """Return the row of a continuation and the number of truncated tokens.
-
-    Spaces at the end of the context are moved to the start of the continuation, which matches tokenization.
+    """Return the token row that scores a continuation, and the number of truncated tokens. Spaces at the end of the
+    context are moved to the start of the continuation, because tokenizers usually join a space and the following word.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -95,8 +96,8 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
 def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]:
     """Return rows that score each token of a text once.
 
-    The first row starts with the prefix token, each further one with the last token of the previous row. The last row
-    reaches back to full length, so that it has context.
+    The first row starts with the prefix token. Each other row starts with the last token of the previous row. The last
+    row is extended to the left to the maximum length, so that its scored tokens have more context.
     """
     tokens: Sequence[int] = [prefix_token(tokenizer), *tokenize_beginning(tokenizer, text)]
     for start in range(0, len(tokens) - 1, longest):
@@ -106,21 +107,22 @@ def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]
 
 @dataclass(frozen=True)
 class Round:
-    """Micro-batches of one shape, run one after another on each model replica."""
+    """Micro-batches of the same shape that each model replica runs in one run of the pipeline."""
 
     length: int
-    """Tokens per row; shorter rows are padded on the right."""
+    """Number of tokens per row. Shorter rows are padded on the right."""
 
     size: int
     """Rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Row numbers as [replica][micro-batch]. Micro-batches at the end of a plan have fewer than `size` rows, or
-    none."""
+    """Row numbers, indexed as [replica][micro-batch]. Micro-batches in the last round may have fewer than `size` rows
+    or no rows."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
-    """Return the permitted batch lengths, ascending: `longest` halved as long as `divisor` divides it.
+    """Return the permitted batch lengths, ascending: `longest`, and the lengths that repeated halving yields, as long
+    as `divisor` divides them.
 
     A small number of lengths limits the shapes that kernels are compiled for.
     """
@@ -133,14 +135,14 @@ def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
 def plan_rounds(
     lengths: Sequence[int], allowed: Sequence[int], budget: int, replicas: int, per_round: int = ROUND
 ) -> Iterator[Round]:
-    """Yield batches, the longest rows first. Rows of similar length form a batch.
+    """Group rows of similar length into batches, and yield rounds of batches. Rounds with the longest rows come first.
 
     Args:
         lengths: Length of each row.
         allowed: Permitted batch lengths.
-        budget: Maximum tokens per batch, unless it has only one row.
-        replicas: Number of model replicas, which receive batches in turn.
-        per_round: Micro-batches per replica in one round.
+        budget: Maximum number of tokens per batch. A batch with a single row may exceed it.
+        replicas: Number of model replicas. Batches are distributed to them in turn.
+        per_round: Number of micro-batches per replica in one round.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
 

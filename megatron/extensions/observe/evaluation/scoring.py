@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
-    """Return the row lengths that the layout can compute, up to a legal one."""
+    """Return the permitted row lengths of batches under a parallel layout. The largest one is at most `longest`."""
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
     name = linear_format(parallel)
@@ -38,16 +38,16 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 class Scorer:
     """Scorer that runs rows through a model in batches.
 
-    `forward` takes micro-batches of one shape, as each rank holds them. It returns `token_scores` of each on the ranks
-    of the last stage, and [] elsewhere.
+    `forward` accepts this rank's parts of micro-batches of the same shape. On the ranks of the last pipeline stage, it
+    returns the `token_scores` of each micro-batch. On other ranks, it returns an empty list.
     """
 
     forward: Callable[[list[Batch]], list[Tensor]]
     lengths: tuple[int, ...]
-    """Permitted row lengths of batches, ascending. The last one is the maximum row length."""
+    """Permitted row lengths of batches in ascending order. The last length is the maximum row length."""
 
     budget: int
-    """Tokens per batch."""
+    """Maximum number of tokens per batch."""
 
     state: ParallelState
     device: torch.device
@@ -55,7 +55,8 @@ class Scorer:
     """Function that is called before each round, on all ranks. Scoring stops if it returns False."""
 
     progress: Callable[[int, int], None] = lambda done, rounds: None
-    """Function that is called with the numbers of finished and total rounds, before the first round and after each."""
+    """Function that is called with the number of finished rounds and the total number of rounds, before the first round
+    and after each round."""
 
     @property
     def longest(self) -> int:
@@ -63,7 +64,8 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
+        """Return the scores of all rows on every rank. This is a collective, to which all ranks pass the same rows.
+        Raises Stopped."""
         table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
         plan = list(plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size))
         self.progress(0, len(plan))
@@ -76,10 +78,10 @@ class Scorer:
         return [Score(log, wrong == 0, int(token)) for log, wrong, token in table.tolist()]
 
     def _run(self, each: Round, rows: Sequence[Row], table: Tensor) -> None:
-        """Add to `table` [rows, 3]: the summed log-likelihood, the number of scored tokens that are not the most likely
-        ones, and the most likely last label.
+        """Add the scores of one round to `table` [rows, 3]. The columns are the summed log-likelihood, the number of
+        scored tokens that are not the most likely tokens, and the most likely token after the row.
 
-        Only one of the ranks that hold the same tokens adds its scores.
+        If several ranks hold the same tokens, only one of them adds its scores.
         """
         mine = each.microbatches[self.state.dp.rank]
         wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]
@@ -96,14 +98,14 @@ class Scorer:
 
 
 def _places(batch: Batch) -> Tensor:
-    """Return the row positions [s] of the tokens on this rank."""
+    """Return the positions [s], within the whole row, of this rank's tokens."""
     if batch.places is not None:
         return batch.places
     return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
 
 
 def _batch(rows: Sequence[Row], shape: Round) -> Batch:
-    """Return rows padded with zeros; their loss mask is 1 for scored labels."""
+    """Create a batch of rows, padded with zeros. The loss mask is 1 for scored labels."""
     tokens = torch.zeros(shape.size, shape.length + 1, dtype=torch.int64)
     mask = torch.zeros(shape.size, shape.length)
     for number, row in enumerate(rows):
@@ -115,8 +117,8 @@ def _batch(rows: Sequence[Row], shape: Round) -> Batch:
 def scores_by(
     executor: PipelineExecutor[GPTModel, Batch], parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
-    """Return `Scorer.forward` for the executor of a rank's stages. Micro-batches may have any shape that the layout
-    supports."""
+    """Return the function `Scorer.forward` that runs micro-batches with a pipeline executor. Micro-batches may have any
+    shape that the layout supports."""
     shards = state.tp.size if parallel.sequence_parallel else 1
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
 
@@ -131,9 +133,9 @@ def scores_by(
 
 @torch.no_grad()
 def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
-    """Return [2, b, s] fp64 on the last stage: each label's log-likelihood, and the most likely token in its place.
-
-    The result is equal on all tensor-parallel ranks; no rank holds the logits of the others.
+    """Return the log-likelihoods of labels, and the most likely tokens, as one fp64 tensor [2, b, s]. This function
+    runs on the last pipeline stage. The result is equal on all tensor-parallel ranks. The ranks do not gather the
+    logits.
     """
     size = model.config.vocab_size
     assert size is not None
@@ -147,8 +149,8 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     """Return the most likely tokens: logits [s, b, V/t] -> ids [s, b] int64.
 
-    On ties, the lowest id wins. Only two numbers per token are gathered, not the logits. Columns from `vocab_size` on
-    are padding.
+    If several tokens have the same logit, the lowest id is returned. Only two numbers per token are gathered, not the
+    logits. Columns from `vocab_size` on are padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     columns = max(0, min(vocab_size, stop) - start)
@@ -156,5 +158,5 @@ def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     if columns:
         values, ids = logits[..., :columns].max(-1)
         best[0], best[1] = values, ids + start
-    values, ids = all_gather(best[None], tp).unbind(1)  # each [tp, s, b]
+    values, ids = all_gather(best[None], tp).unbind(1)  # values and ids are [tp, s, b]
     return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).long()

@@ -5,9 +5,9 @@ Goodput is useful step time over wall time:
     wall    = useful + startup + evaluation + save + repeated + rolled_back + skipped + idle + other
     goodput = useful / wall
 
-Each start writes `goodput` events to `run_events.jsonl` with the seconds of every part so far. The next start continues
-from the last such event. It also looks up the event at the iteration from which it resumes. Step time that this event
-does not contain must be spent again, so it becomes `repeated`.
+Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds of every part since the first
+start. The next start continues from the last `goodput` event. It also reads the event of the iteration from which it
+resumes. Step time after this event is counted as `repeated`, because these steps run again.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ PARTS = {
     "idle": "idle between starts",
     "other": "other",
 }
-"""Parts of the wall time, and their names in the log."""
+"""Maps the parts of the wall time to their names in the log."""
 
 ADDED = ("rolled_back",)
-"""Parts that events of older runs lack; they count as 0 there."""
+"""Parts that are missing in events of older runs. A missing part is 0."""
 
 EVENT = "goodput"
-"""Event in `run_events.jsonl`: iteration, "began" (first start, seconds since 1970), and "seconds" by part."""
+"""Name of the event in `run_events.jsonl`. Its fields are the iteration, "began" (time of the first start in seconds
+since 1970), and "seconds" by part."""
 
 Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Time that earlier starts of a run have spent."""
+    """Wall time of the earlier starts of a run."""
 
     began: float
     """Time of the first start, in seconds since 1970."""
 
     seconds: Seconds
-    """Seconds by part, up to the beginning of this start."""
+    """Seconds by part, up to the beginning of the current start."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Event:
 
     @property
     def of_steps(self) -> float:
-        """Step time that produced the weights of its iteration, including skipped steps."""
+        """Time in seconds of the steps that led to the weights at the event's iteration, including skipped steps."""
         return self.seconds["useful"] + self.seconds["skipped"]
 
 
@@ -70,18 +71,19 @@ def none() -> Seconds:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """Return useful seconds over all seconds; 0 if there are none."""
+    """Return the useful seconds divided by all seconds; 0 if there are no seconds."""
     wall = sum(seconds.values())
     return seconds["useful"] / wall if wall > 0 else 0.0
 
 
 def values(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of a metric record: `goodput`, and `goodput_PART_seconds` for each part."""
+    """Return the goodput values of a metric record: `goodput`, and `goodput_PART_seconds` for each part."""
     return {"goodput": goodput(seconds)} | {f"goodput_{part}_seconds": seconds[part] for part in PARTS}
 
 
 def line(record: Mapping[str, object]) -> str:
-    """Return the log line of a record with `values`. Parts below 0.05 % are omitted."""
+    """Return the goodput line for the log, from a record that contains the result of `values`. Parts below 0.05 % are
+    omitted."""
     found = {part: float(str(record[f"goodput_{part}_seconds"])) for part in PARTS}
     wall = sum(found.values())
     shares = {part: 100 * spent / wall if wall > 0 else 0.0 for part, spent in found.items()}
@@ -90,14 +92,12 @@ def line(record: Mapping[str, object]) -> str:
 
 
 def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, started: float) -> Earlier:
-    """Return the time that earlier starts of a run have spent.
-
-    The process started at `started`, in seconds since 1970, and resumes from `iteration`. Events are read once and not
-    kept, because a long run has many. A start at iteration 0 begins a new run if there are saves from which it could
-    have resumed.
+    """Return the wall time of the earlier starts of a run. The process started at `started`, in seconds since 1970, and
+    resumes from `iteration`. Events are processed one by one and not kept in memory, because a long run has many
+    events. A start at iteration 0 counts as a new run if there are saves from which the run could have resumed.
     """
     last: _Event | None = None
-    contained: _Event | None = None  # newest of the same run at the iteration, or at the largest earlier one
+    contained: _Event | None = None  # newest event of this run that is not after the iteration
     saved = 0.0
     for event in events:
         saved = max(saved, _save_time(event))
@@ -123,19 +123,19 @@ def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, start
 
 
 def last_account(events: Iterable[Mapping[str, object]]) -> tuple[int, Seconds] | None:
-    """Return (iteration, seconds by part) of the last `goodput` event; None if there is none."""
+    """Return the iteration and the seconds by part of the last `goodput` event; None if there is no event."""
     found = [event for event in map(_event_of, events) if event is not None]
     return (found[-1].iteration, found[-1].seconds) if found else None
 
 
 def _save_time(event: Mapping[str, object]) -> float:
-    """Return the time of a successful save; 0 for other events."""
+    """Return the time of an event that is a successful save; 0 for other events."""
     succeeded = event.get("event") == "save" and "error" not in event
     return (_number(event.get("time")) or 0.0) if succeeded else 0.0
 
 
 def _event_of(event: Mapping[str, object]) -> _Event | None:
-    """Parse a `goodput` event; None for other and damaged events."""
+    """Parse a `goodput` event. Returns None for other events and for damaged events."""
     seconds, iteration = event.get("seconds"), event.get("iteration")
     began = _number(event.get("began"))
     if event.get("event") != EVENT or not isinstance(seconds, Mapping) or not isinstance(iteration, int):
@@ -146,7 +146,7 @@ def _event_of(event: Mapping[str, object]) -> _Event | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a non-negative number; None for anything else."""
+    """Convert a non-negative number to float. Returns None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None

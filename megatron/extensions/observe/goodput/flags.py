@@ -12,8 +12,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class GoodputConfig:
     log_goodput: bool = False
-    """Log goodput: the share of the wall time since the first start of the run that was spent on useful steps, and
-    the causes of the rest."""
+    """Log goodput, which is the fraction of the wall time since the first start of the run that was spent on useful
+    steps. The other parts of the wall time are also logged."""
 
 
 def _when(config: RunConfig) -> bool:

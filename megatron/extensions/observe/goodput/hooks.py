@@ -1,4 +1,4 @@
-"""Measurement of the parts of the wall time on the first rank, with totals over all starts of the run
+"""Measurement of the parts of a run's wall time on the first rank, with totals over all starts of the run
 (--log-goodput)."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
 KEPT = 10_000
-"""Number of recent steps whose seconds are kept. A run may roll back to any of them."""
+"""Number of recent steps for which the time is stored. A run may roll back to any of these steps."""
 
 EVENT_SECONDS = 30.0
-"""Minimum seconds between two events for log lines; every save also writes an event."""
+"""Minimum number of seconds between two events that log lines trigger. Every save also writes an event."""
 
 
 class Goodput(Callback, Meter):
@@ -61,8 +61,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Record the step time at the end of each step, so that a save at the end of the run is not counted as step
-        time."""
+        """Return a task that records the step time at the end of each step, so that a save at the end of the run is not
+        counted as step time."""
         return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
 
     def _step_ended(self) -> None:
@@ -72,14 +72,13 @@ class Goodput(Callback, Meter):
         self._keep_until(self._run.progress.iteration)
 
     def _keep_until(self, iteration: int) -> None:
-        """Discard the seconds of steps after an iteration, which log lines no longer include."""
+        """Store the seconds of steps up to an iteration, for a rollback to this iteration."""
         known = [float(iteration), self._own["useful"], self._own["skipped"]]
         self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
 
     def _notice_rollback(self) -> None:
-        """Move the time of undone steps, and of the rollback itself, to `rolled_back`.
-
-        The run starts another interval, although the previous one was not logged.
+        """After a rollback, count the time of the undone steps and of the rollback as `rolled_back`. A rollback is
+        detected because the run starts a new interval before the previous interval was logged.
         """
         before, own = self._at_step[0], self._own
         if self._run.interval is before or before is self._counted:
@@ -91,8 +90,8 @@ class Goodput(Callback, Meter):
         own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
-        """Return the seconds of each part since the first start, [parts] float64; zeros on ranks that do not
-        measure."""
+        """Return the seconds of each part since the first start as a float64 tensor [parts]. It contains zeros on ranks
+        that do not measure."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
             self._notice_rollback()
@@ -107,7 +106,7 @@ class Goodput(Callback, Meter):
         return [accounts.line(record)]
 
     def on_log(self, run: RunView, record: Record) -> None:
-        """End the interval; later time belongs to the next interval."""
+        """End the log interval. Time after this call belongs to the next interval."""
         if self._measures:
             interval = self._run.interval
             steps = record["step_time"] * max(1, len(interval.results))
@@ -117,7 +116,8 @@ class Goodput(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Measure from the first dataset to `on_evaluation`, because only then has the device finished."""
+        """Measure an evaluation from the first dataset to the call of `on_evaluation`, because the device finishes only
+        then."""
         began = self._evaluation[0] if self._evaluation else time.perf_counter()
         try:
             yield
@@ -143,7 +143,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return this start's seconds plus the steps since the last log line, split by the number of skipped steps."""
+        """Return the seconds of this start, including the steps since the last log line. Their time is divided between
+        `useful` and `skipped` in proportion to the numbers of steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -155,18 +156,18 @@ class Goodput(Callback, Meter):
         return own
 
     def _seconds(self, own: Seconds) -> Seconds:
-        """Return the seconds of each part since the first start; unmeasured time of this start is `other`."""
+        """Return the seconds of each part since the first start. Time of this start that is not measured is `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
         own["other"] = self._unmeasured(own)
         return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
 
     def _unmeasured(self, own: Seconds) -> float:
-        """Return the seconds of this start that no part has measured."""
+        """Return the seconds of this start that no part contains."""
         return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:
-        """Write the parts up to the last step to `run_events.jsonl`, if the run has a --save folder."""
+        """Write the seconds of each part up to the last step to `run_events.jsonl`, if --save is set."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()
@@ -178,13 +179,12 @@ class Goodput(Callback, Meter):
 
 
 _counted_pids: set[int] = set()
-"""Ids of processes whose start a run has already counted."""
+"""Ids of processes whose start-up time is already counted."""
 
 
 def process_age() -> float:
-    """Return the seconds since this process started, for its first run.
-
-    Returns 0 for later runs, and if the system does not provide the start time.
+    """Return the number of seconds since this process started. Returns 0 after the first call in a process, and if the
+    system does not provide the start time.
     """
     if os.getpid() in _counted_pids:
         return 0.0

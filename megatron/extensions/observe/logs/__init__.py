@@ -1,9 +1,10 @@
-"""Logs other than the console and `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus, samples, losses, sums.
+"""Logs other than the console and `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus, samples, losses by
+document and dataset, parameter norm, and zeros in the gradient.
 
 Flags: --tensorboard-dir, --wandb-project and related flags, --prometheus-port, --sample-log, --log-source-loss,
 --log-params-norm, --log-num-zeros-in-grad, --log-format megatron, --log-throughput.
 
 Start with `flags`. `dashboards` and `prometheus` contain record sinks. `megatron_format` contains Megatron-LM's value
-names and console lines, `terminal` the lines that fit into a terminal. `meters` measures losses by dataset, the
-parameter norm, zeros in the gradient, and the samples of each step.
+names and console lines. `terminal` contains the lines that fit into a terminal. `meters` measures losses by dataset,
+the parameter norm, zeros in the gradient, and the samples of each step.
 """

@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSHED_SECONDS = 300
-"""Records of this many seconds before a failed write are written again. TensorBoard's thread flushes every 120 s, so a
-failure shows up only when a later record is written."""
+"""Number of seconds before a failed write for which records are written again. TensorBoard's thread flushes every 120
+s, so a failure is detected only when a later record is written."""
 
 MOST_RECENT = 10_000
-"""Number of records kept while TensorBoard's files cannot be written."""
+"""Maximum number of records that are kept in memory while TensorBoard's files cannot be written."""
 
 
 class TensorBoardSink:
     """TensorBoard sink. It writes the numbers of each record as scalars with Megatron-LM's tags, and the configuration
     as text.
 
-    A resumed run hides later iterations of earlier runs. TensorBoard hides by step regardless of the tag, which affects
-    curves over samples too, so hidden steps are written again from the records of `metrics.jsonl`.
+    When a run resumes, TensorBoard hides the iterations of earlier starts that run again. TensorBoard hides all values
+    from a step on, regardless of their tag, so it also hides part of the curves over samples. These values are written
+    again from `metrics.jsonl`.
 
-    If a write fails, for example on a full disk, one warning is printed. A later file then contains all records since
-    `FLUSHED_SECONDS` before the failure. `metrics.jsonl` has every record.
+    If a write fails, for example on a full disk, one warning is printed. When writing succeeds again, a new file
+    contains all records from `FLUSHED_SECONDS` before the failure on. `metrics.jsonl` contains every record.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -83,7 +84,7 @@ class TensorBoardSink:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Suspend writing after an error, for a period that doubles each time."""
+        """Suspend writing after an error. The period doubles with each error."""
         try:
             yield
         except OSError as error:
@@ -98,7 +99,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases sink, with Megatron-LM's names.
+    """Weights & Biases sink that uses Megatron-LM's names of values.
 
     A resumed run continues the Weights & Biases run whose id is in `wandb_run_id.txt`. Raises ValueError if the package
     is not installed, or if the run cannot be started.
@@ -128,7 +129,7 @@ class WandbSink:
             )
         except wandb.Error as error:  # no login, no network, no such team
             rule = f"Weights & Biases cannot be used ({' '.join(str(error).split())})"
-            remedy = "run wandb login or set WANDB_API_KEY, or keep the run's files here with WANDB_MODE=offline"
+            remedy = "run wandb login, set WANDB_API_KEY, or keep the run's files locally with WANDB_MODE=offline"
             raise ValueError(f"--wandb-project {own.wandb_project}: {rule}; {remedy}") from error
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(f"{self._run.id}\n")

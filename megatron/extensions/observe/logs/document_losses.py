@@ -1,14 +1,16 @@
-"""Log of the loss of each document in evaluations (--document-loss-log).
+"""Log of the evaluation loss of each document (--document-loss-log).
 
-The file contains one JSON object per line for each document of an evaluation, the highest loss first:
+For each document of an evaluation, the file contains one line with a JSON object. The lines of an evaluation are sorted
+by decreasing loss:
 
     {"iteration": 100, "split": "valid", "set": "", "source": "a_text_document", "document": 412, "tokens": 96,
      "loss": 3.71}
 
 `set` is the name of a validation set (--valid NAME=PREFIX), and `source` is the dataset in a blend. `document` is the
-number for tools/inspect_dataset.py --document, or null if the dataset has no document numbers. `tokens` is the number
-of tokens whose loss counts, and `loss` is their mean. The loss of a token belongs to the document that contains the
-token, including its first token, which is predicted from the end of the previous document.
+document number, as in tools/inspect_dataset.py --document, or null if the dataset has no document numbers. `tokens` is
+the number of tokens with a loss mask above 0, and `loss` is their mean loss. The loss of a token belongs to the
+document that contains the token. This includes the first token of a document, which is predicted from the end of the
+previous document.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ from megatron.training.metrics.sinks import JsonLinesSink
 from megatron.training.run import TrainingRun
 
 Document = tuple[str, int | None]
-"""Name of a source, and number of a document in it."""
+"""Name of a source dataset, and number of a document in this dataset."""
 
 
 class DocumentLosses(Callback, Meter):
-    """Losses by document on one rank.
-
-    The last pipeline stage adds its samples and positions; only the first rank of each tensor-parallel group counts.
+    """Callback that collects evaluation losses by document on one rank. The last pipeline stage adds the losses of its
+    samples and positions. In each tensor-parallel group, only the first rank adds losses.
     """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
@@ -53,10 +54,10 @@ class DocumentLosses(Callback, Meter):
         return (self,)
 
     evaluation: Evaluation | None
-    """The evaluation in progress."""
+    """Evaluation that is in progress; None between evaluations."""
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Add losses [s/cp, b] to the documents of the predicted tokens. Waits for the device."""
+        """Add losses [s/cp, b] to the sums of the documents that contain the predicted tokens. Waits for the device."""
         if self.evaluation is None:
             return
         mask = batch.loss_mask.double()
@@ -77,7 +78,8 @@ class DocumentLosses(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Write the losses. Collective over the world, at the end of an evaluation that was not stopped."""
+        """Write the losses. This is a collective over the world. It runs at the end of an evaluation that was not
+        stopped."""
         self.evaluation, self.found = evaluation, defaultdict[Document, list[float]](lambda: [0.0, 0.0])
         try:
             yield

@@ -1,4 +1,4 @@
-"""Flags of logs, and entry points of their sinks and formats. This module does not import torch."""
+"""Log flags, and registration of sinks and log formats. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ class LogsConfig:
     """Folder for TensorBoard event files."""
 
     wandb_project: str | None = flag(None, empty_is_none=True)
-    """Weights & Biases project; needs the wandb package."""
+    """Weights & Biases project. Requires the wandb package."""
 
     wandb_exp_name: str | None = flag(None, empty_is_none=True, no_effect_without="--wandb-project")
     """Weights & Biases run name."""
 
     wandb_entity: str | None = flag(None, empty_is_none=True, no_effect_without="--wandb-project")
-    """Weights & Biases team or user; default: the account that is logged in."""
+    """Weights & Biases team or user. Default: the account that is logged in."""
 
     wandb_save_dir: str | None = flag(
         None, path="local", writes="folder", empty_is_none=True, no_effect_without="--wandb-project"
     )
-    """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
+    """Folder for the files of Weights & Biases. Default: the environment variable WANDB_DIR, or --save if the variable
+    is not set, or a temporary folder if neither is set."""
 
     prometheus_port: int | None = flag(None, at_least=1, at_most=65535)
-    """Port at which the first rank serves the last values of all metrics to Prometheus; needs the prometheus_client
-    package."""
+    """Port on which the first rank serves the latest values of all metrics to Prometheus. Requires the
+    prometheus_client package."""
 
     prometheus_host: str = flag("127.0.0.1", no_effect_without="--prometheus-port")
-    """Address of --prometheus-port. Everyone who can reach the address can read the metrics."""
+    """Address of --prometheus-port. Anyone who can connect to this address can read the metrics."""
 
     log_throughput: bool = False
     """--log-format megatron: print the throughput per device. The default log format always prints it."""
 
     sample_log: str | None = flag(None, path="local", writes="file")
-    """File for the samples of each training step, one JSON object per line."""
+    """File for the samples of each training step. Each line is a JSON object."""
 
     document_loss_log: str | None = flag(
         None,
@@ -55,7 +56,8 @@ class LogsConfig:
         no_effect_without="--eval-iters above 0",
         excludes="--fim-data: it rearranges the tokens of documents",
     )
-    """File for the loss of each document in evaluations, one JSON object per line, sorted from the highest loss."""
+    """File for the loss of each document in evaluations. Each line is a JSON object. Lines are sorted by decreasing
+    loss."""
 
     log_source_loss: bool = False
     """Log the training and validation loss of each data set of a blend."""

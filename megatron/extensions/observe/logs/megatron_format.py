@@ -1,6 +1,6 @@
 """Megatron-LM's tags for TensorBoard and Weights & Biases, and its console lines (--log-format megatron).
 
-They serve dashboards and programs written for Megatron-LM. This module does not import torch.
+They are for dashboards and programs that were written for Megatron-LM. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ TAGS = {
     "peak_memory_bytes": "mem-max-allocated-bytes",
     "moe_aux_loss": "load_balancing_loss",
 }
-"""Maps a name in our records to Megatron-LM's tag."""
+"""Maps the name of a value in metric records to Megatron-LM's tag."""
 
 OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
-"""Tags with an additional "... vs samples" curve over consumed samples. Evaluation tags have one too."""
+"""Tags with an additional "... vs samples" curve over consumed samples. Tags of evaluation losses also have this
+curve."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """Yield (tag, value, step) for each number of a record.
-
-    Values that Megatron-LM does not log keep our name. Values of a table get the table's name as prefix and the row
-    number as suffix.
+    """Yield a tuple (tag, value, step) for each number in a record. Values that Megatron-LM does not log keep this
+    program's names. Names of values in a table have the name of the table as prefix and the row number as suffix.
     """
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -54,9 +53,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (COLUMN/ROW, value) of a table in a record: lists of equal length, the first of which numbers the rows.
-
-    A list as a value is replaced by its maximum, and null is skipped. Other mappings yield nothing.
+    """Yield a tuple (COLUMN/ROW, value) for each value in a table of a record. A table is a mapping to lists of equal
+    length, of which the first list contains the row numbers. If a value is a list, its maximum is used. Null values are
+    skipped. Mappings that are not tables yield nothing.
     """
     if not all(isinstance(values, list) for values in columns.values()):
         return
@@ -70,7 +69,7 @@ def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def tag_of(key: str) -> str:
-    """Return Megatron-LM's tag for a value of our records: "valid_loss" becomes "lm loss validation"."""
+    """Return Megatron-LM's tag for a value in metric records: "valid_loss" becomes "lm loss validation"."""
     if found := re.fullmatch(r"source_(.+)_loss", key):
         return f"lm loss source {found[1]}"
     if found := re.fullmatch(r"(valid|test)(?:_(.+))?_(loss|perplexity)", key):
@@ -95,13 +94,13 @@ class MegatronLines(LogLines):
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
         """Yield the lines of an evaluation.
 
-        A validation during training does not name its split. The last evaluation of a run yields lines that name
-        "valid", in addition to those of a validation during training.
+        The lines of a validation during training do not name the split. The last evaluation of a run also yields lines
+        that name the split "valid".
 
         Args:
             iteration: Iteration of the evaluation.
             split: "valid" or "test".
-            name: Name of one of several validation sets.
+            name: Name of the validation set if there are several; otherwise empty.
             loss: Mean loss in nats.
         """
         training = self.config.training
@@ -121,7 +120,8 @@ class MegatronLines(LogLines):
 
 
 def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
-    """Return the line of a log interval. A loss that is not positive, as in an interval without updates, is omitted."""
+    """Return the line of a log interval. A loss that is not positive is omitted, for example in an interval without
+    updates."""
     parts = [
         f"iteration {record['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -151,13 +151,13 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
 
 
 def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:
-    """Return the three lines of an evaluation: the loss between two rulers.
+    """Return the three lines of an evaluation: a line with the loss, between two rulers.
 
     Args:
-        split: "test", "valid", or "" for a validation during training, whose line names no split.
+        split: "test", "valid", or "" for a validation during training, for which the line does not name a split.
         iteration: Iteration of the evaluation.
         loss: Mean loss in nats.
-        name: Name of one of several validation sets.
+        name: Name of the validation set if there are several; otherwise empty.
     """
     where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
     where += f" on {name}" if name else ""
@@ -167,5 +167,5 @@ def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") ->
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); the loss is limited to 20, as in Megatron-LM."""
+    """Return exp(loss). As in Megatron-LM, the loss is limited to 20."""
     return math.exp(min(20.0, loss))

@@ -5,12 +5,13 @@
     {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...],
      "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
 
-`samples` are the numbers of the first and last sample in the run. `origins` are the dataset, document and token at
-which each sample starts. `documents` lists the parts of each sample as document, first token and number of tokens.
-`crc32` are checksums of the token ids that the model received. tools/inspect_dataset.py --sample-log decodes a step.
+`samples` contains the run's numbers of the first and last sample of the step. `origins` contains the dataset, document
+and token at which each sample starts. `documents` lists the parts of each sample. A part consists of a document, its
+first token, and a number of tokens. `crc32` contains a checksum of the token ids that the model received for each
+sample. tools/inspect_dataset.py --sample-log decodes a step.
 
-The first rank of every data-parallel group reports its samples, so that the file contains the samples that were
-actually used. The same seed and data give the same file under every layout, micro-batch size and number of workers.
+One rank of every data-parallel replica reports its samples, so that the file contains the samples that were actually
+used. The file depends on the seed and the data, but not on the layout, the micro-batch size or the number of workers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron.training.run import TrainingRun
 
 
 class SourceLosses(Callback):
-    """Callback that logs losses by dataset of a blend (--log-source-loss)."""
+    """Callback that logs the loss of each dataset of a blend (--log-source-loss)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         run.data.add_source_ids()
@@ -45,7 +46,8 @@ class SourceLosses(Callback):
 
 
 class SourceTallies(Tallies):
-    """Losses by source on one rank. The last pipeline stage adds each sample's loss to the row of its source."""
+    """Sums of losses by source dataset on one rank. The last pipeline stage adds the loss of each sample to the row of
+    its source."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.names = run.data.sources.names
@@ -58,7 +60,8 @@ class SourceTallies(Tallies):
             model.loss_watchers.append(self._add)
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Add each sample's loss sum and number of tokens to the row of its source; losses are [s, b]."""
+        """Add the loss sum and the number of tokens of each sample to the row of its source. `losses` has the shape [s,
+        b]."""
         if batch.source_ids is not None:
             (tally,), mask = self.tallies, batch.loss_mask
             sums = (losses.t() * mask.to(losses.dtype)).sum(dim=1, dtype=tally.dtype)
@@ -66,7 +69,7 @@ class SourceTallies(Tallies):
             tally.index_add_(0, batch.source_ids, counts)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean loss of each source; None if no token of it counted."""
+        """Return the mean loss of each source. The mean is None if the loss mask excludes all tokens of the source."""
         return {f"source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, float]:
@@ -75,9 +78,8 @@ class SourceTallies(Tallies):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
-        """Yield the evaluation sums of this block on this rank, [sources, 2] float64, which are complete when it ends.
-
-        A training step that is not settled yet keeps its tallies.
+        """Yield this rank's sums for an evaluation as a float64 tensor [sources, 2]. The sums are complete when the
+        block ends. Tallies of a training step that is still in progress are restored.
         """
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
@@ -90,7 +92,8 @@ class SourceTallies(Tallies):
 
 
 class ModelSums(Callback, Meter):
-    """Sums over all elements of the model, each counted once (--log-params-norm, --log-num-zeros-in-grad)."""
+    """Callback that logs sums over all elements of the model (--log-params-norm, --log-num-zeros-in-grad). Each element
+    is counted once."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(LogsConfig)
@@ -101,9 +104,9 @@ class ModelSums(Callback, Meter):
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """Return [squares of parameters, zeros in gradients] float64 of this rank's share, after an update.
-
-        The values are those of main parameters, and of gradients after clipping.
+        """Return a float64 tensor with two values for this rank's share: the sum of squares of parameters, and the
+        number of zeros in gradients. This method is called after an update. It uses main parameters, and gradients
+        after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():
@@ -118,7 +121,8 @@ class ModelSums(Callback, Meter):
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield flat (values, gradient) pairs that this rank counts; frozen parameters have no gradient."""
+        """Yield the parts that this rank counts as pairs of flat tensors (values, gradient). The gradient of frozen
+        parameters is None."""
         state = self.run.runtime.state
         for shard in self.run.optimizer.shards:
             for piece, span in shard.owned_pieces(*shard.bucket.shard_range):
@@ -173,7 +177,7 @@ class SampleLog(Callback):
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, int]]:
-    """Return (number, checksum of the tokens) of every sample."""
+    """Return the number and the checksum of the tokens for every sample."""
     numbers, tokens = batch["sample_index"], batch["tokens"]
     assert numbers is not None and tokens is not None
     return [

@@ -1,4 +1,4 @@
-"""Prometheus sink of metric records, served by the first rank at `http://HOST:PORT/metrics`."""
+"""Prometheus sink for metric records. The first rank serves the metrics at `http://HOST:PORT/metrics`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrometheusSink:
         self._updated: float | None = None
         registry = CollectorRegistry()
         registry.register(self)
-        assert own.prometheus_port is not None, "the sink is opened with a port"
+        assert own.prometheus_port is not None, "the sink requires a port"
         try:
             self._server, self._thread = start_http_server(own.prometheus_port, own.prometheus_host, registry)
         except OSError as error:
@@ -53,7 +53,7 @@ class PrometheusSink:
             self._updated = time.time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return the gauges for `prometheus_client`, which calls this on a thread of its server."""
+        """Return the gauges. The server of `prometheus_client` calls this method on its own threads."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -71,13 +71,14 @@ class PrometheusSink:
 
 
 def _name(key: str) -> str:
-    """Convert a record key to letters that Prometheus accepts: `valid_my.set_loss` becomes `valid_my_set_loss`."""
+    """Convert the key of a record to a name that Prometheus accepts: `valid_my.set_loss` becomes
+    `valid_my_set_loss`."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", key)
 
 
 def _is_number(value: object) -> bool:
-    """Return True for numbers, including NaN and infinities, but not for booleans and integers beyond a double's
-    range."""
+    """Return True for numbers, including NaN and infinities. Return False for booleans and for integers outside the
+    range of a double."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or (math.isfinite(value) and abs(value) < 2**1023)

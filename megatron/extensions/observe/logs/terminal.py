@@ -13,7 +13,7 @@ ROWS = 2
 
 
 class TerminalLines(LogLines):
-    """Lines as wide as the terminal."""
+    """Log lines that are as wide as the terminal."""
 
     def progress(self, record: Record) -> str:
         width = shutil.get_terminal_size().columns
@@ -21,9 +21,10 @@ class TerminalLines(LogLines):
 
 
 def terminal_lines(record: Record, train_iters: int, width: int, metrics: Sequence[str] = ()) -> str:
-    """Fit a record into two terminal rows: errors of the interval first, then other values by importance.
+    """Format a record as at most two terminal rows. Errors of the interval come first, followed by other values in
+    order of importance.
 
-    The metrics file contains every field.
+    Values that do not fit are omitted; `metrics.jsonl` contains all values.
 
     Args:
         record: The record.
@@ -44,7 +45,7 @@ def _fits(parts: list[str], width: int) -> bool:
 
 
 def _rows(parts: list[str], width: int) -> list[str]:
-    """Join parts side by side, as many per row as fit."""
+    """Join parts into rows. Each row contains as many parts as fit."""
     rows: list[str] = []
     for part in parts:
         longer = f"{rows[-1]} | {part}" if rows else f" {part}"

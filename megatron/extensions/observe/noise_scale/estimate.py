@@ -1,14 +1,15 @@
 """Estimate of the gradient noise scale from the gradient norms of small and large batches. This module does not import
 torch.
 
-The simple noise scale is tr(S) / |G|^2, with G the gradient of the expected loss and S the covariance of one sample's
-gradient. The squared norm of a mean gradient over B samples has the expectation |G|^2 + tr(S) / B, so two batch sizes
-give unbiased estimates of both terms (McCandlish et al., arXiv 1812.06162, appendix A.1):
+The simple noise scale is tr(S) / |G|^2. G is the gradient of the expected loss, and S is the covariance of the gradient
+of a single sample. The expectation of the squared norm of the mean gradient over B samples is |G|^2 + tr(S) / B.
+Therefore, two batch sizes yield unbiased estimates of both terms (McCandlish et al., arXiv 1812.06162, appendix A.1):
 
     tr(S) = (|G_small|^2 - |G_large|^2) / (1 / B_small - 1 / B_large)
     |G|^2 = (B_large |G_large|^2 - B_small |G_small|^2) / (B_large - B_small)
 
-Their ratio in a single step is meaningless. Both are averaged over many steps before the ratio is taken.
+The ratio of the two estimates from a single step is meaningless. Therefore, both estimates are averaged over many steps
+before the ratio is computed.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from dataclasses import dataclass
 from math import sqrt
 
 BLOCKS = 20
-"""Maximum number of step blocks in the jackknife, which omits one at a time."""
+"""Maximum number of blocks of steps in the jackknife, which omits one block at a time."""
 
 NORMAL_95 = 1.96
-"""Standard errors on each side of a 95% interval."""
+"""Half the width of a 95% interval, in standard errors."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of a step's squared norms in an estimate, for the small and the large batch."""
+    """Coefficients in an estimate for the squared gradient norms of the small and the large batch."""
 
     small: float
     large: float
 
     @classmethod
     def of_noise(cls, small: float, large: float) -> Coefficients:
-        """Return the coefficients for tr(S); arguments are numbers of samples."""
+        """Return the coefficients for tr(S). The arguments are batch sizes in samples."""
         return cls(1 / (1 / small - 1 / large), -1 / (1 / small - 1 / large))
 
     @classmethod
     def of_signal(cls, small: float, large: float) -> Coefficients:
-        """Return the coefficients for |G|^2; arguments are numbers of samples."""
+        """Return the coefficients for |G|^2. The arguments are batch sizes in samples."""
         return cls(-small / (large - small), large / (large - small))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The noise scale in samples, and its 95% interval."""
+    """Noise scale in samples, and its 95% interval."""
 
     scale: float
     low: float
@@ -59,13 +60,12 @@ class Window:
         self.rows: deque[tuple[float, float]] = deque(maxlen=steps)
 
     def add(self, rows: Iterable[Sequence[float]]) -> None:
-        """Add [tr(S), |G|^2] of steps. A step without an update, which has two zeros, does not count."""
+        """Add the estimates [tr(S), |G|^2] of steps. Steps without an update are ignored; their estimates are zeros."""
         self.rows.extend((noise, signal) for noise, signal in rows if noise or signal)
 
     def estimate(self) -> Estimate | None:
-        """Return the ratio of the means, and its interval from a jackknife over blocks of steps.
-
-        Returns None if noise hides the gradient, or with fewer than two steps.
+        """Return the ratio of the mean estimates, and its interval from a jackknife over blocks of steps. Returns None
+        if there are fewer than two steps or if the noise is too large for an estimate.
         """
         rows = list(self.rows)
         count = min(BLOCKS, len(rows))

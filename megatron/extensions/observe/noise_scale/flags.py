@@ -22,7 +22,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(NoiseScaleFlags)
     small, large = config.training.micro_batch_size, config.training.global_batch_size
     if own.log_noise_scale and small and large and small >= large:
-        rule = "compares the gradients of a micro-batch and the global batch, which consists of only one micro-batch"
+        rule = "compares gradients of a micro-batch and the global batch, but the global batch has only one micro-batch"
         yield Problem("--micro-batch-size", small, rule, "lower it, or remove " + SWITCH)
 
 
@@ -30,11 +30,11 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class NoiseScaleFlags:
     log_noise_scale: bool = flag(False, excludes=(ROLL_BACK, GRAPHS, PARTS))
-    """Log the gradient noise scale in samples, with its 95% interval: batches far below it waste few samples, and
-    batches far above it save few steps."""
+    """Log the gradient noise scale in samples, with its 95% interval. Batches far smaller than the noise scale waste
+    few samples. Batches far larger than the noise scale save few steps."""
 
     noise_scale_window: int = flag(200, at_least=2, no_effect_without=SWITCH)
-    """Number of latest steps from which the noise scale is estimated."""
+    """Number of recent steps from which the noise scale is estimated."""
 
 
 CALLBACKS.register(

@@ -1,14 +1,15 @@
 """Measurement of two squared gradient norms in each step, without an extra pass.
 
-The small batch is the first micro-batch of each replica. `main_grad` holds its gradient from its backward pass until
-the second micro-batch's backward pass or the reduction. The large batch is the global batch, whose gradient is in the
-reduced buffers before the update. Sums over shards and the mean over replicas are computed in the reduction at a log
-line.
+The small batch is the first micro-batch of each replica. `main_grad` contains the gradient of the small batch from the
+first backward pass until the second backward pass or the reduction. The large batch is the global batch. Before the
+update, its gradient is in the reduced buffers. Sums over shards and the mean over replicas are computed in the
+reduction of logged values.
 
-Only matrices that tensor parallelism shards are counted, because their gradients are complete on each rank. Gradients
-of vectors (biases and norm weights) are partial sums under sequence parallelism, and so are gradients of tied
-embeddings under pipeline parallelism. The estimate therefore covers the same parameters under every layout. An expert
-sees the tokens of all ranks of its expert-parallel group, so its small batch consists of that many micro-batches.
+Only matrices that are sharded by tensor parallelism are counted, because their gradients are complete on each rank. In
+contrast, gradients of vectors (biases and norm weights) are partial sums under sequence parallelism. Gradients of tied
+embeddings are partial sums under pipeline parallelism. The estimate therefore covers the same parameters under every
+layout. An expert processes tokens of all ranks of its expert-parallel group, so its small batch consists of one
+micro-batch per rank of this group.
 """
 
 from __future__ import annotations
@@ -42,35 +43,35 @@ def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
 
 @dataclass
 class Parameters:
-    """Matrices on this rank whose small batches have the same size."""
+    """Group of matrices on this rank whose small batches have the same size."""
 
     replicas: int
-    """Number of ranks with a small batch."""
+    """Number of replicas, each of which has a small batch."""
 
     shards: list[Tensor] = field(default_factory=list)
     """Reduced gradients that this rank counts."""
 
     small: list[Tensor] = field(default_factory=list)
-    """Squared norms in the first micro-batch of the step."""
+    """Gradient norms of the matrices after the first micro-batch of the step."""
 
 
 @dataclass
 class Watched:
-    """A parameter whose gradient is measured after the first micro-batch of a step has been added."""
+    """Parameter whose gradient is measured after the first micro-batch of a step."""
 
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """Original hook after each contribution, which may reduce the gradient."""
+    """Original hook, which is called after each gradient contribution and may start the reduction."""
 
     reports: int = 0
-    """Number of contributions in this step."""
+    """Number of gradient contributions in the current step."""
 
     of_microbatch: int = 0
-    """Number of contributions per micro-batch, learned from the first step; 0 until then."""
+    """Number of gradient contributions per micro-batch. It is determined in the first step; before that, it is 0."""
 
     def added(self) -> None:
-        """Count a contribution."""
+        """Count a gradient contribution."""
         self.reports += 1
         if self.reports == self.of_microbatch:
             self.into.small.append(_norm(self.param.main_grad))  # type: ignore[attr-defined]
@@ -121,7 +122,7 @@ class NoiseScale(Callback, Meter):
         return (self,)
 
     def _kind(self, meta: ParamMeta) -> Parameters | None:
-        """Return the group of parameters in which a parameter is counted; None if it is not counted."""
+        """Return the group that a parameter belongs to; None if the parameter is not counted."""
         if not counts(meta, self.config.model):
             return None
         if meta.expert:
@@ -149,7 +150,7 @@ class NoiseScale(Callback, Meter):
         for kind in (self._dense, self._experts):
             small = micro * self._replicas // kind.replicas
             if small >= large:
-                continue  # experts that one micro-batch of each rank has reached
+                continue  # the small batch of experts already contains the whole step
             first = self._squares(kind.small) * (large / small) ** 2 / kind.replicas
             whole = self._squares([sum_of_squares(shard).sqrt() for shard in kind.shards])
             wanted = (Coefficients.of_noise(small, large), Coefficients.of_signal(small, large))
@@ -158,7 +159,7 @@ class NoiseScale(Callback, Meter):
             )
 
     def _squares(self, norms: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares, float64."""
+        """Return the sum of the squared norms as a float64 scalar."""
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.stack(list(norms)).double().square().sum()
@@ -172,7 +173,8 @@ class NoiseScale(Callback, Meter):
         self._now = None
 
     def take(self) -> Tensor:
-        """Return [steps * 2]: this rank's share of tr(S) and |G|^2 in each step since the last call."""
+        """Return this rank's share of tr(S) and |G|^2 for each step since the last call, as a flat tensor [steps *
+        2]."""
         rows, self._rows = self._rows, []
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *rows])
 

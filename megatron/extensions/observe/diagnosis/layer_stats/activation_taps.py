@@ -1,9 +1,9 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
-The code is independent of the layout. A mean of squares consists of a sum of squares and a number of elements, both
-summed over the world. Ranks with other tokens, other features or replicas all add their parts, and the ratio equals the
-one in a single process. Any layer can therefore be measured, including custom layers: the output of the layer, and of
-each of its modules with matrices.
+The code does not depend on the parallel layout. A mean of squares is measured as a sum of squares and a number of
+elements, which are both summed over the world. Each rank adds its part, whether it has other tokens, other features, or
+a replica. The ratio of the sums equals the mean in a single process. This works for any layer, including custom layers.
+Hooks measure the output of the layer and of each of its modules with matrices.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from megatron.core.transformer.recompute import computing_again
 from megatron.extensions.observe.diagnosis.layer_stats.alarms import OUTPUT
 
 Key = tuple[str, int]
-"""(statistic, layer number in the model). Layers of multi-token prediction are numbered after the last layer."""
+"""Pair (statistic, layer number in the model). Layers of multi-token prediction modules are numbered after the last
+layer."""
 
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Statistics that are maxima. Queries are scaled, so no logit exceeds the product of the first two."""
+"""Statistics that are maxima. Queries are scaled, so no attention logit exceeds the product of the query norm and the
+key norm."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
 LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
-"""Statistics of the embedding rows that tokens look up on each tensor-parallel rank.
-
-They are the sum of squares and the number of lookups, with ranks as "layers".
+"""Statistics of embedding lookups on each tensor-parallel rank: the sum of squares of the embedding rows, and the
+number of lookups. The keys contain the rank instead of the layer number.
 """
 
 
 class ActivationTaps:
-    """Measurements of the layers of one rank's stages since `begin`: sums, element counts and maxima."""
+    """Measurements of the layers in one rank's pipeline stages since the last call of `begin`: sums, element counts and
+    maxima."""
 
     def __init__(self, stages: Mapping[int, GPTModel], device: torch.device, compiled: bool) -> None:
         self.active = False
@@ -51,7 +53,7 @@ class ActivationTaps:
         self.counts: dict[Key, float] = {}
         self.maxima: dict[Key, Tensor] = {}
         self.logits: dict[int, LargestLogits] = {}
-        """Layers whose attention kernel exposes its logits."""
+        """Maps layers whose attention kernel exposes the attention logits to the largest logits."""
         self.balances: dict[int, Balance] = {}
         self._measure = region(sum_of_squares_of_rows, compiled)
         for model in stages.values():
@@ -87,7 +89,7 @@ class ActivationTaps:
         return statistic, number
 
     def begin(self, active: bool) -> None:
-        """Clear all measurements. Until the next call, passes are measured if `active`."""
+        """Clear all measurements. Until the next call of this method, passes are measured if `active` is True."""
         self.active = active
         if not active:
             return
@@ -100,15 +102,15 @@ class ActivationTaps:
             logits.clear()
 
     def end(self) -> None:
-        """Collect the measurements of other components and stop measuring. Call it after the last backward pass and
-        before the update."""
+        """Collect the measurements of other components and stop measuring. Call this method after the last backward
+        pass and before the update."""
         for number, logits in self.logits.items():
             self.maxima[LOGITS, number].copy_(logits.values.max())
         self.active = False
 
     def loads(self) -> dict[int, Tensor]:
-        """Return the tokens that this rank's routers assigned to each expert [E], by layer. Call it before the
-        update."""
+        """Return, by layer, the number of tokens [E] that this rank's routers assigned to each expert. Call this method
+        before the update."""
         return {number: balance.tally[: balance.num_experts] for number, balance in self.balances.items()}
 
     @torch.no_grad()
@@ -127,7 +129,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """Measure an embedding lookup. `args` is tokens [b, s]; `out` is [s, b, h], or [s/tp, b, h] under sequence
+        """Measure an embedding lookup. `args` contains tokens [b, s]. `out` is [s, b, h], or [s/tp, b, h] with sequence
         parallelism."""
         if self._measures():
             assert isinstance(table, VocabParallelEmbedding)
@@ -141,7 +143,8 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Measure the norms of queries and keys. `args` begins with q [s, b, heads, d], k [s, b, groups, d]."""
+        """Measure the norms of queries and keys. The first arguments in `args` are q [s, b, heads, d] and k [s, b,
+        groups, d]."""
         if self._measures():
             assert isinstance(core, CoreAttention)
             for key, x, scale in zip(keys, args, (core.scale, 1.0), strict=False):
@@ -150,7 +153,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Measure a router. `args` begins with weights, logits, probabilities [s, b, E]."""
+        """Measure a router. The first arguments in `args` are weights, logits and probabilities [s, b, E]."""
         if self._measures():
             p = args[2].detach()
             self.sums[key].add_(torch.special.entr(p).sum(dtype=torch.float64))
@@ -161,8 +164,8 @@ class ActivationTaps:
 
 
 def sum_of_squares_of_rows(x: Tensor) -> Tensor:
-    """Return the sum of squares of x [..., h] as a float64 scalar. Only the sums within rows are fp32 (fp64 for fp64
-    inputs)."""
+    """Return the sum of squares of x [..., h] as a float64 scalar. Sums within rows are computed in fp32 (in fp64 for
+    fp64 inputs)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=_precise(x)).double().square().sum()
 
 

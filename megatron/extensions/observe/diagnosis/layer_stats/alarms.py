@@ -1,18 +1,18 @@
 """Detection of layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
 
-Layers are compared by each numeric statistic, and parameters of one kind, such as all `mlp.linear_fc1.weight`, by their
-weight norms. Tensor-parallel ranks are compared by the weight and gradient norms of their parts of each parameter. In
-addition, copies must be equal, and parts with equal norms indicate that ranks draw from the same seed, which a loss
-does not show.
+Layers are compared by each numeric statistic. Parameters of one kind, such as all `mlp.linear_fc1.weight`, are compared
+by their weight norms. Tensor-parallel ranks are compared by the weight and gradient norms of their parts of each
+parameter. In addition, copies of a parameter must be equal. Parts with equal norms indicate that ranks use the same
+seed, an error that the loss does not show.
 
 One rule detects a member of a group that grows while the other members do not. Each record has a value for every
-member. A straight line is fitted to the logarithms of a member's last `WINDOW` values. Its slope is relative to the
-median of the group, so that growth of all members, as in warm-up, does not count. A member is an outlier if, in two
-consecutive records, its line rises by more than the logarithm of the threshold relative to the median, and
+member. A straight line is fitted to the logarithms of a member's last `WINDOW` values. The slope is measured relative
+to the median of the group, so that growth of all members, as in warm-up, does not count. A member is an outlier if, in
+two consecutive records, its line rises by more than the logarithm of the threshold relative to the median, and rises
 
 - `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began,
-because growth that happens all the time is noise;
-- `OTHERS` times as steeply as any other member's line now.
+because constant growth is noise; and
+- `OTHERS` times as steeply as the current line of any other member.
 
 The constants were chosen so that small models, trained from their initial weights, raise no alarm.
 """
@@ -29,25 +29,26 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 OUTPUT, GAIN = "output_rms", "output_gain"
-"""Root mean square of a layer's output, and its ratio to the previous layer's."""
+"""Statistics of a layer's output: its root mean square, and the ratio to the root mean square of the previous layer's
+output."""
 
 
 class Parameter(NamedTuple):
     """Properties of a parameter that are needed to interpret its norms."""
 
     layer: int | None
-    """Index of the parameter's layer in the model; None outside layers."""
+    """Index of the parameter's layer in the model; None if the parameter does not belong to a layer."""
 
     expert: bool
     sharded: bool
     """True if tensor-parallel ranks hold parts of the parameter, False if they hold copies."""
 
     init: str
-    """Initialization of its values: the `kind` of `Init`."""
+    """Initialization of the parameter: the `kind` of `Init`."""
 
     @property
     def random(self) -> bool:
-        """True if its initial values are random."""
+        """True if the initial values of the parameter are random."""
         return self.init in ("normal", "uniform", "log_of_uniform")
 
 
@@ -55,8 +56,8 @@ class Parameter(NamedTuple):
 class LayerRecord:
     """Logged statistics of one iteration.
 
-    `layers` holds values by statistic and layer, `parameters` the L2 norms of each parameter by name, and `shards` the
-    L2 norms of each tensor-parallel rank's part or copy of the parameter.
+    `layers` contains values by statistic and layer. `parameters` contains the L2 norms of each parameter by name.
+    `shards` contains the L2 norms of each tensor-parallel rank's part or copy of the parameter.
     """
 
     iteration: int
@@ -64,7 +65,7 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Maps each parameter's name to its properties, which are not logged."""
+    """Maps the name of each parameter to its properties. The properties are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
@@ -74,9 +75,9 @@ class LayerRecord:
 
         Args:
             name: Name of the parameter.
-            parameter: Its properties.
+            parameter: Properties of the parameter.
             quantity: The measured quantity, such as its gradient.
-            squares: Sum of squares of each tensor-parallel rank. For experts, the sums of whichever ranks hold them.
+            squares: Sum of squares on each tensor-parallel rank. For experts, the sums on the ranks that hold them.
         """
         copies = not (parameter.expert or parameter.sharded)
         total = squares[0] if copies else sum(squares)
@@ -96,8 +97,8 @@ class LayerRecord:
                 self.add_layer(GAIN, number, value / before)
 
     def as_json(self) -> dict[str, object]:
-        """Return the record for metrics.jsonl. Layer rows are lists in the order of `layer`, with null for missing
-        values."""
+        """Return the record for metrics.jsonl. Each layer statistic is a list in the order of `layer`, in which null is
+        a missing value."""
         numbers = sorted({number for values in self.layers.values() for number in values})
         rows = {name: [values.get(number) for number in numbers] for name, values in sorted(self.layers.items())}
         found: dict[str, object] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
@@ -125,28 +126,28 @@ class Growth:
 
 @dataclass
 class _Track:
-    """History of a member: logarithms of its last values, and slopes of the windows that end with them, minus the
-    group's slope."""
+    """History of a group member: logarithms of its last values, and slopes of its last windows, minus the group's
+    slope."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
     above: int = 0
-    """Number of consecutive records in which the member was an outlier."""
+    """Number of consecutive records in which the member fulfilled the conditions for an outlier."""
 
     told: bool = False
-    """True if the outlier has been reported and its line still rises by more than the threshold."""
+    """True if the member was reported as an outlier, and its line has risen by more than the threshold since then."""
 
     @property
     def earlier(self) -> list[float]:
-        """Return the sorted slopes of the windows that share no record with the current one."""
+        """Return the sorted absolute slopes of the windows that share no record with the current window."""
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
 class GrowthRule(Generic[Member]):
-    """Outlier rule of one group.
+    """Outlier rule for one group of members.
 
-    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared: if
-    one of two grows relative to the other, the other shrinks.
+    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared,
+    because one of them shrinks relative to another one that grows.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class GrowthRule(Generic[Member]):
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
         """Add the values of a record. Returns the members that became outliers with this record.
 
-        A value that is not positive, or not finite, restarts its member.
+        If the value of a member is not positive or not finite, the history of the member is discarded.
         """
         fit = {name: math.log(value) for name, value in values.items() if value > 0 and math.isfinite(value)}
         for name in self._tracks.keys() - fit.keys():
@@ -192,14 +193,14 @@ class GrowthRule(Generic[Member]):
 
 
 def _slope(values: deque[float]) -> float:
-    """Return the slope of the least-squares line through values that are one record apart."""
+    """Return the slope of the least-squares line through the values of consecutive records."""
     middle = (len(values) - 1) / 2
     return sum((x - middle) * y for x, y in enumerate(values)) / sum((x - middle) ** 2 for x in range(len(values)))
 
 
 SMOOTH, NOISY = 10, 40
-"""Number of earlier windows that the rule needs: SMOOTH for norms of weights, which change little in a step, and NOISY
-for statistics that depend on the samples of a step."""
+"""Number of earlier windows that the outlier rule requires. SMOOTH is for weight norms, which change little in a step.
+NOISY is for statistics that depend on the samples of a step."""
 
 FEWEST = 3
 """Smallest number of layers that can be compared."""
@@ -207,17 +208,16 @@ FEWEST = 3
 OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 
 EQUAL = 1e-12
-"""Relative difference of part norms below which the parts hold the same values.
-
-The norms of n independent random numbers differ by about 1 / sqrt(2 n).
+"""Relative difference between the norms of two parts of a parameter below which the parts are considered copies. In
+contrast, the norms of n independent random numbers differ by about 1 / sqrt(2 n).
 """
 
 ROUNDING = 1e-6
-"""Relative difference of copies' norms that rounding may cause."""
+"""Maximum relative difference between the norms of copies that rounding may cause."""
 
 
 class LayerAlarms:
-    """Alarms of a run, which processes the records one after another. A resumed run starts without history."""
+    """Alarms of a run. Records are processed in order. A resumed run starts without history."""
 
     def __init__(self, threshold: float) -> None:
         """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables them."""
@@ -243,14 +243,13 @@ class LayerAlarms:
         for layer, grown in sorted(found.items()):
             first, *more = sorted(grown, key=lambda name: -grown[name].factor)
             line = f"layer {layer} is out of line: its {first} grew by {_factor(grown[first].factor)} over {WINDOW}"
-            line += (
-                f" records relative to the median layer's, no other layer's by more than {_factor(grown[first].others)}"
-            )
+            line += " records relative to the median layer, "
+            line += f"and in no other layer by more than {_factor(grown[first].others)}"
             yield line + "".join(f"; its {name} by {_factor(grown[name].factor)}" for name in more)
 
     def _of_parts(self, record: LayerRecord) -> Iterator[str]:
-        """Return alarms about the parts and copies of a parameter on tensor-parallel ranks, at most one per
-        parameter."""
+        """Yield alarms about the parts and copies of a parameter on tensor-parallel ranks. Each parameter causes at
+        most one alarm in a run."""
         for name, norms in record.shards.items():
             facts, weights = record.facts[name], norms["weight_norm"]
             line = None
@@ -295,9 +294,8 @@ def _factor(value: float) -> str:
 
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
-    """Return layer values by statistic, and weight norms by kind of parameter.
-
-    A layer with a larger output also enlarges the outputs of all later layers; `output_gain` identifies it.
+    """Return layer values by statistic, and weight norms by kind of parameter. The output statistic is omitted, because
+    a layer with a larger output also enlarges the outputs of all later layers. `output_gain` identifies this layer.
     """
     found = {
         name: values
@@ -313,7 +311,7 @@ def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
 
 
 def _equal(norms: list[float]) -> tuple[int, int] | None:
-    """Return the first two ranks whose norms are equal and nonzero."""
+    """Return the first two ranks whose norms are equal and nonzero; None if there are none."""
     for rank, norm in enumerate(norms):
         for other in range(rank):
             if norm > 0 and abs(norm - norms[other]) <= EQUAL * norm:

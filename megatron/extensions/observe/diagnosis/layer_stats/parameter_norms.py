@@ -1,7 +1,7 @@
 """Norms of weights, gradients and updates, by parameter and tensor-parallel rank.
 
-Each data-parallel rank sums the squares of its own shard under any sharding strategy. A plain sum over the world
-therefore counts each element of the model once per tensor-parallel rank that holds it.
+Under any sharding strategy, each data-parallel rank sums the squares of the elements in its shard. A plain sum over the
+world therefore counts each element of the model once per tensor-parallel rank that holds it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import foreach_norm, foreach_sub_
 
 QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
-"""Measured norms: weights after a step, gradient before clipping, and change of the weights."""
+"""Measured norms of a parameter: weights after a step, gradient before clipping, and change of the weights."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's terms from one bucket: elements [start, stop) of the optimizer's shard of the bucket."""
+    """Elements [start, stop) of the optimizer's shard of one bucket. They are this rank's contribution to the sums."""
 
     shard: Shard
     start: int
     stop: int
     pieces: tuple[tuple[str, int, int], ...]
-    """(name, start, stop) of each counted parameter, in elements relative to `start`.
-
-    Both are multiples of `ALIGNMENT`: the padding after a parameter is zero.
+    """Tuple (name, start, stop) for each counted parameter, in elements relative to the part's `start`. The start and
+    stop of a piece are multiples of `ALIGNMENT`, because the padding after a parameter is zero.
     """
 
 
 class ParameterSquares:
-    """Sums of squares [tp, parameters, quantities] float64 of one rank; the rows of other tensor-parallel ranks are 0.
+    """Sums of squares [tp, parameters, quantities] of one rank, in float64. The rows of other tensor-parallel ranks are
+    0.
 
-    If a parameter is not sharded over tensor-parallel ranks, each rank adds its own copy, so that copies can be
-    compared. Only the first of other replicas, such as a tied embedding, is counted. Frozen parameters are not counted.
+    If a parameter is not sharded over tensor-parallel ranks, each of these ranks counts its copy, so that copies can be
+    compared. For other replicas, such as a tied embedding, only the first replica is counted. Frozen parameters are not
+    counted.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, state: ParallelState, rows: Mapping[str, int]) -> None:
@@ -58,9 +59,8 @@ class ParameterSquares:
 
     @torch.no_grad()
     def before_update(self, factor: Tensor) -> None:
-        """Measure the gradients, which the optimizer will multiply by `factor`.
-
-        A copy of this rank's main parameters is kept until `after_update`.
+        """Measure the gradients. The optimizer will multiply them by `factor`. A copy of this rank's main parameters is
+        kept until `after_update` is called.
         """
         grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
         self._gradients = self._squares(grads) * factor.square()
@@ -68,7 +68,7 @@ class ParameterSquares:
 
     @torch.no_grad()
     def after_update(self) -> Tensor:
-        """Return the flattened table of this step."""
+        """Return the sums of squares of this step, flattened."""
         assert self._gradients is not None, "before_update has not been called"
         after = [part.shard.read_main(part.start, part.stop) for part in self._parts]
         if after:
@@ -80,7 +80,8 @@ class ParameterSquares:
         return table.flatten()
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sums of squares of all pieces, in order, as 1-D float64. `tensors` holds one tensor per part."""
+        """Return the sum of squares of each piece, in order, as a 1-D float64 tensor. `tensors` contains one tensor per
+        part."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))
@@ -88,7 +89,7 @@ class ParameterSquares:
 
 
 def _squares_of(part: _Part, values: Tensor) -> Tensor:
-    """Return the sums of squares of a part's pieces, as 1-D float64 on the values' device."""
+    """Return the sum of squares of each piece of a part, as a 1-D float64 tensor on the device of `values`."""
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
         return torch.stack(foreach_norm(views, 2, torch.float64)).square()
@@ -113,7 +114,7 @@ def _placed(piece: Piece, first: int) -> tuple[str, int, int]:
 
 
 def _counts(meta: ParamMeta, state: ParallelState) -> bool:
-    """Return True if this rank adds its replica, or its copy among the tensor-parallel ranks."""
+    """Return True if this rank counts its replica of a parameter."""
     if meta.expert:
         return meta.is_first_replica(state.coords)
     return not meta.shared_stages or state.pp.rank == 0

@@ -1,9 +1,10 @@
-"""Per-layer statistics: norms of weights, gradients and updates, activations, attention logits, routers.
+"""Per-layer statistics: norms of weights, gradients and updates, and statistics of activations, attention logits and
+routers.
 
-A measured step leaves one flat tensor of sums and one of maxima on the device. The tensors of an interval are reduced
-together when it is logged, and the sums in the same collective as other logged values, so nothing waits before that.
-The tables are the same on every rank. Rows are identified by the layer number and the parameter name in the whole
-model.
+A measured step stores one flat tensor of sums and one flat tensor of maxima on the device. When an interval is logged,
+all its tensors are reduced together. The sums are reduced in the same collective as other logged values. Therefore, no
+step waits for the measurements. The tables are the same on every rank. Rows are identified by the layer number and the
+parameter name in the whole model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the tables, equal on all ranks."""
+    """Row labels of the tables, which are equal on all ranks."""
 
     parameters: dict[str, Parameter]
     sums: tuple[Key, ...]
@@ -65,7 +66,7 @@ class _Rows:
 
 
 class LayerStatistics(Callback, Meter):
-    """Callback that measures the statistics of one rank's part of the model (--log-layer-stats)."""
+    """Callback that measures per-layer statistics of one rank's part of the model (--log-layer-stats)."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(DiagnosisConfig)
@@ -77,7 +78,7 @@ class LayerStatistics(Callback, Meter):
         self.num_experts = config.model.moe_choices
         self._measured: list[tuple[int, Tensor, Tensor]] = []
         self._iteration: int | None = None
-        """Number of the current step if it is measured; None otherwise."""
+        """Iteration number of the current step if the step is measured; otherwise None."""
         self.found: list[LayerRecord] = []
         """Records of the last log interval."""
 
@@ -116,7 +117,7 @@ class LayerStatistics(Callback, Meter):
         self._iteration = None
 
     def _table(self) -> Tensor:
-        """Return sums and counts of activations, and expert loads, flattened."""
+        """Return the sums and counts of activations and the expert loads in one flat tensor."""
         table = torch.zeros(len(self.rows.sums), 2, dtype=torch.float64, device=self.device)
         for row, (key, value) in zip(self._sum_rows, self.taps.sums.items(), strict=True):
             table[row, 0] = value
@@ -133,16 +134,16 @@ class LayerStatistics(Callback, Meter):
         return maxima
 
     def take(self) -> Tensor:
-        """Return the flattened sums of the steps measured since the last call."""
+        """Return the flattened sums of the steps that were measured since the last call of this method."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return nothing: `write` writes a separate record for each measured step. Collective."""
+        """Return no logged values, because `write` writes a separate record for each measured step. Collective."""
         self.found = self.records(summed)
         return {}
 
     def write(self, log: Log) -> None:
-        """Write the layer records, and print outliers."""
+        """Write the layer records, and print a line for each outlier."""
         for record in self.found:
             lines = self._alarms.judge(record)
             log.write(record.as_json() | ({"layer_alarms": lines} if lines else {}))
@@ -150,9 +151,8 @@ class LayerStatistics(Callback, Meter):
                 log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
-        """Return the records from the sum of `take` over the world.
-
-        Collective over the world if there are maxima; waits for the device.
+        """Return the records. `summed` is the sum of `take` over the world. This is a collective over the world if
+        there are maxima. It waits for the device.
         """
         measured, self._measured = self._measured, []
         if not measured:
@@ -193,8 +193,8 @@ class LayerStatistics(Callback, Meter):
         return record
 
     def notice(self) -> str | None:
-        """Return a notice about logged values that replace values which the kernels do not return; None if there are
-        none."""
+        """Return a notice about the values that are logged if attention kernels do not return their logits; None if all
+        kernels return them."""
         maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:
@@ -208,7 +208,7 @@ class LayerStatistics(Callback, Meter):
 
 
 def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
-    """Return the trained parameters of a rank's stages by name."""
+    """Return the trained parameters in a rank's pipeline stages by name."""
     found: dict[str, Parameter] = {}
     for model in stages.values():
         layer_of: dict[str, int] = {}
@@ -222,5 +222,5 @@ def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts `layers.10` after `layers.9`."""
+    """Return a sort key for a name that sorts `layers.10` after `layers.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

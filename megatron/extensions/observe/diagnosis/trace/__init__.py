@@ -1,1 +1,1 @@
-"""Traces of training steps: one file for Perfetto with all ranks on one clock."""
+"""Traces of training steps: one file for Perfetto that contains all ranks, with synchronized clocks."""

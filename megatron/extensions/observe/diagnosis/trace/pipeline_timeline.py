@@ -1,9 +1,9 @@
-"""Assembly of one trace from the spans of all ranks: on one clock, with arrows for messages, and with the measured and
-the simulated pipeline of each step. This module does not import torch.
+"""Assembly of the spans of all ranks into one trace. The trace uses the clock of rank 0, has arrows for messages, and
+shows the measured and the simulated pipeline of each step. This module does not import torch.
 
 The time of an action is the duration of its slice without the initial wait for its message. The simulation uses the
-run's action lists with the median time of each kind of action on each stage. The measured step is longer because these
-times vary, which causes waits.
+run's action lists and the median time of each kind of action on each stage. The measured step is longer than the
+simulated step, because varying times of actions cause waits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from megatron.extensions.observe.diagnosis.trace.trace_file import (
 from megatron.extensions.plan.simulator.simulator import Simulation, StageCosts, simulate
 
 PIPELINE = "pipeline"
-"""Category of action slices."""
+"""Category of the slices that show pipeline actions."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Actions of one pipeline in one iteration, by pipeline rank, in microseconds since the start of the trace."""
+    """Actions of one pipeline in one iteration, by pipeline rank. Times are in microseconds since the start of the
+    trace."""
 
     iteration: int
     ranks: tuple[int, ...]
     """Global ranks of the pipeline, in stage order."""
 
     timeline: list[list[Timed]]
-    """Compute actions, each starting at the arrival of its message."""
+    """Compute actions of each pipeline rank. An action starts when its message arrives."""
 
     @property
     def start(self) -> float:
@@ -56,7 +57,7 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """Return the idle share of the time between the first start and the last end of all ranks, as in
+        """Fraction of the time between the first start and the last end of all ranks in which ranks are idle, as in
         `Simulation.bubble`."""
         busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
         return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
@@ -67,7 +68,7 @@ class MeasuredStep:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans. Spans of interleaved passes overlap."""
+    """Return the total time that spans cover. Spans of interleaved passes overlap, and overlaps are counted once."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -77,7 +78,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def measured_steps(trace: Trace) -> list[MeasuredStep]:
     """Return the actions of every pipeline in every traced iteration. Within an iteration, pipelines are ordered by
-    first rank.
+    their first rank.
 
     On GPUs, times are taken from the device streams.
     """
@@ -99,7 +100,8 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
 
 
 def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
-    """Return the slices of training actions, each with its action and the end of the wait for its message."""
+    """Return the slices of training actions as tuples (slice, action, time at which the wait for the action's message
+    ended)."""
     device = trace["otherData"]["device"] == "cuda"
     gpu = {
         (event["pid"], event["tid"])
@@ -127,15 +129,16 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
             action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
             if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
                 end = pending[at]["ts"] + pending[at]["dur"]
-                # a send may wait for an earlier send, but an action sends nothing before its end
+                # A wait that ends within the action is for its message. A send may wait for an earlier send, but an
+                # action sends nothing before it ends.
                 began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
             found.append((event, action, began))
     return found
 
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
-    """Return the median times in microseconds of each kind of action on each stage, and of the messages that ranks
-    `waited` for."""
+    """Return the median time in microseconds of each kind of action on each stage, and of messages. `waited` contains
+    the times of the messages that ranks waited for."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for timeline in step.timeline:
@@ -149,17 +152,19 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
     whole = [median(Kind.B, stage) for stage in stages]
     halves = [median(Kind.I, stage) for stage in stages]
     weights = [median(Kind.W, stage) for stage in stages]
-    # A list has either whole backward passes of a stage or their halves; if both occur, the halves count.
+    # An action list contains either whole backward passes of a stage, or their halves. If both occur, the halves are
+    # used.
     backwards = [half or back for half, back in zip(halves, whole, strict=True)]
     forwards = [median(Kind.F, stage) for stage in stages]
     return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)
 
 
 def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
-    """Return the times, in microseconds, of messages whose receiver was already waiting when they were computed.
+    """Return the transfer times, in microseconds, of messages whose receiver was already waiting when the sender
+    computed them.
 
     The time of a message is measured from the end of the action that computed it to the start of the action that uses
-    it. Other messages arrive in time, and their duration does not matter.
+    it. Other messages arrive before they are needed, so their transfer times are irrelevant.
     """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}
@@ -184,7 +189,8 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
-    """Yield (name, sending slice, slice of the action that uses the message) for one pipeline's step."""
+    """Return the messages of one pipeline in one step as tuples (name, slice of the send, slice of the action that uses
+    the message)."""
     found = []
     for action, source in slices.items():
         if action.kind in SENDS:
@@ -196,7 +202,8 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
 
 
 def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, float]:
-    """Return pipeline figures of the trace: medians over iterations and pipelines."""
+    """Return the step times and bubbles of the measured and the simulated pipeline. Measured values are medians over
+    iterations and pipelines."""
     if not steps:
         return {}
     found = {
@@ -209,7 +216,8 @@ def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str,
 
 
 SpanRow = tuple[str, str, str, int, int, Mapping[str, object]]
-"""Row [track, name, category, start, stop, args]. Times are in nanoseconds of the rank's own clock."""
+"""Span as a row [track, name, category, start, stop, args]. Times are in nanoseconds on the clock of the rank's
+host."""
 
 
 @dataclass(frozen=True)
@@ -219,17 +227,15 @@ class RankTrace:
     spans: Sequence[SpanRow]
     in_flight: Sequence[SpanRow]
     facts: Mapping[str, Any]
-    """Coordinates, host and memory, for `otherData`."""
+    """Coordinates, host, clock and memory of the rank, for `otherData`."""
 
     to_common: Callable[[int], int]
-    """Function that converts nanoseconds of the rank's clock to rank 0's clock."""
+    """Function that converts nanoseconds on the rank's clock to nanoseconds on rank 0's clock."""
 
 
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
-    """Assemble the trace of all ranks, in order.
-
-    `other` is copied to `otherData`; it contains `pipelines` and `device`. `lists_of(microbatches)` returns the action
-    lists of a step, for the simulation.
+    """Assemble the trace of all ranks. `ranks` is in rank order. `other` contains `pipelines` and `device`, and is
+    copied to `otherData`. `lists_of(microbatches)` returns the action lists of a step for the simulation.
     """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []
@@ -271,7 +277,7 @@ def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: 
 
 
 def rank_name(rank: int, facts: Mapping[str, Any]) -> str:
-    """Format a rank as "rank 5 (pp 1, tp 1) on HOST", without the axes along which all ranks are at 0."""
+    """Format a rank as "rank 5 (pp 1, tp 1) on HOST". Axes of size 1 are omitted."""
     coords = ", ".join(f"{axis} {at}" for axis, at in facts.get("coords", {}).items())
     return f"rank {rank}{f' ({coords})' if coords else ''} on {facts.get('host', '?')}"
 
@@ -285,7 +291,7 @@ def _microseconds(to_common: Callable[[int], int], origin: int) -> Callable[[int
 
 
 def _add_arrows(trace: Trace) -> None:
-    """Add an arrow from each send to the action on the other rank that uses the message."""
+    """Add an arrow from each send to the action on the receiving rank that uses the message."""
     pipeline = {rank: number for number, ranks in enumerate(trace["otherData"]["pipelines"]) for rank in ranks}
     steps: dict[tuple[int, int], dict[Action, Event]] = defaultdict(dict)
     for event, action, _ in actions_of(trace):
@@ -299,10 +305,8 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """Add the simulated actions of a step to a track of each rank.
-
-    The simulation starts `at` the time of the measured step, or later: if a step was faster than simulated, the
-    previous simulation has not ended yet.
+    """Add the simulated actions of a step to a separate track of each rank. `at` is the start of the measured step. It
+    is later if the simulation of the previous step ends later.
     """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:

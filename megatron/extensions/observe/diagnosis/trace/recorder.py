@@ -1,8 +1,10 @@
-"""Recorder of one rank's spans during a trace, on the host's clock and, on GPUs, between stream events.
+"""Recorder of one rank's spans during a trace. Spans are measured with the host's clock. On GPUs, they are also
+measured between stream events.
 
-Collectives and messages are recorded by wrapping torch.distributed. Other steps have no overhead, because nothing is
-wrapped outside traced steps. A blocking collective is a span of its thread. An asynchronous collective is in flight
-until the wait for it has returned, and that wait is a span of its thread; the collective may have ended earlier.
+Collectives and messages are recorded by wrapping torch.distributed. Steps that are not traced have no overhead, because
+torch.distributed is wrapped only during traced steps. A blocking collective is a span of the thread that calls it. An
+asynchronous collective is shown as in flight until the wait for it returns, although the collective may end earlier.
+The wait is a span of the thread that waits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Wait = Callable[Concatenate[dist.Work, P], bool]
 
 
 class Span(NamedTuple):
-    """A timed interval. Times are nanoseconds of `time.perf_counter_ns`, which all processes of a host share."""
+    """A timed interval. Times are in nanoseconds, on the clock of `time.perf_counter_ns`, which all processes of a host
+    share."""
 
     track: str
     name: str
@@ -46,8 +49,8 @@ class Span(NamedTuple):
 class Recorder:
     """Collector of a rank's spans. Only `take` waits for the device.
 
-    Spans of one thread are nested or disjoint. `in_flight` are the spans of collectives, which may overlap. On CUDA
-    each span of a thread has a second one between two events of the current stream.
+    Spans of one thread are nested or disjoint. `in_flight` contains the spans of asynchronous collectives, which may
+    overlap. On CUDA, each span of a thread has a second span, measured between two events of the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +79,7 @@ class Recorder:
         return self._tracks[thread]
 
     def event(self) -> torch.cuda.Event | None:
-        """Record an event in the current stream; returns None on CPU."""
+        """Record an event in the current stream and return it; return None on CPUs."""
         if not self.cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -84,7 +87,8 @@ class Recorder:
         return event
 
     def add(self, span: Span, start: torch.cuda.Event | None = None, stop: torch.cuda.Event | None = None) -> None:
-        """Add a span of the calling thread, with the events between which the device worked on it."""
+        """Add a span of the calling thread. `start` and `stop` are the events between which the device worked on the
+        span."""
         self.spans.append(span)
         if start is not None and stop is not None:
             self._events.append((span, start, stop))
@@ -148,7 +152,8 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Axes by part of a module's name. They identify the axis of a collective if several axes have the same ranks."""
+"""Maps a part of a module's name to mesh axes. If several axes have the same ranks, this mapping identifies the axis of
+a collective that the module calls."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",
@@ -162,7 +167,8 @@ PURPOSES = {
 
 
 class CollectiveTaps:
-    """Wrappers of the torch.distributed functions that training calls, and of the waits for launched collectives."""
+    """Wrappers around the torch.distributed functions that training calls, and around the waits for launched
+    collectives."""
 
     def __init__(self, recorder: Recorder, state: ParallelState) -> None:
         self.recorder = recorder
@@ -172,16 +178,16 @@ class CollectiveTaps:
             if (group := state.axis(name).group) is not None:
                 self._axes.setdefault(id(group), []).append("pp" if name in LANES else name)
         self._launched: dict[int, tuple[dist.Work, Span]] = {}
-        """Collectives whose wait has not returned yet, by identity of the work object."""
+        """Collectives whose wait has not returned yet, keyed by the id of the work object."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Record until the end of the block."""
+        """Record collectives and messages until the end of the block."""
         there = {name: label for name, label in (COLLECTIVES | MESSAGES).items() if hasattr(dist, name)}
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
             *((dist, name, tap) for name, tap in taps.items()),
-            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with the original function
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with these functions
             (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -237,7 +243,8 @@ class CollectiveTaps:
         return tap
 
     def _describe(self, label: str, args: Iterable[object], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
-        """Return a call's name, such as "all-reduce dp: gradient reduction", and its other known properties."""
+        """Return the name of a call, such as "all-reduce dp: gradient reduction", and other known properties of the
+        call."""
         group = kwargs.get("group")
         module, function = caller(sys._getframe(2))
         axes = self._axes.get(id(group), ["world"])
@@ -255,9 +262,9 @@ class CollectiveTaps:
 
 
 def axis_of(axes: Sequence[str], module: str) -> str:
-    """Return the axis that a collective uses, according to the calling module, if several axes have the same group.
-
-    Autograd's passes do not report their module, so the result names all axes that a layer may use, such as "cp/ep".
+    """Return the axis of a collective. If several axes have the same group, the calling module determines the axis.
+    Calls from autograd do not have a known module. For these calls, the result names all axes that a layer may use,
+    such as "cp/ep".
     """
     for part, preferred in AXES_OF_MODULES.items():
         if part in module:
@@ -266,7 +273,8 @@ def axis_of(axes: Sequence[str], module: str) -> str:
 
 
 def caller(frame: FrameType | None) -> tuple[str, str]:
-    """Return (module, function) of the library code that called a collective; in autograd, the pass that is running."""
+    """Return the (module, function) of this program's code that called a collective; ("autograd", "") if autograd
+    called it."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("megatron.") and module not in (__name__, "megatron.core.collectives"):

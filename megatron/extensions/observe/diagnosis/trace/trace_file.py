@@ -1,8 +1,8 @@
 """Trace files: gzipped JSON in Chrome's trace-event format, which Perfetto opens. This module does not import torch.
 
-Format: "Trace Event Format" of the Chromium project. Each rank is a process (`pid`), and its threads are tracks. Times,
-`ts` and `dur`, are microseconds since the start of the trace on the clock of rank 0's host. `otherData` holds facts
-about the run.
+Format: "Trace Event Format" of the Chromium project. Each rank is a process (`pid`), and its threads are tracks. `ts`
+and `dur` are in microseconds. `ts` is the time since the start of the trace, on the clock of rank 0's host. `otherData`
+contains properties of the run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ PLANNED_TRACK = "planned"
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a trace atomically. If that fails, for example on a full disk, no file remains."""
+    """Write a trace atomically. If writing fails, for example on a full disk, no file remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as new, gzip.open(new, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(trace, file, separators=(",", ":"), allow_nan=False)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, gzipped or not. Raises ValueError if it is damaged or not written by this program."""
+    """Read a trace, which may be gzipped. Raises ValueError if the trace is damaged or was not written by this
+    program."""
     try:
         data = path.read_bytes()
         trace = parse_json(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -43,7 +44,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def process_events(rank: int, name: str, tracks: Iterable[str]) -> Iterator[Event]:
-    """Return events that name a rank and its tracks, numbered from 0 in the given order."""
+    """Yield events that name a rank and its tracks. The tracks are numbered from 0, in the given order."""
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
     for number, track in enumerate(tracks):
@@ -73,9 +74,8 @@ def slice_event(
 def async_events(
     rank: int, number: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> list[Event]:
-    """Return the two events of a span that may overlap others of its rank, such as a collective in flight.
-
-    `number` identifies the pair; other arguments are as in `slice_event`.
+    """Return the two events of a span that may overlap other spans of its rank, such as a collective in flight.
+    `number` identifies the pair of events. The other arguments are those of `slice_event`.
     """
     common = {"pid": rank, "tid": 0, "id": f"{rank}.{number}", "name": name, "cat": category}
     begin = {"ph": "b", "ts": round(start, 3), "args": args} | common
@@ -83,10 +83,11 @@ def async_events(
 
 
 def flow_events(number: int, name: str, source: Event, target: Event) -> list[Event]:
-    """Return the events of an arrow from a slice that sends a message to the later slice that uses the message."""
+    """Return the two events of an arrow between slices. The arrow points from the slice that sends a message to the
+    later slice that uses the message."""
     events = []
     for phase, at, more in (("s", source, {}), ("f", target, {"bp": "e"})):
-        # within the slice, and no earlier than the send
+        # the arrow ends within the target slice, and not before the send
         ts = max(at["ts"], source["ts"]) if phase == "f" else at["ts"]
         place = {"pid": at["pid"], "tid": at["tid"], "ts": ts}
         events.append({"ph": phase, "id": number, "name": name, "cat": "message"} | place | more)
@@ -104,7 +105,7 @@ FIELDS = {
 
 
 MOST = 2.0**53
-"""Number up to which a float64 represents every integer exactly."""
+"""Largest number up to which a float64 represents every integer exactly."""
 
 ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 
@@ -112,7 +113,7 @@ ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 def why_unreadable(trace: object) -> str | None:
     """Return the reason why a trace is not valid; None if it is valid.
 
-    Checks the ranks in `otherData` and the fields of each event.
+    The ranks in `otherData` and the fields of each event are checked.
     """
     if not isinstance(trace, dict):
         return "otherData has no ranks"
@@ -126,7 +127,7 @@ def why_unreadable(trace: object) -> str | None:
         return why
     for number, facts in enumerate(ranks):
         if not isinstance(facts, dict) or not isinstance(facts.get("host"), str):
-            return f"otherData does not say the host of rank {number}"
+            return f"otherData does not contain the host of rank {number}"
         for key in ("coords", "clock", "memory"):
             values = facts.get(key, {})
             if not isinstance(values, dict) or not all(map(_is_number, values.values())):
@@ -140,7 +141,8 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Return the reason why sizes and pipelines contradict a world of `count` ranks; None if they fit."""
+    """Check the parallel sizes and the pipelines for a world of `count` ranks. Return the reason why they are invalid;
+    None if they are valid."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):
@@ -150,7 +152,7 @@ def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
         return f"the layout in otherData is not one of {count} ranks"
     members = [str(rank) for each in pipelines for rank in each] if isinstance(pipelines, list) else []
     if sorted(members) != sorted(map(str, range(count))):
-        return "the pipelines in otherData do not have each rank once"
+        return "the pipelines in otherData do not contain each rank once"
     return None
 
 
@@ -159,7 +161,7 @@ def _is_number(value: object) -> bool:
 
 
 def malformed(number: int, event: object) -> str | None:
-    """Return the problem of a single event; None if it is valid."""
+    """Return the problem with a single event; None if the event is valid."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
     phase = str(event.get("ph"))
@@ -172,5 +174,5 @@ def malformed(number: int, event: object) -> str | None:
     args = event.get("args", {})
     of_action = event.get("cat") in ACTION_CATEGORIES
     if not isinstance(args, dict) or (of_action and not args.keys() >= {"kind", "stage", "microbatch"}):
-        return f"event {number} ({event['name']}): it does not say its action"
+        return f"event {number} ({event['name']}): it does not specify its action"
     return None

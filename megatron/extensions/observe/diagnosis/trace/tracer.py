@@ -1,11 +1,11 @@
 """Tracer that records some steps of all ranks and writes them to one file (--trace).
 
-Clock offsets between hosts are measured by ping-pong over the rendezvous store. Processes of one host share a clock
-(Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock with rank 0's. It reads its clock, sends a
-message, and reads its clock again when the answer with rank 0's time arrives. If both directions take equally long,
-rank 0's time is the middle of the two readings. In any case, rank 0's time lies between the two readings, so half of
-the round trip bounds the error. The shortest of several round trips is used (NTP, RFC 5905, section 10). Both messages
-pass through the store once, and neither rank polls the store before it has read its clock.
+Clock offsets between hosts are measured with ping-pong messages over the rendezvous store. Processes of one host share
+a clock (Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock with rank 0's. This rank reads its clock,
+sends a message, and reads its clock again when rank 0 answers. Rank 0 reads its own clock before it answers. If both
+directions take the same time, rank 0's reading corresponds to the middle of the two readings. In any case, it lies
+between the two readings, so half of the round trip bounds the error. The shortest of several round trips is used (NTP,
+RFC 5905, section 10). Each of the two messages passes through the store once.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron.training.run import TrainingRun
 
 ROUND_TRIPS = 24
 MALFORMED = (IndexError, KeyError, RecursionError, TypeError, ValueError, zlib.error)
-"""Errors raised when reading a dump with unexpected bytes or types."""
+"""Exceptions that reading a dump with unexpected bytes or types raises."""
 
 Clock = Callable[[], int]
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Offset from a host's clock to rank 0's, measured at time `at` of the host's own clock."""
+    """Offset from a host's clock to rank 0's clock, measured when the host's clock showed `at`."""
 
     at: int
     nanoseconds: int = 0
@@ -61,7 +61,8 @@ class Offset:
 
 
 def host_identity() -> tuple[str, str]:
-    """Return (name, identity of the running kernel), which is equal on ranks that share a clock."""
+    """Return the name of this host and the identity of its running kernel. The identities are equal on ranks that share
+    a clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return socket.gethostname(), socket.gethostname()
@@ -73,16 +74,16 @@ def host_identity() -> tuple[str, str]:
 def measure(
     store: dist.Store, rank: int, identities: Sequence[str], meeting: str, clock: Clock = time.perf_counter_ns
 ) -> Offset:
-    """Measure the offset of this rank's host, if this is the first rank of the host. The result holds for all ranks of
-    the host.
+    """Measure the clock offset of this rank's host, if this rank is the first rank of the host. The result is valid for
+    all ranks of the host.
 
     Collective over the first ranks of all hosts.
 
     Args:
-        store: The rendezvous store.
+        store: Rendezvous store.
         rank: Global rank.
-        identities: Host identities of all ranks, in order; equal on all ranks.
-        meeting: Prefix of the store keys; must not have been used before.
+        identities: Host identities of all ranks, in rank order. This argument must be equal on all ranks.
+        meeting: Prefix of the store keys. Each call must use a new prefix.
         clock: Clock to read, in nanoseconds.
     """
     firsts = [identities.index(identity) for identity in dict.fromkeys(identities)]
@@ -124,7 +125,7 @@ def _ask(store: dist.Store, key: str, clock: Clock) -> Offset:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Map from a host's clock to rank 0's clock: a straight line through two measurements."""
+    """Conversion from a host's clock to rank 0's clock, interpolated linearly between two measurements."""
 
     first: Offset
     last: Offset
@@ -135,7 +136,8 @@ class Alignment:
         return time_ns + self.first.nanoseconds + round(share * (self.last.nanoseconds - self.first.nanoseconds))
 
     def as_json(self) -> dict[str, object]:
-        """Return, in microseconds, the offset at the start, its drift until the end, and the error bound."""
+        """Return the clock offset at the start, the drift of the offset until the end, and the error bound, in
+        microseconds."""
         return {
             "offset_us": self.first.nanoseconds / 1e3,
             "drift_us": (self.last.nanoseconds - self.first.nanoseconds) / 1e3,
@@ -146,23 +148,23 @@ class Alignment:
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 
 PIECE = 2**22
-"""Maximum size in bytes of a value in the store."""
+"""Maximum size in bytes of a value in the rendezvous store."""
 
 PART_NAMES = {"grad_sync": "end of the gradient reduction"}
 
 
 class Tracer(Callback):
-    """Callback that traces from --trace-step-start to --trace-step-end. All methods are collective.
+    """Callback that traces the steps from --trace-step-start to --trace-step-end. All methods are collective.
 
     During the traced steps, the callback observes pipeline actions, the parts of the step, saves and evaluations, and
-    wraps torch.distributed. Afterwards, it restores everything.
+    wraps torch.distributed. Afterwards, all wrappers are removed.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.options = config.options(DiagnosisConfig)
         self._first = 0
-        """The first traced iteration."""
+        """Number of the first traced iteration."""
 
         self._recorder: Recorder | None = None
         self._taps = ExitStack()
@@ -192,7 +194,7 @@ class Tracer(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """Write the trace of a run that ended early, and wait for the file."""
+        """Write the trace if the run ends early, and wait until the file is written."""
         if run.progress.iteration < self.options.trace_step_start:
             run.say(f" no trace: the run has ended before --trace-step-start {self.options.trace_step_start}")
         self._stop(run)
@@ -232,7 +234,7 @@ class Tracer(Callback):
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """Record a part of a step, or the time between steps; the first part starts the span of the step."""
+        """Record a part of a step, or the time between steps. The first part also starts the span of the step."""
         assert self._recorder is not None
         if part == "data" and self._step is None:
             self._iteration = self._progress.iteration + 1
@@ -243,7 +245,7 @@ class Tracer(Callback):
             yield
 
     def _action(self, action: Action) -> AbstractContextManager[None]:
-        """Record an action of the pipeline."""
+        """Return a context manager that records a pipeline action."""
         assert self._recorder is not None
         kind, stage, microbatch = action
         args: dict[str, object] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
@@ -252,7 +254,7 @@ class Tracer(Callback):
         return self._recorder.span(str(action), PIPELINE, args)
 
     def _measure(self, when: str) -> Offset:
-        """Return the offset of this rank's host, measured by its first rank."""
+        """Return the clock offset of this rank's host, which the first rank of the host measures."""
         launch, identities = self.runtime.launch, [identity for _, identity in self._hosts]
         if len(set(identities)) == 1:
             return Offset(time.perf_counter_ns())
@@ -284,7 +286,7 @@ class Tracer(Callback):
         self._writer.start()
 
     def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
-        """Write the file while training continues."""
+        """Write the trace file while training continues."""
         path = output_folder(self.config, "trace") / f"iterations-{self._first}-{last}.json.gz"
         try:
             write_trace(assemble(dumps, self._facts(last), self._lists()), path)
@@ -294,10 +296,9 @@ class Tracer(Callback):
             say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, object], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
-        """Return the recordings of all ranks on rank 0; [] elsewhere.
-
-        Ranks send one after another through the store, so rank 0 holds one packed dump at a time and no collective uses
-        device memory.
+        """Return the recordings of all ranks on rank 0; an empty list on other ranks. Ranks send their dumps one after
+        another through the store. Therefore, rank 0 holds only one packed dump at a time, and no collective uses device
+        memory.
         """
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
         launch = self.runtime.launch
@@ -322,13 +323,12 @@ class Tracer(Callback):
                 malformed.append(rank)
         dist.barrier(group=self.runtime.state.world.group)
         if malformed:
-            say(f" no trace is written: recordings in the rendezvous store are malformed, of ranks {malformed}")
+            say(f" no trace is written: malformed recordings in the rendezvous store, from ranks {malformed}")
         return [] if malformed else found
 
     def _lists(self) -> Callable[[int], Lists] | None:
-        """Return the action lists of a step with this many micro-batches.
-
-        Returns None if passes are interleaved, because only their combined time is known.
+        """Return a function that returns the action lists of a step for a number of micro-batches. Returns None if
+        passes are interleaved, because only the combined time of these passes is known.
         """
         pipeline = self.pipeline
         if pipeline.passes.pair.in_turns:
@@ -353,9 +353,8 @@ class Tracer(Callback):
 
 
 def held_bytes(run: RunView) -> dict[str, int]:
-    """Return the bytes that this rank holds by category, and on GPUs the remainder at the peak.
-
-    On CPUs, the result includes all memory of the process, with torch's code and data.
+    """Return the number of bytes that this rank holds, by category. On GPUs, the result also contains the rest of the
+    peak memory. On CPUs, it contains the peak memory of the whole process, including torch's code and data.
     """
     ddp = run.optimizer.ddp
     parameters, gradients, of_units = ddp.nbytes
@@ -369,7 +368,7 @@ def held_bytes(run: RunView) -> dict[str, int]:
 
 
 def _fetched(store: dist.Store, key: str) -> bytes:
-    """Fetch a rank's packed dump, which the store holds in pieces, and delete the pieces."""
+    """Fetch a rank's packed dump from the pieces in the store, and delete these pieces."""
     names = [f"{key}/{number}" for number in range(parse_integer(store.get(f"{key}/pieces").decode()))]
     packed = b64decode(b"".join(store.get(name) for name in names))
     for name in names:
