@@ -91,7 +91,7 @@ DAMAGE = [
     (lambda trace: trace["traceEvents"][-1].update(ts=1e300), "times"),
     (lambda trace: trace["traceEvents"][-1].update(pid=9), "is of rank 9, which is not there"),
     (lambda trace: trace["traceEvents"][-1].pop("pid"), r"without \['pid'\]"),
-    (lambda trace: [event.get("args", {}).pop("kind", 0) for event in trace["traceEvents"]], "not say its action"),
+    (lambda trace: [event.get("args", {}).pop("kind", 0) for event in trace["traceEvents"]], "not specify its action"),
 ]
 
 
