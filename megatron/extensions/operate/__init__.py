@@ -1,1 +1,1 @@
-"""Extensions that keep long runs going: recovery from lost hosts, deletion of older checkpoints."""
+"""Extensions for operating long runs, such as recovery from lost hosts and deletion of older checkpoints."""

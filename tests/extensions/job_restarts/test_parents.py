@@ -83,7 +83,7 @@ def test_a_finished_run_is_not_started_again() -> None:
     there, other = parents_of(Peer.here(), Peer.here())
     other.leave(75, (1,))
     assert there.over() == 75
-    assert there.gather(1, BEFORE, lambda came, hosts: BEFORE).ends == "a rank has ended for good"
+    assert there.gather(1, BEFORE, lambda came, hosts: BEFORE).ends == "a rank has ended permanently"
 
 
 def test_hosts_without_ranks_offer_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:

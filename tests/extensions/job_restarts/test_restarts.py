@@ -251,7 +251,7 @@ def test_the_launcher_decides_if_a_parent_is_missing(
     assert codes_of(2, attempt) == [1, -signal.SIGKILL]
     said = capfd.readouterr().err
     assert why in said
-    assert "not started again in the job: 1 of 2 ranks did not come back" in said
+    assert "not started again in the job: 1 of 2 ranks were lost" in said
 
 
 def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_without_spares_fewer_ranks_continue_under_another_layout(
     whole.start()
     run = begin(5, 1, WIDE)
     said = run.start(Planned("workers 4", 0, 1), Planned("host 3", 0, 2))
-    assert "no spares take their place: 1 are needed, and 0 wait" in said
+    assert "there are not enough spares: 1 are needed, and 0 wait" in said
     assert " 2 ranks continue with --tensor-model-parallel-size 1" in said
     run.assert_close(whole, 1e-9)
     (event,) = run.events("recovery")

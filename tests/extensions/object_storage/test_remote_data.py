@@ -128,7 +128,7 @@ def test_a_run_has_the_same_losses_as_with_local_data(corpora: list[Path], tmp_p
         losses.append(losses_in(tmp_path / name / "metrics.jsonl"))
         screens.append(first + second)
     assert losses[0] == losses[1] and len(losses[0]) == 6
-    assert "MB read for step 1, all of it from the cache" in screens[1], "opening has read samples everywhere"
+    assert "MB read for step 1, all from the cache" in screens[1], "opening has read samples everywhere"
     assert "data wait" in screens[1] and "data wait" not in screens[0]
     inspected = run_program("tools/inspect_dataset.py", under_url(corpora[0]), "--show", "1", code=0).stdout
     same = run_program("tools/inspect_dataset.py", corpora[0], "--show", "1", code=0).stdout

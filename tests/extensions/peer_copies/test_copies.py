@@ -58,7 +58,7 @@ def test_without_room_the_copies_of_a_step_are_incomplete(
             copies.wait()
         lines.append(copies.news())
     assert lines[1].startswith("copies in memory of the last step are incomplete: here: OSError: [Errno 28] No space")
-    assert lines[4] == "copies in memory are complete again, of iteration 5"
+    assert lines[4] == "copies in memory are complete again, for iteration 5"
     assert not any(lines[at] for at in (0, 2, 3))
     for host in ("here", "there"):
         assert [header["iteration"] for _, header in headers_in(tmp_path / host / GENERATION)] == [1, 5]

@@ -40,4 +40,4 @@ def test_goodput_with_copies() -> None:
 def test_plan_for_one_host() -> None:
     said = planned("", 2, 2)
     assert "1 host of 2 ranks, 0 copies" in said and "as there are no more hosts" in said
-    assert "survive the end of ranks, but not the loss of a host" in said
+    assert "survive the failure of ranks, but not the loss of a host" in said

@@ -1,9 +1,9 @@
-"""--audit-by layout and precision: a process on the host of the first rank recomputes audited steps while training
-continues.
+"""Callback for --audit-by layout and --audit-by precision. A process on the host of the first rank recomputes audited
+steps while training continues.
 
 Before an audited step, the ranks write its weights and samples to the --save folder. After the passes of the step, each
-rank sketches the reduced gradients that it owns. The process compares these sketches with the gradients that it
-computes. An audit is skipped if the process is still busy with the previous one.
+rank computes sketches of the reduced gradients that it owns. The audit process compares these sketches with the
+gradients that it computes. An audit is skipped if the audit process is still busy with the previous audit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of times that a run polls for the result between two audits."""
+"""Number of times that a run polls for the result of an audit before the next audit."""
 
 LONGEST_WAIT = 600.0
 """Maximum time in seconds that a finished run waits for the last audit."""
@@ -50,13 +50,13 @@ LONGEST_WAIT = 600.0
 POLL = 0.05
 
 CAUSES = {
-    "layout": "a single process computes a different gradient from the same weights and samples",
+    "layout": "a single process computes a different gradient with the same weights and samples",
     "precision": "the gradient in a wider number format differs by more than rounding explains",
 }
 
 
 class BackgroundAudit(Callback, Meter):
-    """Callback for --audit-by layout and precision."""
+    """Callback for --audit-by layout and --audit-by precision."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, self.config.options(AuditFlags)
@@ -94,7 +94,8 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return the pairs (replica, part) for the gradients that this rank computes, before the sum over replicas."""
+        """Return pairs (replica, part) for the gradients that this rank computes. The gradients are those before the
+        sum over replicas."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []
@@ -116,7 +117,7 @@ class BackgroundAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _begin(self) -> None:
-        """Write the weights and samples of the next step, unless an audit is in progress."""
+        """Write the weights and samples of the next step to disk, unless an audit is in progress."""
         self._look()
         if self._sent is not None:
             return
@@ -157,7 +158,7 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """Return the weight parts that this rank holds and that no lower rank holds."""
+        """Return the parts of weights of which this rank holds the first replica."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():
@@ -255,7 +256,7 @@ class BackgroundAudit(Callback, Meter):
             hosts = tuple(self._hosts[rank] for rank in result.ranks)
             return Finding(result.ranks, hosts, GRADIENT, result.first, result.relative, words)
         if result.loss > result.allowed_loss:
-            words = f"the gradients agree, and the loss does not; allowed {result.allowed_loss:.2g}"
+            words = f"the gradients agree, but the loss does not; allowed {result.allowed_loss:.2g}"
             dims = self.run.runtime.state.dims
             ranks = tuple(rank for rank in range(dims.world_size) if dims.coords(rank)["pp"] == dims.pp - 1)
             hosts = tuple(self._hosts[rank] for rank in ranks)
@@ -284,4 +285,4 @@ class BackgroundAudit(Callback, Meter):
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of the launcher, removed from the environment of the audit process."""
+"""Environment variables of the launcher. They are removed from the environment of the audit process."""

@@ -1,4 +1,4 @@
-"""Flags for audits of a live run. This module does not import torch."""
+"""Audit flags. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "computes a step again with the weights that the step used, which --pipeline-schedule 2bw does not keep"
         yield Problem("--audit-interval", own.audit_interval, rule, "choose another schedule, or 0")
     if (late := late_update(config)) is not None:
-        rule = f"requires that each update precedes the next step, and {late} delays it"
+        rule = f"requires that each update precedes the next step, but {late} delays updates"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if runs_passes_in_turns(config):
-        rule = "compares passes in order, and --overlap-moe-expert-parallel-comm interleaves two of them"
+        rule = "compares passes in order, but --overlap-moe-expert-parallel-comm interleaves two passes"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
     if own.audit_by == "peer" and shift(config, world_size) is None:
         rule = "needs two data-parallel replicas that each hold all experts, so that another rank has the same weights"
@@ -54,15 +54,16 @@ def _of_process(config: RunConfig) -> Iterator[Problem]:
 class AuditFlags:
     audit_interval: int = flag(0, at_least=0, excludes=(GRAPHS,))
     """Compute every K-th step a second time by independent means, and compare losses and gradients. A rank that
-    disagrees twice is reported and exits as if it had failed. 0: no audits."""
+    disagrees twice is reported and treated as failed. 0 disables audits."""
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
-    """Method of the second computation. peer: each rank computes the part of a rank in another data-parallel replica,
-    bit-equal with --deterministic-mode. layout: a background process on the first rank's host computes the whole step
-    on the CPU while training continues. precision: like layout, in a wider number format."""
+    """Method of the second computation. peer: each rank also computes the part of a rank in another data-parallel
+    replica. Results are bitwise equal with --deterministic-mode. layout: a background process on the first rank's host
+    computes the whole step on the CPU while training continues. precision: like layout, but in a wider number
+    format."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the section of a plan about the cost of audits."""
+        """Return the title and the lines function of a plan's section about the cost of audits."""
         return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 
@@ -72,22 +73,22 @@ def audits(config: RunConfig) -> bool:
 
 
 def shift(config: RunConfig, world_size: int) -> int | None:
-    """Return the offset in data-parallel ranks between a rank and the rank that it audits; None if there is only one
+    """Return the offset, in data-parallel ranks, from a rank to the rank that audits it; None if there is only one
     replica."""
     try:
         dims = ParallelDims.from_config(config.parallel, world_size)
     except ValueError:
-        return 1  # another rule reports these sizes
+        return 1  # another rule reports invalid sizes
     return shift_of_replicas(dims.groups("dp"), dims.groups("ep", "expt_tp"))
 
 
 def by_peers(config: RunConfig) -> bool:
-    """Return True if other ranks recompute the steps."""
+    """Return True if other ranks recompute audited steps (--audit-by peer)."""
     return audits(config) and config.options(AuditFlags).audit_by == "peer"
 
 
 def by_process(config: RunConfig) -> bool:
-    """Return True if a background process recomputes the steps."""
+    """Return True if a background process recomputes audited steps."""
     return audits(config) and not by_peers(config)
 
 

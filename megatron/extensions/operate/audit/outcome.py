@@ -1,5 +1,5 @@
-"""Reactions of a run to audits: events, a log line, fields of records, and the end of the run if a rank has disagreed
-twice."""
+"""Reactions of a run to audit results: events, log lines, fields of metric records, and the end of the run if a rank
+disagrees twice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TWICE = 2
 
 
 class AuditError(RuntimeError):
-    """Raised if a rank has disagreed with others too often."""
+    """Raised if a rank has disagreed with other ranks too often."""
 
 
 class Outcome:
-    """Results of the audits since the start of this process, equal on all ranks."""
+    """Results of the audits since this process started. They are equal on all ranks."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._save, self._rank = config.checkpoint.save, rank
@@ -50,16 +50,16 @@ class Outcome:
         self._end_if_due(iteration, finding)
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
-        """Raise AuditError if a rank has disagreed twice, or immediately if its weights are wrong. Every rank raises
-        it, and the faulty rank raises it first."""
+        """Raise AuditError if a rank has disagreed twice, or after the first disagreement if weights are wrong. Every
+        rank raises the error. The faulty rank raises it first."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return
         if self._rank not in finding.ranks:
-            time.sleep(1.0)  # the faulty rank reports
+            time.sleep(1.0)  # let the faulty rank report first
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
         raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
 
     def values(self) -> dict[str, object]:
-        """Return the fields for records."""
+        """Return the audit fields for metric records."""
         return {"audits": self._audits, "audit_disagreements": self._disagreements}

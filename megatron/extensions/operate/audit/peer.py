@@ -1,9 +1,9 @@
-"""--audit-by peer: before an audited step, each rank also computes the work of its peer, the rank with the same weights
-in another data-parallel replica. Then the step runs, and both recordings are compared.
+"""Callback for --audit-by peer. Before an audited step, each rank computes the work of its peer, a rank with the same
+weights in another data-parallel replica. Then the step runs, and the recordings of both computations are compared.
 
 A rank's part of a step consists of its micro-batches. Random numbers depend only on samples and positions, so both
-ranks compute the same values, bit-equal in deterministic mode. If the recordings differ, all ranks compute the step
-once more. The third recording decides which rank erred, and the update uses its gradients.
+ranks compute the same values. In deterministic mode, the values are bitwise equal. If the recordings differ, all ranks
+compute the step once more. The third recording decides which rank erred, and the update uses its gradients.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import TrainStep
 
 ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2, "torch.float16": 1e-2}
-"""Allowed relative difference between two computations of a tensor if the order of summation is not fixed, by dtype."""
+"""Allowed relative difference between two computations of a tensor, by dtype, if the order of summation is not
+fixed."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
-"""Allowed relative difference between two reductions of equal terms over ranks, by dtype of the reduction."""
+"""Allowed relative difference between two reductions over ranks of the same terms, by dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Smallest scale for relative differences of gradients, as a fraction of the largest gradient norm. Some gradients are
-zero except for rounding errors."""
+"""Lower bound of the norm by which differences of gradients are divided, as a fraction of the largest gradient norm. It
+is needed because some gradients consist only of rounding errors."""
 
 
 class Recording:
-    """Recording of one computation of a step on this rank: its passes and, by parameter, its reduced gradients."""
+    """Recording of one computation of a step on this rank. It contains the passes, and the reduced gradients by
+    parameter."""
 
     sums: Sums
 
@@ -55,7 +57,7 @@ class Recording:
         self.reduced: dict[str, Tensor] = {}
 
     def close(self, run: TrainingRun) -> None:
-        """Sketch the reduced gradients. Call this function after the gradients have been reduced."""
+        """Compute sketches of the reduced gradients. Call this method after the gradients are reduced."""
         for bucket in run.ddp.buckets:
             for piece in bucket.owned_pieces:
                 self.reduced[piece.meta.name] = sketch_of(bucket.owned_grad(piece))
@@ -76,7 +78,8 @@ class PeerAudit(Callback, Meter):
         assert moved is not None, "a rule ensures that there is another replica"
         dp = state.dp
         self.source, self.peer = (dp.rank - moved) % dp.size, (dp.rank + moved) % dp.size
-        """The data-parallel rank whose part this rank computes, and the rank that computes this rank's part."""
+        """Data-parallel ranks: `source` is the rank whose part this rank computes, and `peer` is the rank that computes
+        this rank's part."""
 
         self.exact = self.config.training.deterministic
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
@@ -112,8 +115,8 @@ class PeerAudit(Callback, Meter):
         self.run.optimizer.finish_param_sync()
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
-        """Return sketches by parameter of all parameters that this rank holds in full between passes. With `shards`,
-        also sketch this rank's shards of other parameters, which no peer holds."""
+        """Return hashes, by parameter, of all parameters that this rank holds in full between passes. If `shards` is
+        True, also include this rank's shards of other parameters, which no peer holds."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -124,12 +127,12 @@ class PeerAudit(Callback, Meter):
         return found
 
     def _begin(self) -> None:
-        """Compute the peer's part of the next step, and begin to record this rank's own part."""
+        """Compute the part of `source` in the next step, and start recording this rank's own part."""
         run = self.run
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
         run.runtime.watchdog.doing(f"step {step.iteration}, audit")
-        # the first step of the process, or the first after a rollback
+        # this is the first step of the process, or the first step after a rollback
         if self._noted_at != run.progress.iteration:
             self._weights = self._hashes_of_weights(shards=True)
         self._before = self._computed(step, self._batches_of(step, self.source))
@@ -144,7 +147,7 @@ class PeerAudit(Callback, Meter):
         return step.samples // self.run.data.train.row
 
     def _tape(self) -> Tape:
-        """Return a tape that begins with the weights."""
+        """Return a new tape whose first entries are the weights."""
         tape, none = Tape(), torch.zeros(COLUMNS - 1, dtype=torch.int64, device=self.run.runtime.device)
         for name, found in self._hashes_of_weights().items():
             tape.entries.append(Entry(WEIGHT, name))
@@ -152,7 +155,7 @@ class PeerAudit(Callback, Meter):
         return tape
 
     def _batches_of(self, step: Step, dp_rank: int) -> list[Batch]:
-        """Read the micro-batches of a data-parallel rank from the data set."""
+        """Read the micro-batches of a data-parallel rank from the dataset."""
         train, size = self.run.data.train, self.run.runtime.state.dp.size
         reader = DataIterator(
             train.dataset, micro_batch_size=train.micro_batch_size, dp_rank=dp_rank, dp_size=size, name="audit"
@@ -162,7 +165,8 @@ class PeerAudit(Callback, Meter):
         return put_on_device(taken, self.run.data.model, self.run.runtime)
 
     def _computed(self, step: Step, batches: list[Batch]) -> Recording:
-        """Compute the reduced gradients of a step in which this rank has the given micro-batches. Collective."""
+        """Compute and record the reduced gradients of a step in which this rank processes the given micro-batches.
+        Collective."""
         run, recording = self.run, Recording(self._tape())
         with recording.tape.of_passes(run, len(batches)):
             given = run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
@@ -176,7 +180,7 @@ class PeerAudit(Callback, Meter):
         return recording
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Compare the recordings before the update."""
+        """Compare the recordings of both computations before the update."""
         if self._step is None or self._now is None or self._before is None:
             return
         run, step = self.run, self._step
@@ -198,7 +202,7 @@ class PeerAudit(Callback, Meter):
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
-        """Return the weights that have changed since the previous update."""
+        """Return the names of the weights that have changed since the previous update."""
         now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:
@@ -219,7 +223,7 @@ class PeerAudit(Callback, Meter):
         return start_all_to_all(rows, outgoing, incoming, dp).wait().cpu()
 
     def _first(self, recording: Recording, rows: Tensor) -> int | None:
-        """Return the position of the first row that differs."""
+        """Return the index of the first row that differs; None if no row differs."""
         own = recording.rows
         length = min(len(own), len(rows))
         unequal = (own[:length, :2] != rows[:length, :2]).any(dim=1).nonzero().view(-1).tolist()
@@ -239,7 +243,8 @@ class PeerAudit(Callback, Meter):
         return table[f"torch.{self.config.parallel.params_dtype}"]
 
     def _reduced_differences(self) -> tuple[tuple[str, float], ...]:
-        """Return the reduced gradients of this rank whose two computations differ."""
+        """Return pairs (parameter, relative difference) for this rank's reduced gradients that differ between the two
+        computations."""
         assert self._now is not None and self._before is not None
         now, before = self._now.reduced, self._before.reduced
         if not now:
@@ -263,7 +268,8 @@ class PeerAudit(Callback, Meter):
         reduced: tuple[tuple[str, float], ...],
         changed: tuple[str, ...],
     ) -> Report:
-        """Return this rank's report after a third computation. Collective."""
+        """Compute this rank's part again, which is the third computation, and return the report of this rank.
+        Collective."""
         run, now = self.run, self._now
         assert now is not None
         own_rank, dp = run.runtime.launch.rank, run.runtime.state.dp

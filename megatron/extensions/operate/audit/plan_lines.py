@@ -13,7 +13,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines of a plan about audits."""
+    """Yield the lines about audits in a plan."""
     options = run.config.options(AuditFlags)
     interval = options.audit_interval
     every = f"every {interval} steps" if interval > 1 else "every step"

@@ -1,10 +1,10 @@
-"""Process beside a run that recomputes audited steps from snapshots, on the CPU.
+"""Process that recomputes the audited steps of a run from snapshots, on the CPU.
 
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
-reads the names of snapshots from standard input, one per line, and writes `result.json` to each. Snapshots are folders
-in FOLDER. The step is computed in the run's number format and in a wider one. The difference between these two shows
-how much rounding changes each gradient, and sets the tolerance.
+reads the names of snapshots from standard input, one per line, and writes `result.json` to each snapshot. Snapshots are
+folders in FOLDER. A step is computed in the run's number format and in a wider number format. The difference between
+these two computations shows how much rounding changes each gradient, and determines the tolerance.
 
     FOLDER/run_config.yaml                       the configuration of the run
     FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
@@ -53,15 +53,15 @@ RESULT = "result.json"
 PIECES = "pieces.json"
 
 MARGIN = 8.0
-"""Tolerance for the distance from the recomputed gradient, as a multiple of the rounding error. The run sums in another
-order, and distances are estimates."""
+"""Tolerance for the distance from the recomputed gradient, as a multiple of the rounding error. A tolerance is needed
+because the run sums in a different order, and because distances are estimates."""
 
 LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
-"""Smallest tolerance for relative differences, by number format."""
+"""Lower bound of the tolerance for relative differences, by number format."""
 
 
 class Piece(NamedTuple):
-    """Part of a reduced gradient that a rank owns: elements [start, stop) of a flattened box of the parameter."""
+    """Part of a gradient that belongs to a rank: elements [start, stop) of a flattened box of the parameter."""
 
     rank: int
     name: str
@@ -72,57 +72,58 @@ class Piece(NamedTuple):
 
     @classmethod
     def read(cls, values: Sequence[object]) -> Piece:
-        """Convert JSON lists to a piece."""
+        """Convert a JSON list to a piece."""
         rank, name, offset, shape, start, stop = values
         assert isinstance(offset, list) and isinstance(shape, list)
         return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of a whole tensor."""
+        """Return the elements of a whole tensor that belong to this piece."""
         box = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         return box.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a recomputed step."""
+    """Result of the comparison of a step with its recomputation."""
 
     loss: float
-    """Relative difference between the losses."""
+    """Relative difference between the loss of the run and the recomputed loss."""
 
     allowed_loss: float
     first: str | None = None
-    """First gradient of the backward pass that differs; None if all agree."""
+    """Name of the first parameter, in the order of the backward pass, whose gradient differs; None if all gradients
+    agree."""
 
     relative: float = 0.0
     allowed: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Ranks that own the most different parts of the gradient `first`."""
+    """Ranks that own the parts of the gradient of `first` with the largest differences."""
 
     where: str = ""
-    """Kind of the gradient `first`: a term of one replica, or the sum over ranks."""
+    """Kind of the gradient that differs: a term of one replica, or the sum over ranks."""
 
     largest: float = 0.0
-    """Largest ratio of a gradient's difference to its tolerance."""
+    """Largest ratio of the difference of a gradient to its tolerance."""
 
     problem: str = ""
-    """Reason for a missing result; empty if there is a result."""
+    """Reason why there is no result; empty if there is a result."""
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Read a result. Raises OSError if the file cannot be read, ValueError if it is damaged."""
+        """Read a result. Raises OSError if the file cannot be read, and ValueError if the file is damaged."""
         values = json.loads(path.read_text())
         return cls(**values | {"ranks": tuple(values["ranks"])})
 
 
 Gaps = dict[int, float]
-"""Relative differences by rank."""
+"""Maps ranks to relative differences of a gradient."""
 
 Look = Callable[[int, Mapping[str, Tensor]], None]
 
 
 class Recomputation:
-    """Compute steps of a run in one process and in a given number format."""
+    """Recomputation of a run's steps in a single process and in a given number format."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.dtype = dtype
@@ -142,8 +143,9 @@ class Recomputation:
         self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss, and its gradients in fp64, in the order in which the backward pass completes them.
-        `look` is called for each replica, with its index and its term of the gradients."""
+        """Return the mean loss and its gradients in fp64. Gradients are in the order in which the backward pass
+        completes them. `look` is called for each replica with the index of the replica and the replica's term of the
+        gradients."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
         samples = SavedSamples(snapshot, self.run_micro_batch)
@@ -188,7 +190,7 @@ class Recomputation:
 
 
 class Auditor:
-    """Compare steps of a run with their recomputation in one process."""
+    """Comparison of a run's steps with their recomputation in a single process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,14 +226,15 @@ class Auditor:
     def _look(
         self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
     ) -> None:
-        """Add the relative differences of one replica's terms."""
+        """Compare one replica's terms of the gradients with the run's sketches, and add the relative differences to
+        `found`."""
         for (own, piece), sketch in zip(self.terms, sketches, strict=True):
             if own == replica:
                 part = piece.of(grads[piece.name])
                 found.setdefault(piece.name, {})[piece.rank] = gap_of(sketch, part) / norm(part)
 
     def _compared(self, sketches: Sequence[Sequence[float]], expected: Mapping[str, Tensor]) -> dict[str, Gaps]:
-        """Return the relative differences between sums over ranks."""
+        """Return the relative differences between the run's reduced gradients and the expected gradients."""
         found: dict[str, Gaps] = {name: {} for name in expected}
         for piece, sketch in zip(self.owned, sketches, strict=True):
             whole = expected[piece.name]
@@ -240,13 +243,13 @@ class Auditor:
 
 
 def norm(x: Tensor) -> float:
-    """Return the norm, or a tiny positive number if the norm is zero."""
+    """Return the norm of a tensor, or a tiny positive number if the norm is zero."""
     return max(1e-300, torch.linalg.vector_norm(x).item())
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between a tensor and another tensor of which only the random-sign sums are
-    known."""
+    """Estimate the norm of the difference between a tensor and a second tensor. Only the random-sign sums of the second
+    tensor are known."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()
@@ -254,7 +257,7 @@ def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference, divided by the norm of the second tensor."""
+    """Return the norm of the difference of two tensors, divided by the norm of the second tensor."""
     scale = torch.linalg.vector_norm(other).item()
     return torch.linalg.vector_norm(one - other).item() / scale if scale else 0.0
 
@@ -265,7 +268,7 @@ def _gap(one: float, other: float) -> float:
 
 
 def main(folder: Path) -> None:
-    """Process snapshots until standard input ends."""
+    """Process the snapshots that standard input names, until standard input ends."""
     megatron.extensions.load()
     auditor: Auditor | None = None
     for line in sys.stdin:
@@ -273,7 +276,7 @@ def main(folder: Path) -> None:
         try:
             auditor = auditor or Auditor(folder)
             result = auditor.judge(snapshot)
-        except Exception as error:  # the run continues without this audit
+        except Exception as error:  # after any error, the run continues without this audit
             result = Result(0.0, 0.0, problem=f"{type(error).__name__}: {error}")
         text = json.dumps(asdict(result))
         (snapshot / f"{RESULT}.new").write_text(text)

@@ -1,9 +1,10 @@
-"""Sketches: a few numbers per tensor, which show whether two tensors are bit-equal and how far apart they are.
+"""Sketches of tensors: a few numbers that determine whether two tensors are bitwise equal, and that suffice to estimate
+their distance.
 
-A sketch consists of a hash of the bits, the norm, and sums of the elements with random signs. For a difference d, the
-square of such a sum has the expected value |d|^2. The sketches therefore suffice to estimate the distance between two
-tensors on different ranks or from different layouts, without sending a tensor (AMS sketches, Alon, Matias and Szegedy,
-STOC 1996).
+A sketch consists of a hash of the bits, the norm, and several sums of the elements with random signs. If d is the
+difference of two tensors, the square of a random-sign sum of d has the expected value |d|^2. The distance between two
+tensors on different ranks, or from different layouts, can therefore be estimated without sending a tensor (AMS
+sketches, Alon, Matias and Szegedy, STOC 1996).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import torch
 from torch import Tensor
 
 SIGNS = 4
-"""Number of sums with random signs."""
+"""Number of random-sign sums per sketch."""
 
 COLUMNS = 2 + SIGNS
-"""Number of int64 values per sketch: hash, norm, sums. All except the hash are the bits of float64 values."""
+"""Number of int64 values per sketch: the hash, the norm and the random-sign sums. All except the hash are the bits of
+float64 values."""
 
 BLOCK = 1 << 14
-"""Number of elements per block. The elements of a block have independent random numbers."""
+"""Number of elements per block. Positions within a block have independent random numbers."""
 
 AT_A_TIME = 256
-"""Number of blocks that are copied at a time."""
+"""Number of blocks that are processed at a time."""
 
 _GOLDEN = -7046029254386353131
 _MIXER = -4417276706812531889
@@ -33,7 +35,8 @@ _MIXER = -4417276706812531889
 
 @torch.no_grad()
 def sketch_of(x: Tensor) -> Tensor:
-    """Compute the sketch [COLUMNS] int64 on the device of `x`, without a synchronization. `x` may have any shape."""
+    """Compute the sketch of a tensor, int64 [COLUMNS], on the device of `x` and without a synchronization. `x` may have
+    any shape."""
     flat = x.detach().contiguous().view(-1)
     total = hash_of(flat)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -49,8 +52,9 @@ def sketch_of(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_of(x: Tensor) -> Tensor:
-    """Compute the hash of a tensor, an int64 scalar: the sum of each element's bits times an odd number for its
-    position, modulo 2^64. Every change of a single bit changes the hash; the order of summation does not."""
+    """Hash a tensor to an int64 scalar: multiply the bits of each element by an odd number that depends on its
+    position, and sum modulo 2^64. Changing any single bit changes the hash. The order of summation does not affect the
+    hash."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     factors = _random(x.device)[0]
     for first, blocks in _blocks(_bits(x.detach().contiguous().view(-1))):
@@ -60,7 +64,8 @@ def hash_of(x: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (number of the first block, [blocks, n]) for blocks of `BLOCK` elements. The last block may be shorter."""
+    """Divide a flat tensor into blocks of `BLOCK` elements, and yield pairs (number of the first block, blocks [blocks,
+    n]). The last block may be shorter."""
     whole = flat.numel() // BLOCK
     for first in range(0, whole, AT_A_TIME):
         count = min(AT_A_TIME, whole - first)
@@ -70,25 +75,26 @@ def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """Compute the random-sign sums [SIGNS] float64 of a sketch. They are linear in `x`."""
+    """Compute the random-sign sums of a tensor, float64 [SIGNS]. They are linear in `x`."""
     return sketch_of(x)[2:].view(torch.float64)
 
 
 @lru_cache
 def _random(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random numbers for the positions within a block: [BLOCK] odd int64, [BLOCK, SIGNS] float64 of 1 and -1."""
+    """Return random numbers for the positions within a block: odd int64 numbers [BLOCK], and float64 signs [BLOCK,
+    SIGNS]."""
     return _mixed(1, BLOCK, device)
 
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for blocks: [count] odd int64, [count, SIGNS] float64 of 1 and -1. The random numbers of
-    the positions are multiplied by these factors."""
+    """Return random factors for blocks: odd int64 numbers [count], and float64 signs [count, SIGNS]. The random numbers
+    of positions within a block are multiplied by the factors of the block."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 
 def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return odd int64 values and signs for consecutive numbers, by two rounds of a multiplicative hash."""
+    """Return random odd int64 numbers and signs for consecutive integers, from two rounds of a multiplicative hash."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)
@@ -108,8 +114,9 @@ def norm_of(row: Sequence[int]) -> float:
 
 
 def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
-    """Estimate, from two sketches, the norm of the difference divided by the larger norm, or by `floor` if that is
-    larger. The result is 0 for equal bits, and infinite if only one side has values that are not finite."""
+    """Estimate the relative difference of two tensors from their sketches: the norm of the difference, divided by the
+    larger norm, or by `floor` if `floor` is larger. The result is 0 if the bits are equal, and infinite if only one
+    tensor has non-finite values."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)

@@ -1,8 +1,9 @@
-"""Recording of a rank's passes of one step, as sketches in order of computation.
+"""Recording of a rank's passes in one step, as sketches in order of computation.
 
-The tape holds module outputs, operands and results of messages between the ranks of a replica, gradients of the last
-micro-batch, and gradients before their reduction. Collectives are recorded at the call of torch.distributed. No hooks
-are installed during steps without an audit. Only `rows` synchronizes with the device.
+The tape contains sketches of module outputs, of the operands and results of messages between the ranks of a replica, of
+gradients after the last micro-batch, and of gradients before their reduction. Collectives are recorded when
+torch.distributed is called. No hooks are installed during steps that are not audited. Only `rows` synchronizes with the
+device.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from megatron.training.foreign import replaced
 from megatron.training.run import TrainingRun
 
 REPLICA_AXES = ("tp", "cp", "pp", "ep", "expt_tp", "expt_tp_ep", "tp_cp", "mp", "expt_mp", "embd", *LANES)
-"""Groups whose ranks process the same micro-batches."""
+"""Axes along which ranks process the same micro-batches."""
 
 DATA_AXES = ("dp", "dp_cp", "expt_dp", "stage", "world")
-"""Groups that reduce over different micro-batches."""
+"""Axes along which ranks process different micro-batches. Collectives over these axes are not recorded."""
 
 COLLECTIVES = (
     "all_reduce",
@@ -61,12 +62,13 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """Recorded tensors of one rank's passes of a step."""
+    """Recorded tensors of one rank's passes in a step."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before their reduction, by parameter, since the order of reductions may change."""
+        """Sketches of gradients before their reduction, keyed by parameter because the order of reductions may
+        change."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -79,8 +81,8 @@ class Tape:
         self.sketches.append(sketch_of(value))
 
     def rows(self) -> tuple[list[Entry], Tensor]:
-        """Return all entries, with gradients of buckets last, and their rows [n, 1 + COLUMNS] int64 on the host. A row
-        consists of a checksum of the kind and label, and the sketch."""
+        """Return all entries, with the gradients of buckets last, and their rows, an int64 tensor [n, 1 + COLUMNS] on
+        the host. A row consists of a checksum of the kind and label, and the sketch."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()
@@ -89,8 +91,8 @@ class Tape:
 
     @contextmanager
     def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
-        """Record the passes of a step within the `with` block. Gradients are recorded in the last micro-batch, when
-        they are complete."""
+        """Record the passes of a step within the `with` block. Gradients are recorded only in the last micro-batch,
+        because they are complete then."""
         self._microbatches = microbatches
         with ExitStack() as stack:
             for name, module in modules_of(run):
@@ -108,8 +110,8 @@ class Tape:
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        """Record only within actions. Reductions at the end of a step belong to data-parallel shards, which peers do
-        not share."""
+        """Enable recording during a pipeline action. Reductions at the end of a step are not recorded, because they
+        belong to data-parallel shards, which peers do not have in common."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
         try:
@@ -168,8 +170,9 @@ class Tape:
 
 
 def modules_of(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name in the whole model, module) for this rank's stages: modules without submodules, modules with
-    parameters of their own, and the last stage, whose output is the loss."""
+    """Yield pairs (name in the whole model, module) for the recorded modules in this rank's stages. Recorded modules
+    are modules without submodules, modules that directly own parameters, and the last stage, because its output is the
+    loss."""
     for stage, model in run.stages.items():
         for name, module in model.named_modules():
             inner = next(module.children(), None)
@@ -187,7 +190,8 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 class Taps:
-    """Wrap the torch.distributed functions that training calls, and the `wait` methods of the work that they return."""
+    """Wrappers around the torch.distributed functions that training calls, and around the `wait` method of the work
+    objects that these functions return."""
 
     def __init__(self, tape: Tape, state: ParallelState) -> None:
         self.tape = tape
@@ -202,13 +206,13 @@ class Taps:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Record until the end of the `with` block."""
+        """Record collectives and messages until the end of the `with` block."""
         there = [name for name in COLLECTIVES if hasattr(dist, name)]
         taps = {name: self._collective(name, getattr(dist, name)) for name in there}
         messages = {name: self._message(name, getattr(dist, name)) for name in ("isend", "irecv")}
         with replaced(
             *((dist, name, tap) for name, tap in (taps | messages).items()),
-            # P2POp compares with the original function
+            # P2POp compares with these functions
             *((distributed_c10d, name, tap) for name, tap in messages.items()),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -220,8 +224,8 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a collective. The collective's first argument is the result and the second is the operand, or one
-        argument is both."""
+        """Wrap a collective. The first argument of the collective is the result, and the second argument is the
+        operand. If there is only one tensor, it is both."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -278,7 +282,8 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """Return the rank at the other end of a message, from whichever argument of the torch.distributed call names it."""
+    """Return the rank at the other end of a message. Different torch.distributed functions pass this rank in different
+    arguments."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

@@ -1,11 +1,11 @@
-"""Verdict of an audit: which rank caused a difference between two computations of a step. This module does not import
-torch.
+"""Verdict of an audit: the rank that caused a difference between two computations of a step. This module does not
+import torch.
 
-Each rank compares its own recording of a step with its peer's recording of the same work. If the two differ, the rank
-records the work a second time. A rank is the source of a difference if its computed values are the first to differ, or
-if its received values differ although the other ranks sent equal values. All other differences follow from wrong
-inputs. The third recording shows whether the rank or its peer erred. A rank with a permanent fault errs both in its own
-part and in the part that it computes as a peer, and so gets two votes.
+Each rank compares its own recording of a step with its peer's recording of the same work. If the two recordings differ,
+the rank records the work a second time. A rank is the source of a difference if its computed values are the first to
+differ, or if its received values differ although the other ranks sent equal values. All other differences are caused by
+wrong inputs. The third recording shows whether the rank or its peer computed wrong values. A rank with a permanent
+fault computes wrong values in its own part and in the part that it computes as a peer. Therefore, it gets two votes.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ LOSS = "loss"
 
 CAUSES = {
     WEIGHT: "the weights differ before the step",
-    OUTPUT: "the output differs though the inputs are equal",
-    SENT: "a sent value differs though the inputs are equal: faulty matrix product or memory",
-    RECEIVED: "the received message differs though all ranks sent equal values",
-    GRADIENT: "the gradient differs though the inputs are equal: faulty matrix product or memory",
+    OUTPUT: "the output differs although the inputs are equal",
+    SENT: "a sent value differs although the inputs are equal: faulty matrix product or memory",
+    RECEIVED: "the received message differs although all ranks sent equal values",
+    GRADIENT: "the gradient differs although the inputs are equal: faulty matrix product or memory",
     BUCKET: "the gradient has changed in memory between its computation and the reduction",
-    REDUCED: "the sum over ranks differs though its terms are equal: faulty message or memory",
-    LOSS: "the loss differs though the inputs are equal",
+    REDUCED: "the sum over ranks differs although its terms are equal: faulty message or memory",
+    LOSS: "the loss differs although the inputs are equal",
 }
-"""Explanation of a first difference, by kind of the recorded tensor."""
+"""Maps the kind of the first recorded tensor that differs to an explanation."""
 
 CHANGED = "the weight has changed in memory since its update"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First recorded tensor of a rank that differs from its peer's."""
+    """First recorded tensor of a rank that differs from the peer's recording."""
 
     kind: str
     label: str
     """Name of the tensor, such as `decoder.layers.0.mlp.linear_fc1.weight`."""
 
     relative: float
-    """Norm of the difference, divided by the norm of the tensor."""
+    """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""
 
     key: str = ""
-    """Key of a message, which is the same on all ranks that take part in it."""
+    """Key of a message. It is the same on all ranks that take part in the message; empty for other tensors."""
 
     of_own: bool = True
-    """True if the rank's own second recording equals its first."""
+    """True if the rank's second recording of its part equals its first recording."""
 
     of_peer: bool = True
-    """True if the rank's own second recording equals its peer's."""
+    """True if the rank's second recording of its part equals the peer's recording."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Comparison results of one rank."""
+    """Results of one rank's comparison with its peer."""
 
     rank: int
     host: str
     peer: int
-    """Rank that computed this rank's part a second time."""
+    """Rank of the peer, which also computed this rank's part."""
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
-    """Keys of messages whose operands on this rank differ."""
+    """Keys of the messages for which this rank's operands differ."""
 
     changed: tuple[str, ...] = ()
-    """Weights that have changed since their update."""
+    """Names of weights that have changed since their update."""
 
     reduced: tuple[tuple[str, float], ...] = ()
-    """(parameter, relative difference) for reduced gradients that this rank owns."""
+    """Pairs (parameter, relative difference) for the differing reduced gradients that this rank owns."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A disagreement, and the ranks that may have caused it."""
+    """Disagreement between ranks, and the ranks that may have caused it."""
 
     ranks: tuple[int, ...]
-    """Suspected ranks: one, or several if the recordings do not decide between them."""
+    """Suspected ranks. There are several if the recordings do not determine a single rank."""
 
     hosts: tuple[str, ...]
     kind: str
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def damages_state(self) -> bool:
-        """True if the next step would also begin with wrong weights."""
+        """True if the weights are wrong, so that the next step would also start with wrong weights."""
         return self.kind == WEIGHT
 
     def line(self, iteration: int) -> str:
@@ -107,7 +107,8 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Return the finding that follows from the reports of all ranks, in rank order; None if nothing differs."""
+    """Return the finding that follows from the reports of all ranks; None if nothing differs. The reports are in rank
+    order."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
     sources = [each for each in reports if _is_source(each, reports)]
@@ -123,7 +124,7 @@ def decide(reports: Sequence[Report]) -> Finding | None:
 
 
 def _is_source(report: Report, reports: Sequence[Report]) -> bool:
-    """Return True if this rank caused a difference."""
+    """Return True if the rank of a report caused a difference."""
     first = report.first
     if first is None:
         return False
@@ -131,15 +132,15 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
-    """Return the rank to which most differences point. On a tie, a rank whose own two recordings differ is
-    preferred."""
+    """Return a finding that blames the rank with the most votes. On a tie, a rank is preferred if its two recordings of
+    its own part differ."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
         votes[rank] += 1
     most = max(votes.values())
     ranks = tuple(sorted(rank for rank, count in votes.items() if count == most))
     (first, source) = (sources[0].first, sources[0])
-    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # the rank computed its part twice, the peer once
+    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # only the rank has two recordings
         ranks = (source.peer if first.of_own else source.rank,)
     source = next(each for each in sources if set(_suspects(each)) & set(ranks))
     assert source.first is not None
@@ -160,12 +161,13 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """Return the offset in data-parallel ranks at which each rank finds a peer with the same weights and experts; None
-    if there is no such offset.
+    """Return an offset in data-parallel ranks at which each rank has a peer with the same weights and experts; None if
+    there is no such offset.
 
     Args:
-        groups: The data-parallel groups.
-        experts: The expert-parallel groups. Ranks at the same position of two groups hold the same experts."""
+        groups: Data-parallel groups.
+        experts: Expert-parallel groups. Ranks at the same position in different groups hold the same experts.
+    """
     place = {rank: number for ranks in experts for number, rank in enumerate(ranks)}
     size = len(groups[0])
     for shift in range(1, size):

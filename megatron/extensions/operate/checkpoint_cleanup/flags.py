@@ -1,4 +1,4 @@
-"""Flags for the retention of checkpoints, and the rule about them. This module does not import torch."""
+"""Checkpoint retention flags, and their rules. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class RetentionFlags:
     keep_last: int | None = flag(None, above=0, no_effect_without="--save")
-    """Number of newest checkpoints to keep; older ones are deleted. Default: 1 if another retention flag is given."""
+    """Number of newest checkpoints to keep. Older checkpoints are deleted. Default: 1 if another retention flag is
+    set."""
 
     keep_every: int | None = flag(None, "--save-retain-interval", above=0, no_effect_without="--save")
-    """Keep checkpoints whose iteration is a multiple of this number, in addition to the newest ones."""
+    """Keep checkpoints whose iteration is a multiple of this number, in addition to the newest checkpoints."""
 
     save_retain_best: str | None = flag(None, no_effect_without="--save")
-    """Keep the checkpoint with the lowest value of this metric, in addition to the newest ones: valid_loss, lm_loss,
-    or valid_NAME_loss of a named validation set. The link SAVE/best points to it."""
+    """Keep the checkpoint with the lowest value of this metric, in addition to the newest checkpoints. The metric is
+    valid_loss, lm_loss, or valid_NAME_loss of a named validation set. The link SAVE/best points to the checkpoint."""
 
 
 def _metrics(config: RunConfig) -> list[str]:
-    """Return the metrics by which checkpoints of a run can be chosen."""
+    """Return the metrics that --save-retain-best can use in a run."""
     try:
         names = list(config.data.named_sets)
-    except ValueError:  # another rule reports these
+    except ValueError:  # another rule reports invalid sets
         names = []
     return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 

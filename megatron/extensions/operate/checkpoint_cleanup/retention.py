@@ -1,4 +1,5 @@
-"""Retention of checkpoints: the pure choice of the checkpoints to keep, and the deletion of the others."""
+"""Checkpoint retention: a pure function that chooses the checkpoints to delete, and the deletion of these
+checkpoints."""
 
 from __future__ import annotations
 
@@ -19,17 +20,19 @@ BEST = "best"
 """Name of the link in the --save folder to the checkpoint that --save-retain-best keeps."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
-"""Error numbers for symbolic links on file systems that do not support them, and on Windows without the privilege."""
+"""Error numbers that creating a symbolic link raises if the file system does not support links, or without the required
+privilege on Windows."""
 
 
 def to_delete(
     rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Return the iterations to delete after `newest` was saved, which are those that no rule keeps. If several
-    checkpoints are equally good, the earliest is kept.
+    """Return the iterations of the checkpoints to delete after `newest` was saved. These are the checkpoints that no
+    rule keeps. If several checkpoints have the same best score, the earliest one is kept.
 
-    `scores` maps every saved iteration to its metric, or to None if it was not measured. Iterations in `held` are kept,
-    and so are iterations above `newest`, which another branch of the run may need.
+    `scores` maps every saved iteration to the value of the metric, or to None if the metric was not measured.
+    Iterations in `held` are kept. Iterations above `newest` are also kept, because another branch of the run may need
+    them.
     """
     own = sorted(iteration for iteration in scores if iteration <= newest)
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
@@ -41,16 +44,18 @@ def to_delete(
 
 
 def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
-    """Return the earliest iteration up to `newest` with the lowest score; None if no score is finite."""
+    """Return the iteration with the lowest score among iterations up to `newest`; None if no score is finite. On a tie,
+    the earliest iteration is returned."""
     measured = [(score, i) for i, score in scores.items() if i <= newest and score is not None and math.isfinite(score)]
     return min(measured)[1] if measured else None
 
 
 def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-    """Delete the checkpoints that no rule keeps, after `newest` is complete. Call it on one rank.
+    """Delete the checkpoints that no rule keeps, after the checkpoint `newest` is complete. Call this function on a
+    single rank.
 
-    Folders in `held` and anything that is not a complete checkpoint are kept. A folder is hidden before its files are
-    removed. Raises OSError.
+    Folders in `held` and anything that is not a complete checkpoint are kept. A folder is renamed to a hidden name
+    before its files are removed. Raises OSError.
     """
     storage = storage_of(root)
     folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}
@@ -71,8 +76,9 @@ class Retention(Callback):
 
 
 def _link(link: PurePath, target: str) -> None:
-    """Point `link` to `target` with a single rename, unless `link` exists and is not a link. If the storage does not
-    support links, write the name to a text file, `link` with the suffix .txt. Raises OSError."""
+    """Make `link` a symbolic link to `target`, atomically. If `link` exists but is not a link, do nothing. If the
+    storage does not support links, write `target` to a text file that is named `link` with the suffix .txt. Raises
+    OSError."""
     if not isinstance(link, Path):
         storage_of(link).write(link.with_suffix(".txt"), f"{target}\n".encode())
         return
@@ -91,8 +97,8 @@ def _link(link: PurePath, target: str) -> None:
 
 
 def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
-    """Return the metric of each checkpoint; None if it was not measured, or was measured on validation data other than
-    that of `newest`'s phase."""
+    """Return the metric of each checkpoint. The value is None if the metric was not measured, or if it was measured on
+    validation data that differ from those of `newest`."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
     data = _validation_data(payloads.get(newest, {}))
     return {
@@ -119,7 +125,8 @@ def _score(payload: Mapping[str, object], metric: str) -> float | None:
 
 
 def _validation_data(payload: Mapping[str, object]) -> list[object]:
-    """Return the data and the sequence length of a checkpoint's phase, on which its validation losses depend."""
+    """Return the data paths and the sequence length of a checkpoint's training phase. Validation losses depend on these
+    values."""
     phases = payload.get("stages")
     last = phases[-1] if isinstance(phases, list) and phases else None
     values = last.get("values") if isinstance(last, dict) else None

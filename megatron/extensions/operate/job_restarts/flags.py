@@ -1,4 +1,4 @@
-"""Flags for restarts within the processes of the launcher. This module does not import torch."""
+"""Flags for restarts within the launcher's processes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class RestartConfig:
     restarts_in_job: int = flag(0, at_least=0)
-    """Number of times in a row that the launcher's processes restart failed ranks without completing a further step.
-    After that, the launcher sees the failure. 0: the launcher sees every failure."""
+    """Maximum number of consecutive restarts of failed ranks, within the launcher's processes, that complete no step.
+    After that, the failure is reported to the launcher. 0 reports every failure to the launcher."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Number of spares: the last processes of the launcher have no rank at first. They wait with all modules imported
-    and replace ranks whose processes or hosts are lost."""
+    """Number of spare processes. The last processes of the launcher have no rank at first. They wait with all modules
+    imported, and replace ranks whose processes or hosts are lost."""
 
     @property
     def starter(self) -> str | None:

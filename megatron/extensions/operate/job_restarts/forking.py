@@ -1,4 +1,4 @@
-"""Processes that a parent forks: they end with it."""
+"""Forking of processes that end when their parent ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def fork() -> int:
-    """Fork a process that the kernel kills when this one ends. Return 0 in the new process, else its number."""
+    """Fork a process that the kernel kills when the calling process ends. Return 0 in the new process, and the id of
+    the new process in the calling process."""
     parent = os.getpid()
     pid = os.fork()
     if not pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before the call
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(1)
     return pid

@@ -1,8 +1,8 @@
-"""Search for the layout with which a run continues on fewer ranks and the same global batch: the fastest layout that
-fits in memory, as the planner predicts. This module does not import torch.
+"""Search for a layout with which a run can continue on fewer ranks with the same global batch. The result is the layout
+that fits in memory and for which the planner predicts the fastest step. This module does not import torch.
 
-If the planner has no rates for the device, as on CPUs, it ranks layouts by the rates of an H100. The layout of the
-run's own flags, with fewer replicas, is one of the candidates.
+If the planner has no rates for the device, for example on CPUs, layouts are ranked with the rates of an H100. The
+candidates include the layout of the run's flags with fewer replicas.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
 SEARCH = 5.0
-"""Seconds after which a search ends with the best layout found so far."""
+"""Time limit in seconds of a search. At the limit, the search ends with the best layout that it has found."""
 
 FAMILIES = 8
-"""Number of layout families that are timed."""
+"""Number of layout families for which the step time is predicted."""
 
 SIZES = 3
-"""Number of world sizes that are compared, from the largest with a legal layout down. The fastest is used."""
+"""Number of world sizes that are compared. The comparison starts with the largest world size that has a legal
+layout."""
 
 LISTED = 200
-"""Largest number of layouts of one size that are validated until one is legal."""
+"""Maximum number of layouts per world size that are validated to find a legal layout."""
 
 DEFAULT_DEVICE = "h100"
 
 
 def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
-    """Return the planner's rates for this machine's GPU, found by the name that the driver reports. CUDA is not
-    initialized, because a process that has initialized it cannot fork ranks."""
+    """Return the planner's rates for this machine's GPU. The GPU is identified by the name that the driver reports.
+    This function does not initialize CUDA, because a process that has initialized CUDA cannot fork ranks."""
     for about in sorted(drivers.glob("*/information")):
         words = about.read_text().lower().replace("-", " ").split()
         for name in device_names():
@@ -51,7 +52,8 @@ def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
 
 
 class Choice(NamedTuple):
-    """Layout for a number of ranks, with the predicted seconds of a step; infinite if there is no prediction."""
+    """Layout for a number of ranks, and the predicted step time in seconds. The time is infinite if there is no
+    prediction."""
 
     seconds: float
     ranks: int
@@ -59,8 +61,8 @@ class Choice(NamedTuple):
 
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
-    """Return the number of ranks, at most `ranks`, and the layout with which a run continues fastest; None if none is
-    legal. `config` is resolved, for any number of ranks."""
+    """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the
+    configuration with all defaults filled in. It may have been resolved for a different number of ranks."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0
@@ -77,7 +79,7 @@ def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice 
 
 
 def config_in(config: RunConfig, ranks: int, layout: Layout) -> RunConfig:
-    """Return the resolved configuration of a run with another layout."""
+    """Return the resolved configuration of a run with a different layout."""
     return SearchedRun(config, ranks).with_layout(layout)
 
 
@@ -87,21 +89,22 @@ def flags_of(config: RunConfig, ranks: int, layout: Layout) -> str:
 
 
 def layout_text(layout: Layout) -> str:
-    """Return a layout as text for the store."""
+    """Serialize a layout to text for the store."""
     return json.dumps(layout)
 
 
 def layout_from(text: str) -> Layout:
-    """Parse a text that `layout_text` has written."""
+    """Parse text that was written by `layout_text`."""
     family, pipeline, dp, saving = json.loads(text)
     return Layout(Family(*family), Pipeline(*pipeline), dp, Saving(*saving))
 
 
 def _with_fewer_replicas(config: RunConfig, ranks: int, device: DeviceFile) -> Iterator[Choice]:
-    """Yield the run's own layout at every number of ranks at which it is legal, the largest first."""
+    """Yield the layout of the run's flags for every number of ranks for which it is legal, from the largest number
+    down."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
-        with suppress(ValueError):  # its sizes do not divide these ranks
+        with suppress(ValueError):  # the parallel sizes do not divide this number of ranks
             layout = run.own_layout
             own = run.with_layout(layout)
             if not validate(own, size):
@@ -126,7 +129,7 @@ def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
 
 
 def _fastest(run: SearchedRun, device: DeviceFile, until: float) -> Found | None:
-    """Return the fastest layout that the search finds before the time `until`; None if it finds none."""
+    """Return the fastest layout that the search finds before the time `until`; None if there is none."""
 
     def look(effort: Effort) -> None:
         if time.monotonic() > until:

@@ -1,12 +1,14 @@
-"""Messages between the parents of all ranks through the store, with which they agree on the next start.
+"""Messages between the parents of all ranks through the store. With these messages, parents agree on the next start.
 
-A parent is a process of the launcher. `roster` calls parents workers, by the numbers that the launcher gives them.
+A parent is a process that the launcher starts. `roster` calls parents workers, and identifies them by the numbers that
+the launcher assigns.
 
-Keys of the store: parent/W, who worker W is; beat/W, changes while it lives; again/N, asks for start N; here/N/W, it
-has come to start N; decides/N, the parent that decides how that is made; start/N, what it has decided; over, the exit
-code of a parent that has ended for good; left/W, W has read that; offer/N/W, the copies on the host of W, which has no
-rank in start N; newest, the number of the last start. The keys of a start, and those that its ranks have set, are
-deleted during the next one. The store is that of the launcher, or else of a process that worker 0 has forked.
+The store has these keys for worker W and start N. parent/W: host and process of W. beat/W: heartbeat counter of W.
+again/N: request for start N. here/N/W: W has arrived at start N. decides/N: the parent that plans start N. start/N: the
+plan of start N. over: exit code of a parent that has ended permanently. left/W: W no longer needs the store. offer/N/W:
+copies of the training state on the host of W, if W has no rank in start N. newest: number of the newest start. The keys
+of a start, including the keys that its ranks set, are deleted during the next start. The launcher serves the store if
+it can; otherwise, a process that worker 0 forks serves it.
 """
 
 from __future__ import annotations
@@ -33,40 +35,41 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Peer, identity, launcher_has_store, meet, start_of
 
 STORE = "parents"
-"""Prefix of the parents' keys in the store."""
+"""Prefix of the keys in the store that parents use."""
 
 LOOK = 0.05
-"""Seconds between checks of a child, or of the other parents."""
+"""Seconds between two checks of the child or of the other parents."""
 
 ANSWER = 8.0
-"""Seconds within which a reachable store answers."""
+"""Maximum response time of a reachable store in seconds."""
 
 ROLL = 15.0
-"""Seconds within which all living parents arrive at a start."""
+"""Maximum time in seconds in which all living parents arrive at a start."""
 
 PARTING = 5.0
-"""Seconds that the holder of the store waits for others at the end."""
+"""Maximum time in seconds that worker 0, which may serve the store, waits for the other workers at the end."""
 
 OFFERS = 5.0
-"""Seconds within which workers without ranks report what their hosts offer."""
+"""Maximum time in seconds to wait for the offers of workers without ranks."""
 
 DECIDES = 30.0
-"""Seconds within which a parent decides how a start is made, including the search for another layout."""
+"""Maximum time in seconds in which a parent plans a start, including the search for another layout."""
 
 SILENT = 2.5
-"""Seconds without a sign of life after which a parent on another machine counts as gone while a start is made."""
+"""Seconds without a heartbeat after which a parent on another machine is considered lost, while parents wait for a
+start."""
 
 LOST = 30.0
-"""Seconds without one after which it counts as gone at any other time, when no parent waits for it."""
+"""Seconds without a heartbeat after which a parent on another machine is considered lost at any other time."""
 
 LONGEST = 1.0
-"""Largest number of seconds that a `Clock` counts between two readings."""
+"""Maximum number of seconds that a `Clock` counts between two readings."""
 
 DELETED = 200
-"""Number of old keys that are deleted at a time."""
+"""Maximum number of old keys that are deleted at a time."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
-"""First words of the parents' keys of a start."""
+"""First words of the keys that parents set for a start."""
 
 T = TypeVar("T")
 
@@ -76,14 +79,15 @@ class LostStoreError(ConnectionError):
 
 
 class Clock:
-    """Seconds that this process has run since the clock was created. On an overloaded machine a process may be
-    suspended for seconds between two readings. So may the others, which must not be declared lost for it."""
+    """Clock that measures how many seconds this process has run. On an overloaded machine, processes may be suspended
+    for seconds. Time in which this process was suspended is not counted, because the other processes may have been
+    suspended too and must not be considered lost."""
 
     def __init__(self) -> None:
         self._at, self._seconds = time.monotonic(), 0.0
 
     def seconds(self) -> float:
-        """Read the clock: the seconds that this process has run."""
+        """Return the number of seconds that this process has run since the clock was created."""
         now = time.monotonic()
         self._seconds += min(now - self._at, LONGEST)
         self._at = now
@@ -91,7 +95,8 @@ class Clock:
 
 
 def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
-    """Return the result of a call to the store. The thread of the call has ended then, so the caller may fork.
+    """Call the store in a separate thread, and return the result. The thread has ended when this function returns, so
+    the caller may fork.
 
     Raises LostStoreError if the call fails or does not return in time."""
     results = list[T]()
@@ -119,67 +124,68 @@ class Start:
     """Plan of a start: its workers, ranks and layout."""
 
     roster: Roster
-    """Worker of each rank."""
+    """Worker number of each rank."""
 
     living: tuple[int, ...]
-    """All workers that take part, including spares."""
+    """Workers that take part in the start, including spares."""
 
     rung: str = ""
-    """Rung of the recovery, for events and the log."""
+    """Recovery method of the start, for events and the log."""
 
     why: tuple[str, ...] = ()
-    """Reasons why no higher rung was possible, one line each."""
+    """Reasons why preferred recovery methods were not possible, one line each."""
 
     layout: str = ""
-    """Another layout for the run, as `layouts.layout_text` writes it; empty for the layout of its flags."""
+    """Layout of the run, serialized by `layouts.layout_text`; empty for the layout of the run's flags."""
 
     ends: str = ""
-    """Reason for not starting the ranks again; empty if they are started."""
+    """Reason why the ranks are not started again; empty if they are started."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        """Parse a text that `to_json` has written."""
+        """Parse text that was written by `to_json`."""
         record = json.loads(text)
         lists = {name: tuple(record[name]) for name in ("roster", "living", "why")}
         return cls(**{**record, **lists})
 
     def to_json(self) -> str:
-        """Return this start as text for the store."""
+        """Serialize this start to text for the store."""
         return json.dumps(asdict(self))
 
 
 Decide = Callable[[Collection[int], "dict[int, str]"], Start]
-"""(workers that have arrived, worker -> its host) -> the next start."""
+"""Function that plans the next start. Its arguments are the workers that have arrived, and a mapping from workers to
+hosts."""
 
 
 @dataclass
 class Parents:
-    """A parent's view of the other parents."""
+    """Connection of a parent to the other parents."""
 
     store: dist.Store
     worker: int
     world: int
     serves: StoreProcess | None = None
-    """Process that serves the store, on worker 0; None if the launcher does."""
+    """Process that serves the store, on worker 0. None if the launcher serves the store, and on other workers."""
 
     startup: float = 0.0
     """Seconds within which all parents connect for the first time."""
 
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
-    """Worker -> its host for copies, and its process."""
+    """Maps a worker to its host and its process."""
 
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
     _old: list[tuple[dist.Store, str]] = field(default_factory=list)
-    """Keys of earlier starts that this parent deletes."""
+    """Keys of earlier starts that this parent must delete."""
 
     _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Worker -> its last sign of life, and when that was seen first."""
+    """Maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
 
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Parents:
-        """Connect to the parents of the other ranks. If the launcher has no store, a process of worker 0 serves one,
-        which the children use too."""
+        """Connect to the parents of the other ranks. If the launcher has no store, worker 0 forks a process that serves
+        the store. Children also use this store."""
         launch.export(os.environ)
         limit = timedelta(minutes=config.parallel.startup_timeout_minutes)
         run, serves = identity(config), None
@@ -193,7 +199,7 @@ class Parents:
         return there
 
     def beat(self) -> None:
-        """Write a sign of life to the store."""
+        """Write a heartbeat of this worker to the store."""
         self._beats += 1
         self._answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
 
@@ -202,27 +208,28 @@ class Parents:
         self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
-        """Return True if a parent has requested a start."""
+        """Return True if a parent has requested this start or a later start has begun."""
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
-        """Return whether all of these workers have ended, and not for good, as far as this one knows."""
+        """Return True if all of these workers are lost, as far as this worker knows, and no parent has ended
+        permanently."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
 
     def is_stopped(self, worker: int) -> bool:
-        """Return True if a signal (SIGSTOP) has stopped a worker of this machine."""
+        """Return True if a worker on this machine is stopped by a signal (SIGSTOP)."""
         peer = self._peer(worker)[1]
         return bool(peer.namespace) and peer.namespace == Peer.here().namespace and peer.state() == "T"
 
     def kill(self, worker: int) -> None:
-        """Kill a worker of this machine, which may have ended by itself."""
+        """Kill a worker on this machine. The worker may have ended already."""
         with suppress(ProcessLookupError):
             os.kill(self._peer(worker)[1].pid, signal.SIGKILL)
 
     def leave(self, code: int, living: Collection[int]) -> None:
-        """Announce that this parent makes no further start, and its exit code. Worker 0, which may hold the store,
-        waits until spares have read it."""
+        """Announce that this parent ends permanently, and announce its exit code. Worker 0, which may serve the store,
+        waits until the workers in `living` no longer need the store."""
         self._answered(lambda: self.store.set("over", str(code)))
         self.left()
         clock, keys = Clock(), [f"left/{worker}" for worker in living]
@@ -234,12 +241,12 @@ class Parents:
         self._answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
-        """Return the exit code of a parent that has ended for good; None if none has."""
+        """Return the exit code of a parent that has ended permanently; None if there is none."""
         return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Wait until all living parents have arrived at a start, and return its plan. A worker that is missing from
-        `living` of the plan does not take part. `before` is the plan of the previous start."""
+        """Wait until all living parents have arrived at a start, and return the plan of the start. A worker that is not
+        in the plan's `living` does not take part in the start. `before` is the plan of the previous start."""
         self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -248,7 +255,7 @@ class Parents:
             if self._newest() > number:
                 return Start((), (), ends="the other ranks have continued without it")
             if self.over() is not None:
-                return Start((), (), ends="a rank has ended for good")
+                return Start((), (), ends="a rank has ended permanently")
             missing = self._missing(number, before.living)
             if any(map(self._is_awaited, missing)):
                 clock = Clock()
@@ -261,13 +268,12 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Find the keys of earlier starts at which all their workers have arrived, for `tidy`.
-
-        A worker that arrives at an earlier start later reads that there is a newer one.
+        """Find the keys of earlier starts, which `tidy` deletes, and record that `number` is the newest start. A worker
+        that arrives late at an earlier start reads this number.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
-        if not hasattr(whole, "list_keys"):  # torch 2.11 has no such call: old keys stay
+        if not hasattr(whole, "list_keys"):  # torch 2.11 has no such method, so old keys are kept
             return
         for key in self._answered(whole.list_keys):
             of = start_of(key)
@@ -279,25 +285,25 @@ class Parents:
                 self._old.append((self.store, key))
 
     def tidy(self) -> None:
-        """Delete some of the keys that `forget` has found."""
+        """Delete some of the keys that `forget` found."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Report what this host, which may have no ranks, offers to a start."""
+        """Report the copies of the training state on this host, which may have no ranks, for a start."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """Read what the hosts of these workers offer, as far as they report it in time."""
+        """Return the offers of these workers. Offers that are not reported in time are omitted."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
         return [self._get(each) for each in keys if self._there(each)]
 
     def _answered(self, call: Callable[[], T]) -> T:
-        """Return `answered(call)`. If the process that serves the store is stopped, and this worker has forked it,
-        resume it and call again."""
+        """Return `answered(call)`. If this worker forked the process that serves the store, and a signal has stopped
+        this process, resume the process and retry the call."""
         try:
             return answered(call)
         except LostStoreError:
@@ -306,8 +312,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent decides: the first living parent does, or any parent once that one is late or
-        lost."""
+        """Return True if this parent plans the start. This is the first parent that claims the role, or another parent
+        if the first one is late or lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
@@ -334,7 +340,7 @@ class Parents:
         )
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """Return the workers of the last start that have not arrived."""
+        """Return the workers of the last start that have not arrived at this start."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if self._answered(lambda: self.store.check(list(keys.values()))):
             return []
@@ -354,8 +360,9 @@ class Parents:
         return self._clock.seconds() < self.startup and not self._there(f"parent/{worker}")
 
     def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:
-        """Return whether a worker has ended: known at once on this machine, else by its silence, for `SILENT` if not
-        given. `silence`: worker -> its last sign of life, and when that was seen first."""
+        """Return True if a worker is lost. On this machine, the state of its process is known. On other machines, a
+        worker is considered lost after `seconds` without a heartbeat (default: `SILENT`). `silence` maps a worker to
+        its last heartbeat and the time at which this heartbeat was first seen."""
         peer, now = self._peer(worker)[1], self._clock.seconds()
         if not peer.pid and self._is_awaited(worker):
             return False

@@ -1,11 +1,11 @@
-"""--restarts-in-job: restart failed ranks within the processes of the launcher.
+"""Restarts of failed ranks within the launcher's processes (--restarts-in-job).
 
-The process that the launcher has started imports torch and forks a child for each start of its rank. It does not end
-with the rank, so the launcher sees no failure. A new child has all modules imported. When a child of any rank fails,
-all children end, and all parents meet at the store before they fork again: at that time no process of the previous
-start is left. The last --spare-ranks parents have no rank. They wait with all modules imported until a rank is lost
-together with its parent, as on a lost host. If there are not enough spares either, all parents end, and the launcher
-starts the ranks.
+The process that the launcher starts is a parent. It imports torch and forks a child process for each start of its rank.
+The parent does not end with the rank, so the launcher does not notice a failure. In a new child, all modules are
+already imported. When the child of any rank fails, all children end. All parents then meet at the store before they
+fork again, so no process of the previous start is left. The last --spare-ranks parents have no rank. They wait with all
+modules imported until a rank is lost together with its parent, for example on a lost host. If there are not enough
+spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts the ranks.
 """
 
 from __future__ import annotations
@@ -51,56 +51,60 @@ from megatron.training.reliability.watchdog import Watch, Watchdog
 from megatron.training.run import TrainingRun
 
 ASK = 0.4
-"""Seconds between two reads of the store."""
+"""Seconds between two checks of the store."""
 
 GRACE = 8.0
-"""Seconds within which a child ends by itself after another rank has failed."""
+"""Seconds that a child has to exit after another rank has failed, before it is killed."""
 
 STUCK = 30.0
-"""Seconds after SIGKILL for which a parent waits for a child that the kernel cannot end, as in a driver."""
+"""Maximum time in seconds after SIGKILL that a parent waits for a child that the kernel cannot end, for example because
+the child is blocked in a driver."""
 
 STOPPED = 6.0
-"""Seconds for which a child, or the next parent on the same machine, may be stopped (SIGSTOP)."""
+"""Maximum time in seconds for which a child, or the parent of the next rank on the same machine, may be stopped
+(SIGSTOP)."""
 
 UNMET = 120.0
-"""Seconds within which a child connects to the store, which its parent can reach. A child that has not is ended and
-started again."""
+"""Maximum time in seconds in which a child must connect to the other ranks while its parent can reach the store. After
+that, the child is killed and started again."""
 
 SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
-"""Names of signals by number. Most real-time signals have none."""
+"""Maps signal numbers to names. Most real-time signals have no name."""
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
-"""Modules that torch and this program import on first use, and that take seconds to import."""
+"""Modules that torch and this program normally import on first use. The parent imports them, because this takes
+seconds."""
 
 IN_ORDER = 8
-"""Index of the byte of `_progress` that is 1 if the child ends on purpose, so that its exit code gives the reason."""
+"""Index of the byte in `_progress` that is 1 if the run itself chose the exit code of the child."""
 
 MET = 9
-"""Index of the byte of `_progress` that is 1 once the child has connected to the other ranks."""
+"""Index of the byte in `_progress` that is 1 once the child has connected to the other ranks."""
 
 _progress: mmap.mmap | None = None
-"""Memory shared by parent and child: the child's last completed iteration, and the bytes `IN_ORDER` and `MET`."""
+"""Memory that the parent and the child share. It contains the last completed iteration of the child, and the bytes
+`IN_ORDER` and `MET`."""
 
 
 def end_in_order() -> None:
-    """Tell the parent that the run itself has set the exit code that follows."""
+    """Notify the parent that the run itself chose the exit code with which this child will exit."""
     if _progress is not None:
         _progress[IN_ORDER] = 1
 
 
 def report_met() -> None:
-    """Tell the parent that the rank has connected to the other ranks."""
+    """Notify the parent that the rank has connected to the other ranks."""
     if _progress is not None:
         _progress[MET] = 1
 
 
 def has_met() -> bool:
-    """Return whether the child has called `report_met`."""
+    """Return True if the child has called `report_met`."""
     return _progress is not None and bool(_progress[MET])
 
 
 class ReportsProgress(Callback):
-    """Callback that reports the progress of the rank, and its end, to its parent."""
+    """Callback that reports the progress and the end of the rank to its parent."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         report_met()
@@ -116,7 +120,7 @@ class ReportsProgress(Callback):
 
 
 class Kept:
-    """Child process of a rank's parent."""
+    """Child process in which a parent runs its rank."""
 
     def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
         flush_output()
@@ -136,7 +140,8 @@ class Kept:
                 os._exit(code)
 
     def ended(self) -> int | None:
-        """Exit code, negative for a signal; None while the child runs."""
+        """Return the exit code of the child, which is negative if a signal ended it. Return None while the child
+        runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
@@ -145,33 +150,33 @@ class Kept:
         return process_state(self.pid) == "T"
 
     def kill(self) -> None:
-        """End the child, which may have ended by itself."""
+        """Kill the child. The child may have ended already."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
 ENDS = (ExitCode.BAD_CONFIGURATION, ExitCode.TO_BE_RESUMED)
-"""Exit codes that end the run even if the program of the user has exited with them by itself."""
+"""Exit codes that end the run even if the user's program chose them instead of the run."""
 
 
 def is_failure(code: int) -> bool:
-    """Return True if a start has failed in a way that another start may avoid."""
+    """Return True if an exit code is a failure after which the ranks may be started again."""
     return code == ExitCode.FAILED or code < 0
 
 
 def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Make the starts of this process of the launcher, as long as all agree on another start. Returns the exit code of
-    the last start."""
+    """Run this launcher process: start its rank, and start the rank again as long as all parents agree on another
+    start. Returns the exit code of the last start."""
     global _progress
     _progress = mmap.mmap(-1, MET + 1)
     spares = config.options(RestartConfig).spare_ranks
     if spares >= launch.world_size:
         if launch.rank == 0:
             rule = f"must be below {launch.world_size}, the processes that the launcher has started"
-            print(Problem("--spare-ranks", spares, rule, "start more processes, or give fewer spares"), file=sys.stderr)
+            print(Problem("--spare-ranks", spares, rule, "start more processes, or use fewer spares"), file=sys.stderr)
         return ExitCode.BAD_CONFIGURATION
     for name in IMPORTED_LATE:
-        import_module(name)  # once here, instead of in each start
+        import_module(name)  # import these modules once here, instead of in each child
     try:
         parents = Parents.of(config, launch)
     except NoStoreError as error:
@@ -181,7 +186,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
 
 
 class Parent:
-    """A process of the launcher: the parent of a rank, or a spare."""
+    """Process of the launcher that is the parent of a rank or a spare."""
 
     def __init__(self, config: RunConfig, launch: Launch, attempt: Attempt, parents: Parents) -> None:
         self.config, self.launch = config, launch
@@ -195,7 +200,7 @@ class Parent:
         self._signals = ParentSignals()
 
     def run(self) -> int:
-        """Start and wait, until there is no further start. Returns the exit code of this process."""
+        """Run all starts of this process. Returns the exit code of this process."""
         if not self.config.training.exit_signal_handler:
             return self._starts()
         try:
@@ -203,7 +208,7 @@ class Parent:
                 return self._starts()
         except SecondSignalError:
             code = ExitCode.KILLED + (self._signals.second or 0)
-            print("a second signal between two starts: ending at once", file=sys.stderr, flush=True)
+            print("a second signal arrived between two starts: exiting immediately", file=sys.stderr, flush=True)
             with suppress(LostStoreError):
                 self._parents.leave(code, ())
             return code
@@ -238,7 +243,7 @@ class Parent:
         return code if code >= 0 else ExitCode.FAILED
 
     def _one_start(self, number: int) -> tuple[int, str]:
-        """Run this process's rank of a start, or wait as a spare.
+        """Run the rank of this process in a start, or wait as a spare.
 
         Returns the exit code and the reason why the ranks are not started again. A failure code with an empty reason
         requests another start."""
@@ -278,18 +283,18 @@ class Parent:
         if not is_failure(code):
             return code, ""
         if self._fruitless > self._limit:
-            return code, f"{self._limit} starts in a row made no further step"
+            return code, f"{self._limit} consecutive starts completed no step"
         self._parents.ask(number + 1)
         return code, ""
 
     def _begin(self, config: RunConfig, launch: Launch) -> int:
-        """Train as a rank, in a child."""
+        """Train as a rank. This runs in a child process."""
         self._signals.give_back()
         return self._attempt(config, launch)
 
     def _wait(self, number: int) -> tuple[int, str]:
-        """Like `_one_start`, for a spare. Signals are meant for the ranks, which then save; a spare ends together with
-        them."""
+        """Wait as a spare during a start, and return the same values as `_one_start`. Spares ignore signals that
+        request the ranks to save and exit. A spare ends when the ranks end."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
         with closing(lease) if lease is not None else nullcontext():
@@ -307,8 +312,8 @@ class Parent:
         return ExitCode.FAILED, ""
 
     def _watch(self, child: Kept, number: int) -> int:
-        """Wait for the end of a child. It is ended if another rank fails, or after a second signal. Returns its exit
-        code."""
+        """Wait until a child ends, and return the exit code of the child. The child is killed if another rank fails, or
+        after a second signal."""
         clock, following = Clock(), self._next_worker()
         ask_at = ran_at = following_ran_at = 0.0
         end_at = lost_at = stuck_at = float("inf")
@@ -320,7 +325,8 @@ class Parent:
                 end_at = ran_at = float("inf")
                 stuck_at = min(stuck_at, now + STUCK)
             if now > stuck_at:
-                print(f"process {child.pid} has not ended {STUCK:g} s after SIGKILL: a driver or a disk holds it")
+                where = "in a driver or by a disk"
+                print(f"process {child.pid} has not ended {STUCK:g} s after SIGKILL: it may be blocked {where}")
                 return -signal.SIGKILL
             if self._signals.second is not None and stuck_at == float("inf"):
                 end_at = min(end_at, now + GRACE)
@@ -333,13 +339,13 @@ class Parent:
                     if now > following_ran_at + STOPPED:
                         self._parents.kill(following)
                     lost_at = min(lost_at, now) if self._parents.lost([following]) else float("inf")
-                    if now > lost_at + GRACE:  # no rank has noticed, as before they have met
+                    if now > lost_at + GRACE:  # for example because the ranks have not connected yet
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     if end_at == stuck_at == float("inf") and now > UNMET and not has_met():
                         print(f"process {child.pid} has not reached the store in {UNMET:g} s", file=sys.stderr)
                         end_at = now
-                except LostStoreError:  # the child notices by itself if the store is gone
+                except LostStoreError:  # the child also notices if the store is lost
                     ask_at = clock.seconds() + ANSWER
             time.sleep(LOOK)
         return code
@@ -350,31 +356,33 @@ class Parent:
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """Choose how the workers that have arrived make the next start: by the highest rung that is possible."""
+        """Plan the next start with the workers that have arrived. Recovery methods are tried in order of preference:
+        the same ranks, spares, fewer ranks."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]
         if not gone:
             return replace(before, living=living, rung=SAME_RANKS, why=())
         ranks = ", ".join(str(before.roster.index(worker)) for worker in gone)
-        why = f"no start of the same ranks: the processes of {ranks} are gone, with those that could fork them again"
+        why = f"no start of the same ranks: the processes of {ranks} are lost together with their parents"
         if (found := replaced(before.roster, living, host_of)) is not None:
             return replace(before, roster=found, living=living, rung=SPARES, why=(why,))
         waiting = len(living) - (len(before.roster) - len(gone))
-        spare = f"no spares take their place: {len(gone)} are needed, and {waiting} wait"
+        spare = f"there are not enough spares: {len(gone)} are needed, and {waiting} wait"
         try:
             choice = smaller_layout(self.config, len(living), device_here())
             missing = f"no layout for the same batch is legal on {len(living)} ranks"
-        except Exception as error:  # in a search on which no run depends: the launcher can still start the ranks
+        except Exception as error:  # the search is optional, because the launcher can still restart the ranks
             choice, missing = None, f"the search for another layout failed: {type(error).__name__}: {error}"
         if choice is not None:
             roster = fewer(before.roster, living, host_of, choice.ranks)
             return Start(roster, living, FEWER_RANKS, (why, spare), layout_text(choice.layout))
-        ends = f"{len(gone)} of {len(before.roster)} ranks did not come back"
+        ends = f"{len(gone)} of {len(before.roster)} ranks were lost"
         return Start((), living, why=(why, spare, missing), ends=ends)
 
     def _tell(self, before: Start) -> None:
-        """Print, on one worker, what a start lacks and does instead."""
+        """Print, on one worker, why preferred recovery methods of a start were not possible, and how the start
+        proceeds."""
         start = self._start
         if self.launch.rank not in start.living[:1]:
             return

@@ -1,8 +1,8 @@
-"""Assignment of ranks to processes of the launcher: a pure function of the living processes and of their hosts. This
-module does not import torch.
+"""Assignment of ranks to processes of the launcher. The assignment is a pure function of the living processes and their
+hosts. This module does not import torch.
 
-A worker is a process of the launcher, named by the number that the launcher has given it. The roster of a start lists
-the worker of each rank. Living workers that are not in the roster are spares.
+A worker is a process of the launcher, identified by the number that the launcher assigns. The roster of a start
+contains the worker of each rank. Living workers that are not in the roster are spares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def spares_of(roster: Roster, living: Collection[int]) -> list[int]:
 
 
 def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks whose workers are lost, by host."""
+    """Return the ranks whose workers are lost, grouped by host."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(roster):
         if worker not in living:
@@ -28,11 +28,11 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 
 
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
-    """Return the roster with a spare in place of each lost worker; None if there are too few spares.
+    """Replace each lost worker in a roster with a spare. Returns None if there are too few spares.
 
-    Ranks keep living workers. The ranks that a host has lost go to spares of a single host if possible, so that they
-    still share a host: to their own host if it has enough spares, otherwise to the host with the fewest sufficient
-    spares.
+    Ranks with living workers keep them. If possible, all ranks that a host lost are assigned to spares of a single
+    host, so that these ranks still share a host. The same host is preferred if it has enough spares. Otherwise, the
+    host with the fewest spares that suffice is chosen.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):
@@ -51,7 +51,7 @@ def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]
 
 
 def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
-    """Return the host from which the next `needed` spares, or as many of them as possible, are taken."""
+    """Return the host that provides the next `needed` spares, or as many of them as possible."""
     suits = [host for host, workers in free.items() if len(workers) >= needed]
     if own in suits:
         return own
@@ -61,8 +61,8 @@ def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
 
 
 def fewer(roster: Roster, living: Collection[int], host_of: Mapping[int, str], size: int) -> Roster:
-    """Return a roster of `size` living workers: workers with ranks before spares, the workers of a host together, and
-    hosts with more workers first."""
+    """Return a roster of `size` living workers. Workers of the same host are consecutive, and hosts with more workers
+    come first. On each host, workers with ranks come before spares."""
     order = [worker for worker in roster if worker in living] + spares_of(roster, living)
     by_host: dict[str, list[int]] = {}
     for worker in order:

@@ -1,4 +1,4 @@
-"""Handling of signals that a parent receives and passes on to its rank."""
+"""Handling of signals that a parent receives and forwards to its rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.training.reliability.stop_requests import REPEATED
 
 
 class SecondSignalError(Exception):
-    """Raised by a second signal between two starts."""
+    """Raised when a second signal arrives between two starts."""
 
 
 class ParentSignals:
-    """Signal handlers of a parent. They pass each signal on to the child and remember the first one, because a start
-    that fails may not have carried it out, and because there is no child between two starts."""
+    """Signal handlers of a parent. They forward each signal to the child. They also store the first signal for the next
+    child, because a failing child may not have handled the signal, and because there is no child between two starts."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.second: int | None = None
         self.child: int | None = None
-        """Process ID of the child that receives the signals."""
+        """Process id of the child that receives the signals; None between two starts."""
 
         self._first_at = 0.0
         self._ends = False
@@ -33,7 +33,7 @@ class ParentSignals:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Handle the signals that end a run, except a SIGHUP that is ignored, as under nohup."""
+        """Handle the signals that end a run. SIGHUP is not handled if it is ignored, as under nohup."""
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         taken = [each for each in SIGNALS if not (under_nohup and each == signal.SIGHUP)]
         self._former = {each: signal.signal(each, self._receive) for each in taken}
@@ -44,13 +44,14 @@ class ParentSignals:
             self.give_back()
 
     def give_back(self) -> None:
-        """Restore the former signal handlers, in a child or at the end."""
+        """Restore the previous signal handlers, in a child or at the end of the run."""
         for each, handler in self._former.items():
             signal.signal(each, handler)  # type: ignore[arg-type]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Block signals while a child is forked. In the child they stay blocked until it handles them."""
+        """Block signals while a child is forked. In the child, signals stay blocked until the child installs its
+        handlers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield
@@ -58,15 +59,14 @@ class ParentSignals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def hand_to(self, child: int) -> None:
-        """Pass signals on to this child from now on, including the first signal if earlier starts did not carry it
-        out."""
+        """Forward signals to this child from now on. A signal that arrived earlier is forwarded immediately."""
         self.child = child
         if self.first is not None:
             self._pass_on(self.first)
 
     @contextmanager
     def between_starts(self) -> Iterator[None]:
-        """Raise SecondSignalError at a second signal."""
+        """Raise SecondSignalError in this block if a second signal arrives."""
         self._ends = True
         try:
             if self.second is not None:
@@ -87,5 +87,5 @@ class ParentSignals:
 
     def _pass_on(self, number: int) -> None:
         if self.child is not None:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # the child has just ended
                 os.kill(self.child, number)

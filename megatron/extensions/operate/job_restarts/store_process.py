@@ -1,7 +1,7 @@
-"""Process that serves the store of the parents, if the launcher has none.
+"""Process that serves the parents' store if the launcher does not serve a store.
 
-torch serves a store in a thread. A process that forks must not have such a thread: the fork copies locks that the
-thread holds at that moment, but not the thread, which would unlock them, so the child would wait for them forever.
+torch serves a store in a thread. A process that forks must not have such a thread. The fork copies the locks that the
+thread holds, but not the thread that would release them, so the child could wait forever.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from megatron.training.reliability.rank_store import NoStoreError, meet
 
 
 class StoreProcess:
-    """Child of worker 0 that serves the store until worker 0 ends. Signals that request a save do not end it."""
+    """Child of worker 0 that serves the store until worker 0 ends. Signals that request the run to save do not end this
+    process."""
 
     def __init__(self, launch: Launch, timeout: timedelta, name: str, run: str) -> None:
-        """Fork the process and wait until it serves. The arguments are those of `meet`.
+        """Fork the process and wait until it serves the store. The arguments are those of `meet`.
 
         Raises NoStoreError if the process cannot open the store."""
         read, write = os.pipe()
@@ -35,12 +36,12 @@ class StoreProcess:
         with os.fdopen(read) as report:
             said = report.read()
         if not said:
-            raise NoStoreError("the process of the store has ended before it could open the store")
+            raise NoStoreError("the process that serves the store ended before it could open the store")
         if failure := json.loads(said):
             raise NoStoreError(failure["why"], waited=failure["waited"])
 
     def resume(self) -> bool:
-        """Resume the process if a signal (SIGSTOP) has stopped it. Returns whether it was stopped."""
+        """Resume the process if a signal (SIGSTOP) has stopped it. Returns True if the process was stopped."""
         was_stopped = process_state(self.pid) == "T"
         if was_stopped:
             os.kill(self.pid, signal.SIGCONT)
@@ -48,12 +49,12 @@ class StoreProcess:
 
 
 def _serve(launch: Launch, timeout: timedelta, name: str, run: str, report: int) -> NoReturn:
-    """Open the store, write to `report` the reason if that failed, and serve."""
+    """Open the store and serve it. If opening fails, write the reason to `report` and exit."""
     try:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         try:
-            store = meet(launch, timeout, name, run)  # held until the process ends
+            store = meet(launch, timeout, name, run)  # keep the store open until the process ends
         except NoStoreError as error:
             os.write(report, json.dumps({"why": str(error), "waited": error.waited}).encode())
             os._exit(1)

@@ -1,15 +1,17 @@
-"""Checkpoints in object storage, written in attempts that share no objects. This module does not import torch.
+"""Storage of checkpoints in object storage, in which each attempt to write a checkpoint uses separate objects. This
+module does not import torch.
 
-A store may execute a request long after the process that sent it has died, or after that process has sent it again.
-Therefore each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
-`iter_0000100/attempt-5b0ea3c1d2f4`. The object `iter_0000100/published.txt` names the attempt that is the valid
-checkpoint in its first line, and the attempt that has begun in its second. This object is written when an attempt
-begins and when it completes, each time on condition that no other process has changed it. A late write of an earlier
-attempt is then refused, or reaches a folder to which nothing refers. The next process that saves removes this folder.
+A store may execute a request long after the process that sent the request has died, or after the process has repeated
+the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
+`iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
+the valid checkpoint. The second line names the attempt that is in progress. This object is written when an attempt
+begins and when the attempt completes. Both writes are conditional: they fail if another process has changed the object.
+A late write of an earlier attempt is therefore refused, or writes to a folder that is no longer referenced. The next
+process that saves removes such a folder.
 
 Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
-attempt. Folders that other programs read, such as Hugging Face exports, have no attempts. They contain `.unfinished`
-until they are complete, as do checkpoints of earlier versions of this program.
+attempt. Folders that other programs read, such as Hugging Face exports, do not use attempts. They contain `.unfinished`
+until they are complete. The same holds for checkpoints of earlier versions of this program.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStor
 PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
 CLAIMS = 3
-"""Number of tries to begin an attempt while other attempts are being published."""
+"""Number of times that a process tries to begin an attempt while other attempts are being published."""
 
 CHECKPOINT = re.compile(r"iter_\d+")
-"""Names of folders that may have attempts."""
+"""Pattern of the names of folders that may use attempts."""
 
 
 class Begun(NamedTuple):
-    """An attempt that is not published yet."""
+    """Attempt that this process has begun and not yet published."""
 
     folder: PurePath
     mark: bytes
@@ -41,12 +43,12 @@ class Begun(NamedTuple):
 
 
 class AttemptStorage(FsspecStorage):
-    """`FsspecStorage` whose checkpoints are written in attempts."""
+    """`FsspecStorage` that writes checkpoints in attempts."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
         self._current: dict[PurePath, str] = {}
-        """Published attempt by checkpoint folder; empty if there is none."""
+        """Maps a checkpoint folder to the name of its published attempt; the name is empty if there is none."""
 
         self._begun: dict[PurePath, Begun] = {}
         self._cleaned = set[PurePath]()
@@ -68,7 +70,8 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder of the attempt to write to, if this process has begun the checkpoint."""
+        """Return the folder to write to: the attempt's folder if this process has begun an attempt for `final`, and
+        otherwise `final`."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
@@ -85,7 +88,7 @@ class AttemptStorage(FsspecStorage):
         self._abort_uploads(final)
 
     def _claim(self, final: PurePath, folder: PurePath) -> Begun:
-        """Begin an attempt. From now on, no earlier attempt can be published."""
+        """Begin an attempt. After this call, no earlier attempt can be published."""
         for left in range(CLAIMS - 1, -1, -1):
             before = self.content(final / PUBLISHED)
             self._current[final] = _published(before)
@@ -93,7 +96,7 @@ class AttemptStorage(FsspecStorage):
             try:
                 self.replace(final / PUBLISHED, mark, before)
                 break
-            except FileExistsError:  # an earlier attempt was published at this moment
+            except FileExistsError:  # another process has changed the object in between
                 if not left:
                     raise
         return Begun(folder, mark)
@@ -136,7 +139,8 @@ class AttemptStorage(FsspecStorage):
         super().withdraw(final)
 
     def _clean(self, checkpoint: PurePath) -> None:
-        """Remove the remains of killed writers. For a published checkpoint, do so once per process."""
+        """Remove what killed writers have left in a checkpoint's folder. For a published checkpoint, do this only once
+        per process."""
         if not self.finished(checkpoint):
             self.withdraw(checkpoint)
         elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):
@@ -156,21 +160,21 @@ class AttemptStorage(FsspecStorage):
         return super()._place(path)
 
     def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
-        """Return the name of the published attempt; empty if there is none. With `again`, query the store instead of
-        the cache."""
+        """Return the name of the published attempt; empty if there is none. If `again` is True, query the store even if
+        the name is known."""
         if again or checkpoint not in self._current:
             self._current[checkpoint] = _published(self.content(checkpoint / PUBLISHED))
         return self._current[checkpoint]
 
     def _has_moved(self, path: PurePath) -> bool:
-        """Return True if another attempt was published since this process has read the file's folder."""
+        """Return True if another attempt was published after this process determined the published attempt."""
         if not _may_be_of_an_attempt(path):
             return False
         return self._attempt(path.parent) != self._attempt(path.parent, again=True)
 
 
 def _published(content: bytes | None) -> str:
-    """Parse the published attempt from `PUBLISHED`; empty if there is none."""
+    """Parse the name of the published attempt from the content of `PUBLISHED`; empty if there is none."""
     text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
     return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 

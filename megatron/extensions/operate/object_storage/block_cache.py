@@ -1,10 +1,10 @@
-"""Cache on the local disk for blocks of stored files, shared by all processes of a host. This module does not import
-torch.
+"""Cache for blocks of stored files. It is on the local disk, and all processes of a host share it. This module does not
+import torch.
 
-A cache file contains one block of a stored file and its checksum, so that a block damaged by a power cut or the disk is
-fetched again. Its folder is named after an identifier of the stored file's content. The processes of a host share the
-folder: a lock for each block lets only one of them fetch it. Another lock guards the count of all bytes, and the least
-recently used blocks are deleted before it exceeds the limit. If the disk is full, blocks are not cached.
+A cache file contains one block of a stored file and a checksum, so that a block that was damaged by a power cut or the
+disk is fetched again. The folder of a cache file is named after an identifier of the stored file's content. With a lock
+for each block, only one process at a time fetches the block. Another lock protects the total number of bytes. The least
+recently used blocks are deleted before the total exceeds the limit. If the disk is full, blocks are not cached.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from megatron.core.fsync import whole_file
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MEGATRON_STORAGE_CACHE"
-"""Environment variable with the cache folder, for processes without the flag."""
+"""Environment variable that sets the cache folder for processes without the flag --storage-cache."""
 
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
-"""Smallest number of blocks at which a read bypasses the cache. Such a read is probably one of many sequential reads,
-which are not repeated soon."""
+"""Number of blocks above which a read bypasses the cache. A longer read is probably part of a sequential read, which is
+not repeated soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4
 
 
 class Stored(NamedTuple):
-    """Stored file whose content does not change."""
+    """Stored file whose content is assumed not to change."""
 
     name: str
     identity: str
-    """Identifier that is equal for equal content."""
+    """Identifier of the content, such as an ETag."""
 
     size: int
     fetch: Callable[[int, int], bytes]
@@ -58,14 +58,14 @@ class Stored(NamedTuple):
 
 
 def default_folder() -> Path:
-    """Return the cache folder from the environment, or by default one for this user in the temporary folder."""
+    """Return the cache folder from the environment. The default is a folder for this user in the temporary folder."""
     return Path(os.environ.get(VARIABLE) or Path(tempfile.gettempdir()) / f"megatron-storage-{os.getuid()}")
 
 
 @dataclass
 class BlockCache:
-    """Block cache in a folder, limited to `limit` bytes. All methods may be called from several threads and
-    processes."""
+    """Block cache in a folder. The size of the cache is limited to `limit` bytes. All methods may be called from
+    several threads and processes."""
 
     folder: Path = field(default_factory=default_folder)
     limit: int = 32 << 30
@@ -73,13 +73,13 @@ class BlockCache:
     """True if checkpoint files are read through the cache."""
 
     def block_bytes(self, stored: Stored) -> int:
-        """Return the block size for a file. Blocks are small if the file does not fit into the cache, because most of a
-        large block would be deleted before it is used."""
+        """Return the block size in bytes for a file. Blocks are small if the file does not fit into the cache, because
+        most of a large block would be deleted without being used."""
         fewest = 1 << (max(1, self.limit // MOST_BLOCKS) - 1).bit_length()
         return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
 
     def read(self, stored: Stored, start: int, length: int) -> bytes:
-        """Read bytes `start` to `start + length`, fewer at the end of the file. Raises OSError."""
+        """Read `length` bytes from `start` on, or fewer at the end of the file. Raises OSError."""
         end, size = min(start + length, stored.size), self.block_bytes(stored)
         if end <= start:
             return b""
@@ -90,7 +90,7 @@ class BlockCache:
         return b"".join(blocks)
 
     def block(self, stored: Stored, number: int) -> bytes:
-        """Return a block, and keep it in the cache."""
+        """Return a block. If the block is not cached, fetch it and store it in the cache."""
         size, path = self.block_bytes(stored), self._path(stored, number)
         if (found := _intact(path)) is not None:
             return found
@@ -101,8 +101,9 @@ class BlockCache:
         return found
 
     def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
-        """Read a long range that other processes of the host read as well. Unlike `read`, fetch missing blocks together
-        and keep them. Only one process at a time reads a part of `PIECE` bytes."""
+        """Read a long range that other processes of the host also read. Unlike `read`, this method always uses the
+        cache, and fetches consecutive missing blocks in one request. Only one process at a time reads each part of
+        `PIECE` bytes."""
         end, parts = min(start + length, stored.size), list[bytes]()
         while start < end:
             number = start // PIECE
@@ -129,7 +130,7 @@ class BlockCache:
         return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
-        """Return a local copy of a whole file. The copy is never deleted automatically, and does not count towards the
+        """Return a local copy of a whole file. The copy is never deleted automatically, and is not included in the
         limit."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
@@ -140,7 +141,7 @@ class BlockCache:
         return path
 
     def bytes_kept(self) -> int:
-        """Count the bytes of all blocks on the disk."""
+        """Return the number of bytes in all blocks on the disk."""
         return sum(size for _, size, _ in self._blocks())
 
     def _keep(self, path: Path, data: bytes) -> None:
@@ -169,7 +170,8 @@ class BlockCache:
             counter.write_bytes(b"%d" % (kept + nbytes))
 
     def _evict(self, allowed: int) -> int:
-        """Delete the least recently used blocks. Returns the bytes that remain."""
+        """Delete the least recently used blocks until at most `allowed` bytes remain. Returns the number of remaining
+        bytes."""
         blocks = sorted(self._blocks())
         kept = sum(size for _, size, _ in blocks)
         for _, size, path in blocks:
@@ -181,7 +183,8 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """Yield (time of the last use, bytes, path) for each block, including incomplete blocks of killed processes."""
+        """Yield a tuple (time of last use, size in bytes, path) for each block. Incomplete blocks of killed processes
+        are included."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:
@@ -191,8 +194,8 @@ class BlockCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock of the folder, if its file system supports locks. The end of the process also releases the
-        lock."""
+        """Hold a lock in the cache folder, if its file system supports locks. The lock is also released if the process
+        ends."""
         folder = self.folder / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +214,7 @@ class BlockCache:
 
 
 def _intact(path: Path) -> bytes | None:
-    """Return a block; None if it is missing or damaged."""
+    """Return the content of a cache file; None if the file is missing or damaged."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -224,14 +227,14 @@ def _intact(path: Path) -> bytes | None:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) for each run of consecutive ascending numbers."""
+    """Yield a pair (first number, last number + 1) for each sequence of consecutive numbers."""
     for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
         members = [number for _, number in run]
         yield members[0], members[-1] + 1
 
 
 def _download(stored: Stored, path: Path) -> None:
-    """Fetch a file in parallel pieces."""
+    """Fetch a file in pieces, several of them in parallel."""
     with open(path, "wb") as file, ThreadPoolExecutor(4, "download") as pool:
         file.truncate(stored.size)
 
@@ -248,8 +251,8 @@ def _all(results: Iterable[object]) -> None:
 
 @cache
 def _warn_once(folder: Path, why: str) -> None:
-    logger.warning("blocks of object storage cannot be kept in %s (%s): they are fetched at each read", folder, why)
+    logger.warning("blocks of object storage cannot be cached in %s (%s): every read fetches them again", folder, why)
 
 
 CACHE = BlockCache()
-"""Cache of this process, configured by the flags of a run."""
+"""Block cache that this process uses. A run's flags configure the cache."""

@@ -1,4 +1,4 @@
-"""Flags for object storage, and the schemes of its URLs. This module does not import torch."""
+"""Object storage flags, and the supported URL schemes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class ObjectStorageFlags:
     storage_retry_seconds: float = flag(300.0, above=0)
-    """Seconds for which a failed request to object storage is retried, with increasing delays."""
+    """Time in seconds during which a failed request to object storage is retried, with increasing delays."""
 
     storage_timeout_seconds: float = flag(60.0, above=0)
-    """Timeout in seconds of a request to object storage."""
+    """Timeout in seconds for requests to object storage."""
 
     storage_part_megabytes: int = flag(16, at_least=5)
-    """Part size of multipart uploads in MiB. A rank holds up to five parts in memory."""
+    """Part size of multipart uploads in MiB. A rank keeps up to five parts in memory."""
 
     storage_bandwidth_megabytes: float | None = flag(None, above=0)
-    """Bandwidth limit of each rank for uploads and downloads together, in MB/s."""
+    """Bandwidth limit in MB/s of each rank, for the sum of uploads and downloads."""
 
     storage_cache: str | None = flag(None, path="local", writes="folder")
-    """Folder on the local disk that caches data and checkpoints read from object storage, for all ranks of a host. By
-    default only data is cached, in the folder that the environment variable MEGATRON_STORAGE_CACHE names, or in a
-    folder of the user under TMPDIR."""
+    """Folder on the local disk in which all ranks of a host cache data and checkpoints from object storage. Without
+    this flag, only data is cached. The default folder is the value of the environment variable MEGATRON_STORAGE_CACHE,
+    or a folder for the user in TMPDIR."""
 
     storage_cache_gigabytes: float = flag(32.0, above=0)
-    """Size limit of the --storage-cache folder, in GB. Data set indices do not count towards it."""
+    """Size limit of the --storage-cache folder in GB. Data set indices are not included in the limit."""
 
     storage_read_ahead_megabytes: int = flag(256, at_least=0)
-    """Amount of data in MB that each rank prefetches from object storage. 0 fetches data when it is needed."""
+    """Amount of data in MB that each rank prefetches from object storage. With 0, data is fetched when it is needed."""
 
 
 def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -50,23 +50,23 @@ def local_rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class LocalSaveFlags:
     save_local: str | None = flag(None, path="local", writes="folder", no_effect_without="--save")
-    """Folder on a fast file system that all ranks share. Checkpoints are saved there, and those of --save-interval are
-    uploaded to --save in the background. --load with the same URL loads the newest complete checkpoint from either
-    place."""
+    """Folder on a fast file system that all ranks share. Checkpoints are saved in this folder. The checkpoints of
+    --save-interval are uploaded to --save in the background. If --load is the same URL as --save, the newest complete
+    checkpoint from either location is loaded."""
 
     save_local_interval: int | None = flag(None, above=0, no_effect_without="--save-local")
-    """Iterations between checkpoints in --save-local; default: --save-interval."""
+    """Number of iterations between checkpoints in --save-local. Default: --save-interval."""
 
     save_local_keep: int = flag(2, above=0, no_effect_without="--save-local")
     """Number of newest checkpoints that are kept in --save-local."""
 
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "ossfs", "hdfs", "webhdfs", "r2")
-"""Schemes of fsspec stores that several hosts can share."""
+"""URL schemes of the fsspec stores that several hosts can share."""
 
 
 def is_remote(config: RunConfig) -> bool:
-    """Return True if a run saves to object storage, or loads a checkpoint or reads data from it."""
+    """Return True if a run saves to object storage, or loads a checkpoint or reads data from object storage."""
     return any(map(is_url, (config.checkpoint.save, config.checkpoint.load))) or reads_data(config)
 
 
@@ -79,7 +79,8 @@ def reads_data(config: RunConfig) -> bool:
 
 
 def is_url(path: str | None) -> bool:
-    """Return True if a path is in object storage. A prefix such as datasets: names the reader."""
+    """Return True if a path is a URL in object storage. The path may have a prefix that names the reader, such as
+    datasets:."""
     return path is not None and "://" in path and path.partition("://")[0].rpartition(":")[2] in SCHEMES
 
 

@@ -1,13 +1,13 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
-Writing follows the protocol of `Storage`: a folder contains `.unfinished` until everything else is written, the
-manifest last. Nothing relies on renames, and a folder with an interrupted upload is never visible. Each request has a
-time limit and is retried for a while (`limits`). Credentials come from the environment, or from the configuration files
-of the store's own programs.
+Writing follows the protocol of `Storage`. A folder contains `.unfinished` until everything else is written. The
+manifest is written last. The protocol does not require renames, and a folder with an interrupted upload is never
+visible. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the environment,
+or from the configuration files of the store's command-line tools.
 
-On S3, objects are uploaded in parts from memory, and replaced only on condition that no other process has changed them
-(`s3_requests`). On other stores, each object is uploaded from a temporary file. Replacement is conditional only if the
-fsspec package supports it.
+On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: replacing fails if another process
+has changed the object (`s3_requests`). On other stores, each object is uploaded from a temporary file. Objects are
+replaced conditionally only if the fsspec package supports conditional writes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "r2")
 
 SMALLEST_COPY = 5 << 20
-"""Smallest size in bytes at which S3 can copy an object as the first part of a new one."""
+"""Minimum size in bytes at which S3 can copy an object as the first part of a new object."""
 
 
 class FsspecStorage(Storage):
-    """Objects under the URLs of one scheme. Forked processes open their own connections."""
+    """Storage for all URLs of one scheme. Forked processes open new connections."""
 
     read_ahead = 16 << 20
 
@@ -96,7 +96,7 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read through the host's cache. On S3, raises FileExistsError if the file has been replaced since the process
+        """Read through the host's cache. On S3, raises FileExistsError if the file was replaced after this process
         began to read it. On other stores, the file must not be replaced."""
         return CACHE.read(self.unchanging(path), start, length)
 
@@ -104,7 +104,7 @@ class FsspecStorage(Storage):
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Read checkpoint tensors, through the host's cache if --storage-cache is given."""
+        """Open a checkpoint file to read ranges. Reads use the host's cache if --storage-cache is set."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
         self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced this one
@@ -130,7 +130,7 @@ class FsspecStorage(Storage):
         return known
 
     def _exactly(self, path: PurePath, tag: str | None, start: int, length: int) -> bytes:
-        """Read a range. On S3, `tag` is the ETag that the object must still have."""
+        """Read a range of an object. `tag` is the ETag that an S3 object must still have; None on other stores."""
         data = self.read(path, start, length) if tag is None else self._read_tagged(path, tag, start, length)
         if len(data) != length:
             raise OSError(f"{path}: requested bytes {start} to {start + length}, received {len(data)}")
@@ -164,20 +164,20 @@ class FsspecStorage(Storage):
         self._remove(path, self._place(path))
 
     def _remove(self, path: PurePath, place: str) -> None:
-        """Remove the object or folder at `place`, which messages call `path`."""
+        """Remove the object or folder at `place`. Messages contain `path` instead of `place`."""
 
         def removed(attempt: int) -> None:
             try:
                 self._remove_all(place)
             except FileNotFoundError:
-                if not attempt:  # otherwise an earlier request has removed it
+                if not attempt:  # at later attempts, an earlier request has removed the object
                     raise
 
         LIMITS.tried(path, removed)
 
     def _remove_all(self, place: str) -> None:
-        """Remove an object or a folder. fsspec's `rm` would read `[`, `*` and `?` in `place` as a pattern, and remove
-        other runs' objects that match it."""
+        """Remove an object or a folder. fsspec's `rm` would interpret `[`, `*` and `?` in `place` as a pattern, and
+        remove matching objects of other runs."""
         if not set(place) & set("*?["):
             self._fs.rm(place, recursive=True)
             return
@@ -194,8 +194,8 @@ class FsspecStorage(Storage):
         return cast("IO[bytes]", _Spooled(partial(self._put_file, path)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to an object. On S3, the store copies the old content of a large object; elsewhere it is read and
-        written again."""
+        """Append to an object. On S3, the store copies the old content of a large object. In other cases, the old
+        content is downloaded and uploaded again."""
         old = self.size(path) or 0
         if self._s3 is None or old < SMALLEST_COPY:
             super().append(path, data)
@@ -235,11 +235,11 @@ class FsspecStorage(Storage):
             return
         if (
             not done and self.content(path) != data
-        ):  # equal content was written by an earlier request whose answer was lost
+        ):  # if the content is equal, an earlier request wrote it, and only the response was lost
             raise FileExistsError(f"{path} was changed by another writer")
 
     def _tell_of_races(self, path: PurePath) -> None:
-        """Report once that the store has no conditional writes."""
+        """Print a notice, once, that the store does not support conditional writes."""
         if not self._told:
             self._told = True
             rule = "this store has no conditional writes, so an object is read and compared before it is replaced"
@@ -247,14 +247,14 @@ class FsspecStorage(Storage):
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
-        """Begin to write a folder, and delete the parts of interrupted uploads."""
+        """Begin to write a folder, and delete the uploaded parts of interrupted uploads."""
         super().begin(final, keeps_names)
         self._abort_uploads(final)
 
     def _abort_uploads(self, final: PurePath) -> None:
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
-            with suppress(OSError):  # remaining parts only cost space
+            with suppress(OSError):  # remaining parts only occupy space
                 LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
 
     def _put_file(self, path: PurePath, file: str) -> None:
@@ -268,7 +268,7 @@ class FsspecStorage(Storage):
         LIMITS.tried(path, put)
 
     def _place(self, path: PurePath) -> str:
-        if self.scheme in S3_SCHEMES:  # fsspec does not know all of them
+        if self.scheme in S3_SCHEMES:  # fsspec does not support all of these schemes
             return str(path).partition("://")[2].strip("/")
         from fsspec.core import strip_protocol  # an extra
 
@@ -286,7 +286,7 @@ class FsspecStorage(Storage):
 
 
 def connected(scheme: str) -> AbstractFileSystem:
-    """Return the fsspec file system for a scheme, without its own caches and retries."""
+    """Return the fsspec file system for a scheme, with fsspec's caches and retries disabled."""
     import fsspec  # an extra
 
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -318,7 +318,7 @@ class _Spooled(io.FileIO):
             os.unlink(self._path)
 
     def discard(self) -> None:
-        """Close the file without uploading it. A file that is never closed is not uploaded either."""
+        """Close the file without uploading it. A file that is never closed is also not uploaded."""
         super().close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -1,4 +1,4 @@
-"""Callback that sets the limits of a run's requests to object storage, and reports the traffic."""
+"""Callback that sets the limits for a run's requests to object storage and reports the traffic."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.training.reliability.run_status import record_event
 
 
 class StorageTraffic(Callback):
-    """Record the event `storage` after each save: the bytes that rank 0 has read and written since the start of the
-    run, the number of retries, the duration of its requests in seconds, and the peak memory of its multipart
-    uploads."""
+    """Callback that records the event `storage` after each save. The event contains the traffic of rank 0 since the
+    start of the run: bytes read and written, number of retries, duration of requests in seconds, and peak memory of
+    multipart uploads."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Seconds for which requests are retried if none has succeeded yet, since the URL may be wrong."""
+"""Time in seconds during which requests are retried before the first request has succeeded. It is short because the URL
+may be wrong."""
 
 LONGEST_PAUSE = 15.0
 
@@ -35,15 +36,15 @@ FINAL_NAMES = (
     "InvalidRegionError",
     "ParamValidationError",  # an invalid bucket name
 )
-"""Names of permanent errors in botocore."""
+"""Names of botocore's exception types for permanent errors."""
 
 FINAL_STATUS = (401, 403, 404, 405, 411, 412, 416, 501)
-"""HTTP statuses of permanent errors."""
+"""HTTP status codes of permanent errors."""
 
 
 @dataclass
 class Traffic:
-    """Bytes transferred and requests retried by this process."""
+    """Traffic counts of this process: bytes transferred and requests retried."""
 
     read: int = 0
     written: int = 0
@@ -57,7 +58,7 @@ class Traffic:
 
 @dataclass
 class Limits:
-    """Limits on the requests of a process. All methods may be called from several threads."""
+    """Limits on the requests to object storage of a process. All methods may be called from several threads."""
 
     retry_seconds: float = 300.0
     timeout_seconds: float = 60.0
@@ -68,10 +69,10 @@ class Limits:
 
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
-    """True if a request has succeeded."""
+    """True once a request has succeeded."""
 
     _held: int = 0
-    """Bytes of multipart uploads in memory."""
+    """Number of bytes in memory that belong to multipart uploads."""
 
     _free: float = 0.0
     """Time (`time.monotonic()`) at which bandwidth is available again."""
@@ -79,13 +80,13 @@ class Limits:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def within(self, fs: AbstractFileSystem, nbytes: int) -> dict[str, float]:
-        """Return the fsspec arguments that limit the duration of a request with a body of this size. Without these
-        arguments, fsspec's packages limit the time without an answer, but not the time during which a store does not
-        read the body."""
+        """Return the fsspec arguments that limit the duration of a request with a body of `nbytes` bytes. Without these
+        arguments, fsspec's packages limit the time until a response arrives, but not the time that sending the body
+        takes."""
         return {"timeout": self.timeout_seconds + nbytes / self.slowest} if fs.async_impl else {}
 
     def move(self, nbytes: int) -> None:
-        """Wait until the bandwidth limit allows this many bytes."""
+        """Wait until the bandwidth limit permits the transfer of `nbytes` bytes."""
         if self.bytes_per_second == inf:
             return
         with self._lock:
@@ -102,7 +103,7 @@ class Limits:
             self.traffic.seconds += seconds
 
     def hold(self, nbytes: int) -> None:
-        """Add to the count of upload bytes in memory. `nbytes` may be negative."""
+        """Add `nbytes`, which may be negative, to the number of upload bytes in memory."""
         with self._lock:
             self._held += nbytes
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
@@ -110,10 +111,11 @@ class Limits:
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
         """Make a request. If it fails, retry it with increasing delays until `retry_seconds` have passed.
 
-        `request` is called with the number of the attempt, from 0, since an earlier attempt may have succeeded although
-        its answer was lost. Raises OSError with `what` and the last reason, without credentials. A permanent error is
-        raised immediately. The process may be suspended for longer than this. Therefore only the time during which the
-        store could answer counts, and at least two attempts are made.
+        `request` is called with the number of the attempt, starting at 0, because an earlier attempt may have succeeded
+        although its response was lost. If all attempts fail, raises an OSError that contains `what` and the last error,
+        without credentials. A permanent error is raised immediately. The process may be suspended for longer than
+        `retry_seconds`. Therefore, only time during which the store could respond is counted, and at least two attempts
+        are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0
@@ -146,8 +148,8 @@ def is_final(error: Exception) -> bool:
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Return the code and the status of the store's answer in a botocore error; an empty code and 0 if there is no
-    answer."""
+    """Return the error code and the HTTP status in a botocore error. If the error contains no response, the code is
+    empty and the status is 0."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return "", 0
@@ -169,4 +171,4 @@ def _told(error: Exception) -> str:
 
 
 LIMITS = Limits()
-"""Limits of this process, set by the flags of a run."""
+"""Limits for this process. The flags of a run set these limits."""

@@ -1,8 +1,7 @@
 """Prefetch of the samples of future steps from object storage, and a report of the time that steps wait for data.
 
-The order of samples is known in advance. A thread determines which blocks of which files this rank's next steps will
-read, and a thread pool fetches these blocks into the cache of the host (`block_cache`). Steps then read from the local
-disk.
+The order of samples is known in advance. A thread determines the blocks of files that this rank's next steps will read.
+A thread pool fetches these blocks into the host's cache (`block_cache`), so that steps read from the local disk.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 REQUESTS = 16
-"""Number of blocks that a rank fetches concurrently."""
+"""Maximum number of blocks that a rank fetches concurrently."""
 
 MOST_STEPS = 256
 
 
 class Block(NamedTuple):
-    """Block of a stored file."""
+    """Numbered block of a stored file."""
 
     stored: Stored
     number: int
 
 
 def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
-    """Yield the blocks in object storage from which a sample is read; none if the data set does not know its
-    documents."""
+    """Yield the blocks in object storage that contain a sample. Yields nothing if the data set cannot list the
+    documents of a sample."""
     while isinstance(dataset, SampleOrder):
         dataset, index = dataset.place(index)
     indexed = getattr(dataset, "indexed", None)
@@ -64,26 +63,28 @@ def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
 
 
 class Window:
-    """Window of steps whose samples are prefetched: at most `limit` bytes of blocks beyond the current step."""
+    """Window of future steps whose samples are prefetched. The blocks of these steps have about `limit` bytes in
+    total."""
 
     def __init__(self, train: DataIterator, limit: int) -> None:
         self.train, self.limit = train, limit
         self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
         self._steps = deque[tuple[int, int]]()
-        """(end, bytes) of each step, in order."""
+        """Pairs (end of the step's samples, bytes of its blocks) for each prefetched step, in order."""
 
         self._seen: dict[Block, Future[bytes]] = {}
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Fetch only the samples of the first step. Returns the fetches in progress."""
+        """Start to fetch the samples of the first step only. Returns the fetches in progress."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Fetch the samples from the start of `step`, assuming that all steps have the size of `step`."""
+        """Move the window to the start of `step` and start to fetch its samples. All steps are assumed to have as many
+        samples as `step`."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -118,14 +119,15 @@ def _fetched(block: Block) -> bytes:
 
 
 class ReadAhead(Callback, Meter):
-    """Keep the window ahead of the step, and log `data_wait_ms`: the mean time per step that a rank waited for samples
-    that were not ready."""
+    """Callback that prefetches samples, and logs `data_wait_ms`: the mean time per step that a rank waited for
+    samples."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
-        """Seconds of `DataIterator.waited` that have been logged, and the number of steps since the last log."""
+        """`waited` is the part of `DataIterator.waited` in seconds that was logged, and `steps` is the number of steps
+        since then."""
 
         self._counted = -1
         self.window: Window | None = None
@@ -141,22 +143,22 @@ class ReadAhead(Callback, Meter):
         return [self]
 
     def on_start(self, run: RunView) -> None:
-        """Fetch and prepare the samples of the first step, and report the rate."""
+        """Fetch and prepare the samples of the first step, and print the download rate."""
         if self.window is None:
             return
         before, began = LIMITS.traffic.read, time.monotonic()
         first = run.progress.consumed_samples
         self._step = range(first, first + self._size())
         for fetch in self.window.begin(self._step):
-            fetch.exception()  # the read itself reports the error
+            fetch.exception()  # a later read reports the error
         self.train.prepare_step(first, len(self._step))
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
-        rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all of it from the cache"
+        rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all from the cache"
         run.say(f" data: {moved:.1f} MB read for step {run.progress.iteration + 1}{rate}; cache {CACHE.folder}")
         threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
 
     def begin_step(self, step: Step) -> None:
-        if step.iteration != self._counted:  # otherwise the passes of the step are run again
+        if step.iteration != self._counted:  # if nothing was fetched ahead, the step reads the samples
             self._counted = step.iteration
             self.steps += 1
         with self._wake:
@@ -169,7 +171,7 @@ class ReadAhead(Callback, Meter):
             self._wake.notify()
 
     def take(self) -> Tensor:
-        """Return [seconds, steps], float64, and reset both."""
+        """Return the seconds and the number of steps since the last call, as a float64 tensor [2], and reset both."""
         waited = self.train.waited
         taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
         self.waited, self.steps = waited, 0
@@ -184,7 +186,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Advance the window with the step, in a separate thread."""
+        """Move the window when a step begins. This runs in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -1,4 +1,4 @@
-"""S3 requests without a method in fsspec: multipart uploads from memory, conditional reads and writes.
+"""S3 requests that fsspec has no methods for: multipart uploads from memory, and conditional reads and writes.
 
 This module does not import torch.
 """
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 AT_ONCE = 4
-"""Number of parts of an object that are uploaded concurrently."""
+"""Maximum number of parts of an object that are uploaded concurrently."""
 
 SMALLEST_PART = 5 << 20
 
 
 STORES_TELL = ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet")
-"""Words that identify a failed write condition in the errors of stores."""
+"""Words in the error messages of stores that identify a failed write condition."""
 
 
 def is_precondition(error: BaseException) -> bool:
-    """Return True if a store has refused a conditional write because the object has changed."""
+    """Return True if an error means that a store refused a conditional request because the object has changed."""
     told = f"{error} {error.__cause__}"
     return any(word in told for word in STORES_TELL)
 
 
 class S3(NamedTuple):
-    """S3 requests of a file system. `place` returns BUCKET/KEY of a path."""
+    """S3 requests that use the connection of a file system. `place` converts a path to BUCKET/KEY."""
 
     fs: AbstractFileSystem
     place: Callable[[PurePath], str]
 
     def call(self, name: str, path: PurePath, **given: Any) -> Any:
-        """Make one attempt at a request for one object."""
+        """Send a request for one object, without retries."""
         bucket, _, key = self.place(path).partition("/")
         limit = LIMITS.within(self.fs, len(given.get("Body", b"")))
         return self.fs.call_s3(name, Bucket=bucket, Key=key, **given, **limit)
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
-        """Write an object on condition that its content is `expected`, or that it does not exist if `expected` is None.
-        Returns False if the condition does not hold."""
+        """Write an object if its current content is `expected`. If `expected` is None, write the object if it does not
+        exist. Returns False if the condition is not met."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
@@ -59,7 +59,7 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # read before the content, so that a write in between is detected
+            condition = {"IfMatch": tag}  # the tag is read before the content, so that a write in between is detected
         self.call("put_object", path, Body=data, **condition)
         return True
 
@@ -68,7 +68,7 @@ class S3(NamedTuple):
         return str(self.call("head_object", path)["ETag"])
 
     def read(self, path: PurePath, start: int, length: int, tag: str) -> bytes:
-        """Read a range of an object. Raises FileExistsError if its ETag is no longer `tag`."""
+        """Read a range of an object. Raises FileExistsError if the ETag of the object is no longer `tag`."""
         from fsspec.asyn import sync  # an extra
 
         given = {"Range": f"bytes={start}-{start + length - 1}", "IfMatch": tag}
@@ -88,7 +88,7 @@ class S3(NamedTuple):
         return bytes(sync(self.fs.loop, content, **LIMITS.within(self.fs, length)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Create an object from a large existing one, followed by new content."""
+        """Append to a large object. The store copies the existing content, and only the new content is uploaded."""
         upload = self.call("create_multipart_upload", path)["UploadId"]
         try:
             old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
@@ -105,12 +105,12 @@ class S3(NamedTuple):
         self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort(self, path: PurePath, upload: str) -> None:
-        """Delete the parts of an upload. Errors of the store are ignored."""
+        """Delete the uploaded parts of an upload. Errors from the store are ignored."""
         with suppress(Exception):
             self.call("abort_multipart_upload", path, UploadId=upload)
 
     def abort_uploads(self, prefix: PurePath, attempt: int = 0) -> None:
-        """Delete the parts of all incomplete uploads under a prefix."""
+        """Delete the uploaded parts of all incomplete uploads under a prefix."""
         bucket, _, key = self.place(prefix).partition("/")
         listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
         for upload in listed.get("Uploads", []):
@@ -118,10 +118,11 @@ class S3(NamedTuple):
 
 
 class Parts(io.RawIOBase):
-    """Writable file that is uploaded in parts while it is written. The object exists once the file is closed.
+    """Writable file that is uploaded in parts while it is being written. The object exists only after the file is
+    closed.
 
-    `put` writes a small object with a single request. `size` is the current size of the object. At most `AT_ONCE` parts
-    and the next one are in memory.
+    `put` writes a small object with a single request. `size` is the current size of the object. At most `AT_ONCE` + 1
+    parts are in memory.
     """
 
     def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:
@@ -184,7 +185,7 @@ class Parts(io.RawIOBase):
         self._drop()
 
     def _drop(self) -> None:
-        """Free the parts that are not being uploaded."""
+        """Free the memory of the parts that are not being uploaded."""
         LIMITS.hold(-len(self._next))
         self._next.clear()
 
@@ -200,7 +201,7 @@ class Parts(io.RawIOBase):
         def completed(attempt: int) -> None:
             if (
                 not attempt or self._size() != self._sent
-            ):  # otherwise an earlier request, whose answer was lost, has completed it
+            ):  # if the size is right, an earlier request completed the upload, and only the response was lost
                 self._s3.complete(self._path, self._upload, self._tags)
 
         LIMITS.tried(self._path, completed)
@@ -232,5 +233,5 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Subtract a part that is no longer in memory from the count. The part may have been sent or discarded."""
+    """Subtract a part that was sent or discarded from the number of upload bytes in memory."""
     LIMITS.hold(-nbytes)

@@ -1,8 +1,9 @@
-"""--save-local: checkpoints on a fast local file system, uploaded to --save in the background.
+"""Two-tier checkpoints (--save-local): checkpoints are saved on a fast local file system and uploaded to --save in the
+background.
 
-All checkpoints of the run are saved to the local folder, which keeps the newest ones. A thread of the first rank
-uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest complete
-checkpoint from either place.
+All checkpoints of the run are saved to the local folder. Only the newest of them are kept there. A thread of the first
+rank uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest
+complete checkpoint from either location.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 
 UPLOADED = "uploaded"
-"""Name of the file in the local folder that contains the iteration uploaded last."""
+"""Name of the file in the local folder that contains the iteration of the last uploaded checkpoint."""
 
 ATTEMPTS, PAUSE = 3, 2.0
 
 
 def local_root(folder: str, save: str) -> Path:
-    """Return the folder for a run's local checkpoints. It depends on --save, with or without a trailing slash, since
-    several runs may use the same --save-local."""
+    """Return the folder for a run's local checkpoints. The folder depends on --save, because several runs may use the
+    same --save-local. A trailing slash in --save is ignored."""
     place = str(located(save))
     return Path(folder) / f"{PurePath(place).name}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 
 
 class Uploads:
-    """Upload complete checkpoints one after another, on one rank. If several checkpoints are waiting, only the newest
-    is uploaded."""
+    """Uploader of complete checkpoints. It runs on one rank and uploads one checkpoint at a time. If several
+    checkpoints are waiting, only the newest one is uploaded."""
 
     doing = "uploading the last checkpoint"
 
@@ -79,7 +80,7 @@ class Uploads:
             other.add(iteration, folder)
 
     def want(self, iteration: int) -> None:
-        """Upload a local checkpoint after the one in progress."""
+        """Queue a local checkpoint for upload."""
         if self._waiting is not None:
             self._held.remove(checkpoint_folder(self.root, self._waiting))
             self._lines.put(f"checkpoint of iteration {self._waiting} is not uploaded: {iteration} is newer")
@@ -106,8 +107,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Abandon the work of `others`, but upload the newest checkpoint, because the local disk may be lost with the
-        job."""
+        """Abandon the work of `others`. The upload of the newest checkpoint is not abandoned, because the local disk
+        may be lost when the job ends."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:
@@ -153,7 +154,7 @@ class Uploads:
 
 
 class TwoTiers(Callback):
-    """Save to the local folder instead of --save, and load from either."""
+    """Callback that saves checkpoints to the local folder instead of --save, and loads from either location."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -180,7 +181,7 @@ class TwoTiers(Callback):
         return None
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
-        """Make the run save to the local folder. Collective."""
+        """Configure the run to save to the local folder. Collective."""
         saver = run.saver
         old = saver.writer
         assert old is not None
@@ -208,7 +209,7 @@ class TwoTiers(Callback):
         return (Task("local save", self.options.save_local_interval, save_between),)
 
     def _check_shared(self, world: Axis) -> None:
-        """Raise ValueError on every rank if some ranks do not see the folder of the first one. Collective."""
+        """Raise ValueError on every rank if some ranks do not see the same folder as rank 0. Collective."""
         token = f".shared-{os.urandom(8).hex()}"
 
         def leave() -> str:
@@ -224,12 +225,12 @@ class TwoTiers(Callback):
             rule = (
                 f"is not one folder for all ranks: {seen.count(False)} of {world.size} do not see the folder of rank 0"
             )
-            remedy = "name a folder on a file system that all hosts share, or leave it out"
+            remedy = "use a folder on a file system that all hosts share, or remove the flag"
             raise ValueError(str(Problem("--save-local", self.options.save_local, rule, remedy)))
 
     def _newer(self, resumes: bool) -> tuple[list[Path], str]:
-        """Return the local checkpoints that are newer than those in --save, newest first, and a line about unusable
-        ones."""
+        """Return the local checkpoints that are newer than the checkpoints in --save, newest first. If local
+        checkpoints cannot be used, also return a line that explains why."""
         root = self.config.checkpoint.save_root
         assert root is not None
         try:

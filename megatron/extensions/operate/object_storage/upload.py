@@ -16,12 +16,10 @@ FILES_AT_ONCE = 2
 
 
 def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], None]) -> int:
-    """Publish the checkpoint `folder` of an iteration in `root`, and make it the latest there. Returns its size in
-    bytes.
-
-    `check` raises OSError if this run must not write to `root` now. Raises OSError, for example if a file differs from
-    the manifest, and ValueError if there is no manifest. After an error, nothing is published, and the written files
-    are deleted."""
+    """Upload the checkpoint `folder` of an iteration to `root`, and make it the latest checkpoint in `root`. Returns
+    the size of the checkpoint in bytes. `check` is a function that raises OSError if this run must not write to `root`.
+    Raises OSError, for example if a file differs from the manifest, and ValueError if there is no manifest. If an error
+    occurs, nothing is published, and the uploaded files are deleted."""
     final = checkpoint_folder(root, iteration)
     storage, sums = storage_of(root), read_manifest(folder)
     latest = storage.content(root / LATEST)
@@ -38,7 +36,7 @@ def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], Non
         storage.publish(final)
         storage.replace(
             root / LATEST, str(iteration).encode(), latest
-        )  # or another run has published a checkpoint in the meantime
+        )  # also False if another run has published a checkpoint in the meantime
     except BaseException:
         with suppress(OSError):
             storage.discard(final)

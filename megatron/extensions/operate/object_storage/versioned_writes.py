@@ -1,4 +1,4 @@
-"""Conditional writes to Google Cloud Storage and Azure, which fsspec does not offer. This module does not import
+"""Conditional writes to Google Cloud Storage and Azure. fsspec does not support them. This module does not import
 torch."""
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 About = Mapping[str, object]
-"""Properties of an object, from the `info` method of the file system."""
+"""Properties of an object, as returned by the file system's `info` method."""
 
 
 def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, expected: bytes) -> bool:
-    """Replace an object if its content is `expected`. Returns False if the content differs.
+    """Replace an object if its current content is `expected`. Returns False if the content differs.
 
-    Raises NotImplementedError for other stores, and the store's error if the object changes in between."""
+    Raises NotImplementedError for stores without conditional writes. Raises the store's error if the object is changed
+    in the meantime."""
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:
-        about = fs.info(place)  # read before the content, so that a write in between is detected
+        about = fs.info(place)  # the properties are read before the content, so that a write in between is detected
         if fs.cat_file(place) != expected:
             return False
         write(fs, place, data, about)
@@ -38,7 +39,7 @@ def _to_google(fs: AbstractFileSystem, place: str, data: bytes, about: About) ->
 
 
 def _to_azure(fs: AbstractFileSystem, place: str, data: bytes, about: About) -> None:
-    from azure.core import MatchConditions  # a dependency of fsspec's package for Azure
+    from azure.core import MatchConditions  # installed as a dependency of fsspec's package for Azure
 
     fs.pipe_file(place, data, etag=about["etag"], match_condition=MatchConditions.IfNotModified)
 
@@ -47,4 +48,4 @@ WRITES: dict[str, Callable[[AbstractFileSystem, str, bytes, About], None]] = {
     **dict.fromkeys(("gs", "gcs"), _to_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _to_azure),
 }
-"""Functions that replace an object if its `info` has not changed, by URL scheme."""
+"""Maps a URL scheme to the function that replaces an object if its `info` has not changed."""

@@ -1,4 +1,4 @@
-"""Client of holders: start the holder of this host, send parts to other holders, and read parts back.
+"""Client of holder processes: start the holder of this host, send parts to other holders, and read parts from holders.
 
 This module does not import torch.
 """
@@ -28,30 +28,31 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Environment variable that replaces a rank's host name for copies, so that ranks of one machine can count as several
-hosts."""
+"""Environment variable that overrides the host name of a rank for copies. With it, ranks on one machine can count as
+several hosts."""
 
 OPENS = 120.0
 """Timeout in seconds for the start of a holder."""
 
 ABANDONED = 3600.0
-"""Minimum age in seconds of the newest copy after which copies without a holder are deleted."""
+"""Minimum age in seconds at which copies without a holder are deleted. The age is that of the newest copy."""
 
 RESPONDS = 5.0
-"""Seconds within which a living holder accepts a connection and answers a request. A connection alone proves nothing:
-the kernel also accepts connections for a stopped process."""
+"""Maximum time in seconds in which a living holder accepts a connection and answers a request. Accepting a connection
+does not show that a holder is alive, because the kernel also accepts connections for a stopped process."""
 
 ANSWER = 10.0
-"""Seconds within which a living holder receives or sends a chunk."""
+"""Maximum time in seconds in which a living holder receives or sends a chunk."""
 
 
 def host_name() -> str:
-    """Return the name of this host for copies."""
+    """Return the name that identifies this host for copies."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def folder_of(memory: str, save: str | PurePath) -> Path:
-    """Return this host's folder for the copies of a run with this --save, in the file system `memory`."""
+    """Return this host's folder for the copies of a run. The folder is in the file system `memory`, and its name
+    depends on --save."""
     digest = hashlib.sha256(f"{resolved(located(save))}\n{host_name()}".encode()).hexdigest()[:16]
     return Path(memory) / f"megatron-copies-{os.getuid()}-{digest}"
 
@@ -67,8 +68,8 @@ class Address:
 
 
 def open_holder(folder: Path, keep: float) -> Address:
-    """Return the address of this host's holder. If there is no holder, or if it does not answer, start one. Raises
-    OSError."""
+    """Return the address of this host's holder. If there is no holder or if the holder does not answer, start a new
+    holder. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -84,7 +85,7 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Lock out other processes of this host that are opening the holder, so that only one holder is started. Raises
+    """Lock out other processes of this host that open the holder, so that only one holder is started. Raises
     OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
@@ -102,13 +103,15 @@ def _opening(folder: Path) -> Iterator[None]:
 
 
 def address_in(folder: Path) -> Address:
-    """Read the address of a folder's holder. Raises OSError, ValueError or KeyError if there is none."""
+    """Read the address of the holder that serves a folder. Raises OSError, ValueError or KeyError if there is no valid
+    address."""
     about = json.loads((folder / ABOUT).read_text())
     return Address(host_name(), about["address"], int(about["port"]), about["token"])
 
 
 def _end_silent(folder: Path) -> None:
-    """End a holder that does not answer, for example because it is stopped. Its copies are files, and remain."""
+    """Kill a holder that does not answer, for example because a signal has stopped it. The copies are files and are
+    kept."""
     with suppress(OSError, ValueError, KeyError):
         pid = int(json.loads((folder / ABOUT).read_text())["pid"])
         if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -126,7 +129,7 @@ def _started(folder: Path, keep: float) -> Address:
         stdout=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # otherwise each connection's thread gets an arena
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # otherwise, each thread gets an arena
         text=True,
     )
     assert process.stdout is not None
@@ -136,13 +139,13 @@ def _started(folder: Path, keep: float) -> Address:
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
-    process.returncode = 0  # the holder outlives this process, which need not wait for it
+    process.returncode = 0  # the holder outlives this process, so nothing waits for its end
     return address_in(folder)
 
 
 def drop_abandoned(own: Path, keep: float) -> None:
-    """Delete copies of this user's other runs whose holders were killed, for example by SLURM at the end of a job.
-    Copies are kept for at least `keep` and `ABANDONED` seconds after the last write."""
+    """Delete copies of this user's other runs if their holders were killed, for example by SLURM at the end of a job.
+    Copies are kept for at least `keep` seconds and at least `ABANDONED` seconds after the last write."""
     for folder in own.parent.glob(f"megatron-copies-{os.getuid()}-*"):
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -160,7 +163,7 @@ def _has_holder(folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Return the address of this host in the network through which it reaches the store."""
+    """Return the address of this host in the network in which it reaches the store."""
     store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
     family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -169,22 +172,22 @@ def own_address() -> str:
 
 
 class HolderError(OSError):
-    """Raised if a holder refuses a request, or is lost."""
+    """Raised if a holder refuses a request or is lost."""
 
 
 class RefusedError(HolderError):
-    """Raised if a holder refuses a request for a permanent reason; another attempt would fail too."""
+    """Raised if a holder refuses a request for a permanent reason, so that another attempt would also fail."""
 
 
 class Pace:
-    """Limit on the bytes sent per second; None: no limit."""
+    """Limit on the number of bytes sent per second; None for no limit."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> float:
-        """Count bytes that are about to be sent, and return the seconds to wait before sending them."""
+        """Count bytes that are about to be sent, and return the number of seconds to wait before sending them."""
         if self.rate is None:
             return 0.0
         now = self._clock()
@@ -204,7 +207,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host. Returns when the part is complete there."""
+        """Store a part on the holder's host. Returns when the whole part is stored."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -214,7 +217,7 @@ class Link:
         self._answer()
 
     def get(self, generation: str, name: str, start: int, into: memoryview) -> None:
-        """Read bytes of a part, beginning at `start`."""
+        """Read bytes of a part, from `start` on, until `into` is full."""
         self._ask(op="get", generation=generation, name=name, start=start, length=len(into))
         self._answer()
         read_exactly(self._stream, into)
@@ -236,7 +239,7 @@ class Link:
         self._socket.settimeout(ANSWER)
 
     def lease(self) -> None:
-        """Register this process as a rank of the holder's host until the connection or the process ends."""
+        """Register this process as a rank of the holder's host, until the connection is closed or the process ends."""
         self._ask(op="lease")
         self._answer()
 
@@ -264,8 +267,8 @@ class Link:
 
 
 def reached(holder: Address) -> Link:
-    """Return a connection to a holder that has answered. Raises OSError if the holder does not answer within `RESPONDS`
-    seconds."""
+    """Connect to a holder, and return the connection after the holder has answered. Raises OSError if the holder does
+    not answer within `RESPONDS` seconds."""
     try:
         link = Link(holder)
         try:
@@ -279,8 +282,8 @@ def reached(holder: Address) -> Link:
 
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
-    """Return the holder of this host, as `open_holder` does, and a connection that registers this process as a rank
-    while it is open. Raises OSError."""
+    """Return the address of this host's holder, as `open_holder` does, and a connection to the holder. While the
+    connection is open, this process is registered as a rank. Raises OSError."""
     for _ in range(2):
         with suppress(OSError):  # the holder ended in the meantime
             return (found := open_holder(folder, keep)), leased(found)
@@ -288,7 +291,8 @@ def opened(folder: Path, keep: float) -> tuple[Address, Link]:
 
 
 def leased(holder: Address) -> Link:
-    """Return a connection that registers this process as a rank of the holder's host while it is open."""
+    """Return a connection to a holder. While the connection is open, this process is registered as a rank of the
+    holder's host."""
     link = reached(holder)
     link.lease()
     return link
@@ -298,6 +302,6 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Parse a generation's number from its folder name; 0 for any other folder."""
+    """Parse the number of a generation from the name of its folder. Returns 0 for other folders."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

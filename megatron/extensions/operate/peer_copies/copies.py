@@ -1,12 +1,13 @@
-"""Copies of a rank's state after a step. The state is staged in the host's memory immediately, and a thread sends it to
-other hosts.
+"""Copies of a rank's state after a step. The state is immediately staged in the host's memory. A thread then sends the
+state to other hosts.
 
-The copies of a step are valid once all ranks have completed theirs, which they report through the store. Until then,
-the copies of the previous step remain in the other slot of each part.
+The copies of a step are valid once all ranks have completed their copies. Ranks report this through the store. Until
+then, the copies of the previous step remain in the other slot of each part.
 
-Keys of the store: copied/COPY, the number of ranks that have stored and sent their parts; failed/COPY, the reason why a
-rank could not; copied-by/RANK, the last copy of a rank; holder/HOST, the address of a restarted holder. COPY numbers
-the copies of this start, because a run may go back to an iteration and copy it again.
+The store has these keys. copied/COPY: number of ranks that have stored and sent their parts. failed/COPY: reason why a
+rank failed to store or send a part. copied-by/RANK: number of the last copy of a rank. holder/HOST: address of a
+restarted holder. COPY is the number of the copy in this start. It is used instead of the iteration because a run may go
+back to an iteration and copy it again.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ from megatron.extensions.operate.peer_copies.holder import header_of, sealed, wr
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
 AGAIN = 10.0
-"""Seconds for which ranks wait for a restarted holder, unless the previous copies have failed too."""
+"""Maximum time in seconds that ranks wait for a restarted holder. Ranks do not wait if the previous copies also
+failed."""
 
 MOST_PASSED_OVER = 31
-"""Largest number of consecutive copies that are skipped after failures."""
+"""Maximum number of consecutive copies that are skipped after failures."""
 
 
 class Backoff:
-    """Backoff of copies after failures, so that a permanent fault does not slow down every step. All ranks count the
-    same failures."""
+    """Backoff after failed copies, so that a permanent fault does not slow down every step. All ranks count the same
+    failures."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -56,7 +58,7 @@ class Backoff:
         self._pass_over = 0
 
     def is_due(self) -> bool:
-        """Return True if the next copy is to be attempted. Call it once for each copy."""
+        """Return True if the next copy should be attempted. Call this method once for each copy."""
         self._pass_over -= 1
         return self._pass_over < 0
 
@@ -72,7 +74,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Duty:
-    """Part that this rank stores on its host, with the hosts to which the rank sends it."""
+    """Part that this rank stores on its host, and the hosts to which the rank sends the part."""
 
     stored: Stored
     to: tuple[str, ...]
@@ -80,20 +82,20 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Locations of the copies of one generation."""
+    """Local folder and holders for the copies of one generation."""
 
     folder: Path
     """Folder of the run's copies on this host."""
 
     generation: str
     holders: Mapping[str, Address]
-    """Holders by host."""
+    """Maps hosts to the addresses of their holders."""
 
     own: str
     """Name of this host."""
 
     keep: float
-    """Seconds for which a holder outlives the ranks."""
+    """Number of seconds that a holder outlives the ranks."""
 
     leads: bool
     """True if this rank supervises the holder of its host."""
@@ -102,21 +104,21 @@ class Place:
 
 
 class Copies:
-    """Copies of one rank. The training thread of every rank calls `copy` once for each copied step."""
+    """Copies of one rank's state. The training thread of every rank calls `copy` once for each copied step."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties
         self.complete: int | None = None
-        """Iteration whose copies are complete on all ranks."""
+        """Last iteration for which all ranks have completed their copies."""
 
         self.failure = ""
-        """Reason why the copies of the last step are not complete."""
+        """Reason why the copies of the last step are incomplete; empty if they are complete."""
 
         self._store, self._world = store, world
         self._pace = pace
         self._backoff = Backoff()
         self._told = set[str]()
-        """Reasons for incomplete copies that have been logged, with numbers removed."""
+        """Logged reasons for incomplete copies, with numbers removed."""
 
         self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
@@ -126,11 +128,11 @@ class Copies:
         self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Register a function that the copying thread calls once, when the first copies are complete."""
+        """Register a function that the copying thread calls once, as soon as the first copies are complete."""
         self._first = call
 
     def news(self) -> str:
-        """Return a log line if copies have failed for a new reason, or have recovered; otherwise an empty string."""
+        """Return a log line if copies failed for a new reason or succeeded again. Otherwise, return an empty string."""
         reason = re.sub(r"\d+", "", self.failure)
         if reason and reason not in self._told:
             self._told.add(reason)
@@ -138,11 +140,11 @@ class Copies:
             return f"copies in memory of the last step are incomplete: {self.failure}; {then}"
         if self._told and not reason:
             self._told.clear()
-            return f"copies in memory are complete again, of iteration {self.complete}"
+            return f"copies in memory are complete again, for iteration {self.complete}"
         return ""
 
     def holders(self) -> dict[str, Address]:
-        """Return the current holders by host."""
+        """Return a mapping from hosts to the current addresses of their holders."""
         return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
@@ -158,8 +160,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Start the copies of a step, after the previous ones have ended. After this method returns, later work on the
-        current stream may change `tensors`."""
+        """Wait until the previous copies have ended, and start the copies of a step. After this method returns, work
+        that is enqueued on the current stream may change `tensors`."""
         self.wait()
         if not self._backoff.is_due():
             return
@@ -167,7 +169,7 @@ class Copies:
         staged, problem = list[tuple[Duty, Slot]](), ""
         try:
             staged += [(duty, self._stage(duty.stored, tensors)) for duty in self.duties]
-        except OSError as error:  # for example if memory is full: training continues without copies
+        except OSError as error:  # training continues without copies, for example if memory is full
             problem = f"{self.place.own}: {type(error).__name__}: {error}"
         devices = {data.device for tensor in tensors.values() for _, data in tensor.boxes if data.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -213,7 +215,7 @@ class Copies:
             self._store.set(f"copied-by/{self.place.rank}", str(self._number))
             self._store.add(f"copied/{self._number}", 1)
         except Exception as error:
-            with suppress(RuntimeError):  # the store has ended, and so has the run
+            with suppress(RuntimeError):  # the store has ended together with the run
                 why = problem or f"{self.place.own}: {type(error).__name__}: {error}"
                 self._store.set(f"failed/{self._number}", why)
         with suppress(RuntimeError):
@@ -229,7 +231,7 @@ class Copies:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self.place.rank == 0 and self.complete is not None:  # all ranks have read the keys of the earlier copy
+        if self.place.rank == 0 and self.complete is not None:  # all ranks have read the previous key
             self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
         self._backoff.succeeded()

@@ -1,4 +1,4 @@
-"""Records of the failure that ended a run's processes, and the report of the recovery after the next start.
+"""Records of the failure that ended the processes of a run, and the report on the recovery after the next start.
 
 This module does not import torch.
 """
@@ -17,7 +17,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable that states how the processes for a restart within the job were found."""
+"""Environment variable that contains the recovery method of a restart within the job."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -26,7 +26,7 @@ BY_LAUNCHER = "restart by the launcher"
 
 @dataclass(frozen=True)
 class Fault:
-    """Failure, as recorded by a rank that ended because of it."""
+    """Failure that a rank recorded when the rank ended because of the failure."""
 
     what: str
     who: str
@@ -41,22 +41,22 @@ class Fault:
 
 
 def write_fault(folder: Path, fault: Fault) -> None:
-    """Record a failure for the next start. If several ranks of a host record one, the last record remains."""
+    """Record a failure for the next start. If several ranks of a host record a failure, the last record is kept."""
     write_whole(folder / NOTE, json.dumps(asdict(fault)))
 
 
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
-    """Record, in the parent process of a rank, that the rank has ended without a report. Do nothing if a rank of this
-    host has recorded a failure since that rank was started.
+    """Record that a rank ended without recording a failure. The rank's parent process calls this function. Do nothing
+    if a rank of this host has recorded a failure since the ended rank started.
 
-    Surviving ranks record the failure themselves. If the kernel kills all ranks at once because the host is out of
-    memory, only their parents can do so.
+    Surviving ranks also record the failure. If the kernel kills all ranks of a host at once because memory is
+    exhausted, only their parents can record the failure.
 
     Args:
-        folder: The copies of this host.
-        who: The rank.
+        folder: Folder of the copies on this host.
+        who: Name of the rank.
         how: Signal or exit code.
-        iteration: Last completed step.
+        iteration: Last completed iteration.
         since: Start time of the rank, in seconds since 1970.
     """
     known, now = read_fault(folder), time.time()
@@ -65,7 +65,7 @@ def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -
 
 
 def read_fault(folder: Path) -> Fault | None:
-    """Read the record of an earlier start; None if there is none."""
+    """Read the failure that an earlier start recorded; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
         return Fault(**json.loads((folder / NOTE).read_bytes()))
     return None
@@ -77,8 +77,8 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """Combine the records of all hosts: the earliest failure, with the earliest detection and the latest completed
-    step."""
+    """Combine the failures that hosts recorded: the earliest failure, with the earliest detection time and the latest
+    completed iteration."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None
@@ -93,17 +93,19 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """How the ranks were restarted: one of the rungs named in this module."""
+    """Recovery method: one of the constants in this module, such as `SPARES`."""
 
     source: str
-    """Source of the state: `copies in memory`, `checkpoint on disk`, or `the beginning` if there is neither."""
+    """Source of the restored state: `copies in memory`, `checkpoint on disk`, or `the beginning` if there is
+    neither."""
 
     why: str
-    """Reason why the state was not loaded from memory; empty if it was, or if there were never any copies."""
+    """Reason why the state was not loaded from copies in memory; empty if it was loaded from copies or if there were no
+    copies."""
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
-        """Return the event for `run_events.jsonl`, after the first step of a run that resumed at iteration `resumed`.
-        Times are in seconds after the failure."""
+        """Return the recovery as an event for `run_events.jsonl`. It is recorded after the first step of a run that
+        resumed at iteration `resumed`. Times are in seconds after the failure."""
         fault = self.fault
         return {
             "what": fault.what,
@@ -121,6 +123,6 @@ class Recovery:
         why = f" ({self.why})" if self.why else ""
         return (
             f"recovered by {self.rung} from {self.source}{why}: {self.fault.who}, {self.fault.what}, detected after "
-            f"{record['detected_after']} s, the next step made after {record['recovered_after']} s, steps lost: "
+            f"{record['detected_after']} s, the next step completed after {record['recovered_after']} s, steps lost: "
             f"{record['steps_lost']}"
         )

@@ -1,4 +1,4 @@
-"""Flags for copies in the memory of peers. This module does not import torch."""
+"""Flags for copies of the training state in the memory of other hosts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class PeerCopyConfig:
     peer_copies: int = flag(0, at_least=0)
-    """Number of other hosts that hold copies of the training state in memory, in addition to each rank's own host; a
-    restart loads these instead of an older checkpoint. 0: no copies."""
+    """Number of hosts, in addition to a rank's own host, that hold a copy of the rank's training state in memory. A
+    restart loads these copies instead of an older checkpoint. 0 disables copies."""
 
     peer_copy_interval: int = flag(1, at_least=1, no_effect_without="--peer-copies above 0")
-    """Number of steps between two copies."""
+    """Number of steps between two copies of the training state."""
 
     peer_copy_bandwidth: float | None = flag(None, above=0, no_effect_without="--peer-copies above 0")
-    """Limit on the bandwidth that the ranks of a host together use to send copies, in MB/s; default: no limit."""
+    """Limit in MB/s on the total bandwidth that the ranks of a host use to send copies. Default: no limit."""
 
     peer_copy_path: str = flag("/dev/shm", path="local", no_effect_without="--peer-copies above 0")
-    """Folder on an in-memory file system that holds the copies of a host."""
+    """Folder on an in-memory file system in which each host stores copies."""
 
     peer_copy_keep_minutes: float = flag(10.0, above=0, no_effect_without="--peer-copies above 0")
-    """Minutes for which a host keeps its copies after its last rank of the run has ended."""
+    """Number of minutes that a host keeps its copies after the last rank of the run on this host has ended."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the section of a plan about copies: the host losses that they survive, and their cost."""
+        """Return the title and the lines function of a plan's section about copies: survivable host losses, and
+        cost."""
         return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
 
 
 def keeps_copies(config: RunConfig) -> bool:
-    """Return True if a run copies its state."""
+    """Return True if a run copies its state to other hosts."""
     return config.options(PeerCopyConfig).peer_copies > 0 and not config.training.skip_train
 
 
 def trains_without_copies(config: RunConfig) -> bool:
-    """Return True if a run saves checkpoints, and does not copy its state."""
+    """Return True if a run saves checkpoints but does not copy its state to other hosts."""
     wanted = config.options(PeerCopyConfig).peer_copies > 0
     return config.checkpoint.save is not None and not (wanted or config.training.skip_train)
 

@@ -1,19 +1,21 @@
-"""Holder: a small process on each host that outlives the ranks and serves the copies in memory to other hosts.
+"""Holder, a small process on each host that outlives the ranks. It serves the host's copies of the training state to
+other hosts.
 
-The copies are files in an in-memory folder (/dev/shm). They therefore outlive this process too, and the host's own
-ranks write their copies directly:
+The copies are files in an in-memory folder (/dev/shm). Therefore, the copies also outlive this process, and the ranks
+of the host write their copies directly:
 
     FOLDER/holder.json              port and token of the holder
     FOLDER/GENERATION/world.json    which parts a complete set of this generation has
     FOLDER/GENERATION/PART.SLOT     bytes of a part of the training state
     FOLDER/GENERATION/PART.SLOT.json    its header, present only while the bytes are complete
 
-Each start of the ranks is a generation with its own folder, so that nothing reads what a resumed process of an earlier
-start writes. Each part has two slots: one is complete while the other is written.
+Each start of the ranks is a generation with a separate folder. If a stopped process of an earlier start continues to
+write, it cannot change the copies of a later start. Each part has two slots, so that one slot is complete while the
+other is being written.
 
-This module imports neither torch nor this package. Any process that reaches the port can connect, so a request begins
-with the token, and names are checked. The holder deletes all copies and ends on request, or if no rank of its host has
-been connected for KEEP seconds.
+This module imports neither torch nor this package. Any process that can reach the port can connect. Therefore, each
+request contains the token, and names are validated. The holder deletes all copies and exits on request, or if no rank
+of its host has been connected for KEEP seconds.
 
     python -I -S holder.py FOLDER ADDRESS KEEP
 """
@@ -44,11 +46,11 @@ FIRST = 300.0
 """Minimum number of seconds that a new holder waits for the first rank."""
 
 STALLED = 300.0
-"""Seconds without a byte after which a sender is considered lost, for example a host that fails while it sends a
-part."""
+"""Number of seconds without received data after which a sender is considered lost, for example because its host
+failed."""
 
 LONGEST = 1 << 20
-"""Largest size in bytes of a request line."""
+"""Maximum size in bytes of a request line."""
 
 
 def header_of(path: Path) -> Path:
@@ -57,16 +59,15 @@ def header_of(path: Path) -> Path:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file atomically: readers see either the whole file or none."""
+    """Write a file atomically, so that readers never see a partial file."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(beside, path)
 
 
 def make_room(path: Path, nbytes: int) -> None:
-    """Create a file of this size, or resize it, with its memory allocated. Raises OSError if the folder has been
-    deleted, or if the file system is full. Without this call, a write to a full file system could store fewer bytes
-    without an error."""
+    """Create or resize a file, and allocate its memory. Raises OSError if the folder does not exist or the file system
+    is full. Without this call, a write to a full file system could store fewer bytes without raising an error."""
     with open(path, "r+b" if path.exists() else "w+b") as file:
         os.ftruncate(file.fileno(), nbytes)
         if nbytes:
@@ -74,7 +75,7 @@ def make_room(path: Path, nbytes: int) -> None:
 
 
 def sealed(header: bytes) -> bytes:
-    """Return the content of a header file: a checksum, and the header."""
+    """Return the content of a header file: a checksum followed by the header."""
     return b"%08x\n" % zlib.crc32(header) + header
 
 
@@ -87,8 +88,8 @@ def unsealed(sealed: bytes) -> dict[str, Any]:
 
 
 def read_header(data: Path) -> dict[str, Any]:
-    """Read the header of a data file. Raises OSError, or ValueError if the header is damaged or belongs to other
-    data."""
+    """Read the header of a data file. Raises OSError if a file cannot be read, and ValueError if the header is damaged
+    or belongs to other data."""
     header = unsealed(header_of(data).read_bytes())
     if data.stat().st_size != header["nbytes"]:
         raise ValueError(f"the header of {data} belongs to other data")
@@ -96,7 +97,7 @@ def read_header(data: Path) -> dict[str, Any]:
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield (data file, header) for the complete parts in a generation's folder."""
+    """Yield pairs (data file, header) for the complete parts in the folder of a generation."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):
@@ -104,7 +105,7 @@ def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 class Holder(socketserver.ThreadingTCPServer):
-    """Server of the files in a folder."""
+    """Server for the copies in a folder."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -128,13 +129,13 @@ class Holder(socketserver.ThreadingTCPServer):
                 return
 
     def is_current(self) -> bool:
-        """Return True if no other holder has replaced this one, and its folder exists."""
+        """Return True if the folder exists and no other holder has replaced this holder."""
         with suppress(OSError, ValueError, KeyError):
             return bool(json.loads((self.folder / ABOUT).read_bytes())["token"] == self.token)
         return False
 
     def lease(self, change: int) -> None:
-        """Change the number of connected ranks."""
+        """Add `change` to the number of connected ranks."""
         with self.lock:
             self.leases += change
             self.free_since = time.monotonic()
@@ -148,7 +149,7 @@ class Holder(socketserver.ThreadingTCPServer):
 
 
 class Connection(socketserver.StreamRequestHandler):
-    """Serve the requests of one connection until it is closed."""
+    """Handler that serves the requests of one connection until the connection is closed."""
 
     server: Holder
 
@@ -167,7 +168,7 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Answer, to show that this process is running."""
+        """Answer a request, which shows that this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
         """Store a part. The part's header and bytes follow the request."""
@@ -188,14 +189,14 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Send a line with the number of bytes, and then bytes [start, start + length) of a part."""
+        """Send a line with the number of bytes, followed by bytes [start, start + length) of a part."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Send a line with the length of a part's header, and then the header."""
+        """Send a line with the length of a part's header, followed by the header."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)
@@ -227,12 +228,12 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serve until a request to end arrives, or until no rank has been connected for `keep` seconds. Then delete the
-    folder."""
+    """Serve copies until a request to end arrives, or until no rank has been connected for `keep` seconds. Then delete
+    the folder."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # its starter was killed: the next start finds it
+        with suppress(BrokenPipeError):  # the parent was killed; the next start finds the holder
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()
@@ -242,7 +243,7 @@ def main(folder: Path, address: str, keep: float) -> None:
 
 
 def read_exactly(stream: BinaryIO, into: memoryview) -> None:
-    """Receive until `into` is full. Raises ConnectionError if the stream ends earlier."""
+    """Receive data until `into` is full. Raises ConnectionError if the stream ends earlier."""
     at = 0
     while at < len(into):
         if not (got := stream.readinto(into[at : at + CHUNK])):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Callbacks for --peer-copies: resume from the newest complete copies at the start, and copy after steps."""
+"""Callback for --peer-copies: resume from the newest complete copies at the start, and copy the state after steps."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ from megatron.training.run import TrainingRun
 
 @dataclass(frozen=True)
 class Host:
-    """Information that a rank sends to the others at the start."""
+    """Information about its host that a rank sends to the other ranks at the start."""
 
     name: str
     holder: Address | None
-    """Address of the holder, from the rank that supervises it; None from all other ranks."""
+    """Address of the host's holder, set by the rank that supervises the holder; None from all other ranks."""
 
     held: Inventory
     fault: Fault | None
     idle: tuple[IdleHost, ...] = ()
-    """Hosts without ranks that a launcher process has reported to this host."""
+    """Hosts without ranks, as reported to this host by launcher processes."""
 
 
 class PeerCopies(Callback):
-    """Callback that keeps copies of the state in the memory of peers."""
+    """Callback that keeps copies of the training state in the memory of other hosts."""
 
-    start_order = -1  # local checkpoints are older than copies
+    start_order = -1  # before local checkpoints, which are older than copies
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -96,23 +96,23 @@ class PeerCopies(Callback):
         self._save = config.checkpoint.save_root
         self._folder = folder_of(self._options.peer_copy_path, self._save)
         self._identity: str | None = None
-        """Identifier of the contents of the --save folder; None until the run has started."""
+        """Identity of the --save folder's content; None before the run starts."""
 
         self._on_disk: int | None = None
-        """Newest checkpoint in --save, at the start or after the last save."""
+        """Iteration of the newest checkpoint in --save, as of the start or the last save."""
 
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected; from then on, the first rank holds the lease on --save."""
+        """True after the ranks have connected. From then on, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
-        """Last saved iteration of this start, at the time of the last copy."""
+        """Iteration that this start had last saved when the last copy was made."""
 
         self._leases = list[Link]()
-        """Connections that keep the holders alive; a holder without connections ends."""
+        """Connections that keep holders alive. A holder exits some time after its last connection is closed."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -128,13 +128,14 @@ class PeerCopies(Callback):
         return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
-        """Describe how the same command would resume after a failure; empty if there are no copies."""
+        """Return advice about resuming after a failure: until when the same command resumes from copies. The text is
+        empty if there are no copies."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
             return ""
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Open the holder of this host, and exchange the inventories of all hosts. Collective."""
+        """Open the holder of this host, and exchange inventories with all hosts. Collective."""
         world, own = runtime.state.world, host_name()
         names = gather_objects(own, world)
         self._met = True
@@ -152,7 +153,7 @@ class PeerCopies(Callback):
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
         if not self._leads:
-            with suppress(OSError):  # the connection of the supervising rank suffices
+            with suppress(OSError):  # the connection of the supervising rank is sufficient
                 self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
@@ -167,7 +168,7 @@ class PeerCopies(Callback):
 
     @property
     def _loads(self) -> bool:
-        """Return True if the run loads copies whenever there are any."""
+        """Return True if the run's flags permit loading copies."""
         options = self.config.checkpoint
         return not options.anew and options.load_optim
 
@@ -193,8 +194,8 @@ class PeerCopies(Callback):
         return progress
 
     def _drop_foreign(self, say: Callable[[str], None], world: Axis) -> str:
-        """Discard copies that do not belong to the content of --save. Returns the reason if none remain, or an empty
-        string. Collective."""
+        """Discard copies that do not belong to the content of --save. If no copies remain, returns the reason;
+        otherwise, returns an empty string. Collective."""
         save = self._save
         self._identity = on_first_rank(lambda: read_identity(save), world)
         mine = [held.of_folder(self._identity) for held in self._held]
@@ -224,9 +225,10 @@ class PeerCopies(Callback):
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """Load the newest complete set of copies. If all copies of a part are damaged, load the set of an earlier step.
-        `foreign` is True if there were only copies that do not belong to --save.
+        `foreign` is True if all copies that were found do not belong to --save.
 
-        Returns the loaded set, its position, and, if no set was loaded, None, None and the reason."""
+        Returns the loaded set, the progress of the run at this set, and an empty string. If no set is loaded, returns
+        None, None and the reason."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         self._on_disk = on_first_rank(lambda: read_latest(root), world)
@@ -249,7 +251,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """Return a set without its damaged copies. The ranks of each host verify their own copies. Collective."""
+        """Return a set without its damaged copies. Each host's ranks verify the copies on their host. Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -257,7 +259,7 @@ class PeerCopies(Callback):
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
-        """Return this start's copies of a step as a checkpoint; None if they no longer exist. Collective."""
+        """Return this start's copies of a step as a checkpoint; None if the copies no longer exist. Collective."""
         run = self._run
         assert run is not None
         self._await_copies()
@@ -280,8 +282,8 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load a set for `_resume`, and return the same values as `_resume`. Raises CopyError if copies are lost during
-        the load and there is nothing else to load."""
+        """Load a set of copies, and return the same values as `_resume`. Raises CopyError if copies are lost during the
+        load and there is no checkpoint on disk."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
@@ -298,7 +300,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Divide the state into parts, and return the tasks for copies. Collective."""
+        """Divide the state into parts, and return the tasks that copy them. Collective."""
         self._run = run
         state, rank = run.runtime.state, run.runtime.launch.rank
         tensors, _ = self._contents(run)
@@ -341,8 +343,8 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps, one of which
-        may be the loaded copy. If the memory would suffice without other files, only print a warning. Collective."""
+        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. One of them
+        may be the loaded step. If the memory would suffice without other files, only print a warning. Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (
@@ -353,14 +355,13 @@ class PeerCopies(Callback):
         found = [each for each in gather_objects((disk.total < needed, has), world) if each[1]]
         path = self._options.peer_copy_path
         if too_small := [why for always, why in found if always]:
-            remedy = "give the container a larger one (docker run --shm-size), or name another file system in memory"
+            remedy = "give the container a larger one (docker run --shm-size), or use another file system in memory"
             raise ValueError(str(Problem("--peer-copy-path", path, f"is too small: {too_small[0]}", remedy)))
         if found:
             say(f" copies in memory are incomplete until there is more room in --peer-copy-path {path}: {found[0][1]}")
 
     def on_start(self, run: RunView) -> None:
-        """Copy the state before the first step, at any iteration: a state that was loaded from memory is not on disk
-        yet."""
+        """Mark a state that was loaded from memory as unsaved, because it may not be on disk."""
         if self._resumed:
             assert isinstance(run, TrainingRun)
             run.saver.last = None
@@ -393,23 +394,23 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """Store the identity again after a save, in case --save was deleted before it, and read the latest checkpoint.
-        Local checkpoints are not in --save until they are uploaded."""
+        """After a save, store the identity again in case --save was deleted before the save, and read the iteration of
+        the latest checkpoint. Local checkpoints are not in --save until they are uploaded."""
         assert self._identity is not None
         with suppress(OSError, ValueError):  # the next save reports the error
             keep_identity(self._save, self._identity)
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Wait for the copies in progress. Raises LateRanksError if they exceed the time limit of a collective."""
+        """Wait for copies in progress. Raises LateRanksError if they exceed the time limit of a collective."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Record the failure that ends the run, for the next start. A run that was refused records nothing, because the
-        copies belong to the run that holds the lease."""
+        """Record the failure that ends the run, for the next start. A run that was refused at the start records
+        nothing, because the copies belong to the run that holds the lease."""
         cause = self._watchdog.failures.reported
         if cause is not None and self._met:
             done = 0 if self._run is None else self._run.progress.iteration
@@ -428,7 +429,7 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder: the state is on disk, and no later start needs the copies."""
+        """End the holder, because the state is on disk and no later start needs the copies."""
         self._await_copies()
         if self._run is not None:
             if self._run.runtime.is_main:

@@ -1,10 +1,10 @@
-"""Identity of a --save folder's content, which ties copies in memory to it.
+"""Identity of a --save folder's content. Copies in memory record the identity of the content that they belong to.
 
-Copies outlive the ranks, and may outlive the folder, which a user may delete or replace with another run. A start that
-does not continue from copies therefore writes a new random identity to SAVE/peer_copies_id before its first step, and
-its copies carry this identity. A start that continues from copies keeps the identity. A start without --peer-copies
-removes it. Copies whose identity differs from the folder's are never loaded. If two starts race, the copies of the
-start that wrote its identity first are not used.
+Copies outlive the ranks. They may also outlive the folder, because a user may delete the folder or replace it with the
+folder of another run. Therefore, a start that does not continue from copies writes a new random identity to
+SAVE/peer_copies_id before its first step. Its copies record this identity. A start that continues from copies keeps the
+identity. A start without --peer-copies removes the identity. Copies with an identity other than the folder's are never
+loaded. If two starts write an identity at the same time, only copies of the start that wrote last are used.
 
 This module does not import torch.
 """
@@ -33,8 +33,9 @@ def write_identity(root: PurePath, identity: str) -> None:
 
 
 def new_identity(root: PurePath) -> tuple[str, str]:
-    """Store a new identity in a --save folder. Returns the identity, and an empty string or the reason why it could not
-    be stored. Without a stored identity, no later start can use the copies of this one."""
+    """Store a new identity in a --save folder. Returns the identity and a second string: the reason if the identity
+    could not be stored, and otherwise an empty string. If the identity is not stored, no later start can use the copies
+    of this start."""
     identity = secrets.token_hex(16)
     try:
         write_identity(root, identity)
@@ -51,7 +52,7 @@ def keep_identity(root: PurePath, identity: str) -> None:
 
 
 def drop_identity(root: PurePath) -> None:
-    """Remove the identity of a --save folder, if it has one, so that no start can use earlier copies. Raises
+    """Remove the identity of a --save folder, if there is one, so that no later start can use existing copies. Raises
     OSError."""
     if read_identity(root) is not None:
         storage_of(root).remove(root / FILE)

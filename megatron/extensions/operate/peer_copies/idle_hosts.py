@@ -1,5 +1,5 @@
-"""Copies on hosts without ranks: a launcher process on such a host offers the copies, and ranks find and read them.
-This module does not import torch."""
+"""Copies on hosts without ranks. A launcher process on such a host offers the copies, and ranks find and read the
+copies. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTE = "idle.json"
 
 @dataclass(frozen=True)
 class IdleHost:
-    """Host without ranks that offers its copies."""
+    """Host without ranks that offers the copies in its memory."""
 
     name: str
     holder: Address
@@ -40,7 +40,7 @@ class IdleHost:
 
     @classmethod
     def from_json(cls, text: str) -> IdleHost:
-        """Parse the result of `to_json`."""
+        """Parse JSON text that was written by `to_json`."""
         record = json.loads(text)
         return cls(record["name"], Address(**record["holder"]), Inventory.from_record(record["held"]))
 
@@ -54,8 +54,8 @@ def memory_of(config: RunConfig) -> Path | None:
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """Return this host's copies as the JSON text of an `IdleHost`, and an open connection that keeps the holder alive.
-    The text is empty if the host holds no copies."""
+    """Return an offer of this host's copies, and an open connection that keeps the holder alive. The offer is an
+    `IdleHost` as JSON text. The text is empty if the host has no copies."""
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
@@ -65,14 +65,14 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Leave a note for the ranks of this host about copies on hosts without ranks."""
+    """Write a note about copies on hosts without ranks, for the ranks of this host."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read and delete the note of `leave_note`. Hosts whose holder does not answer are omitted."""
+    """Read and delete the note that `leave_note` wrote. Hosts whose holders do not answer are omitted."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))

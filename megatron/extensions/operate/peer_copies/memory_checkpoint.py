@@ -1,4 +1,5 @@
-"""Complete set of copies as a checkpoint that loads under any layout. The checksum of every box is verified."""
+"""Checkpoint that consists of a complete set of copies in memory. It can be loaded under any layout. The checksum of
+every box is verified."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ class Header:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Header:
-        """Convert JSON types to a header."""
+        """Convert a header from JSON types."""
         entries = tuple(map(Entry.from_record, record["entries"]))
         return cls(entries, tuple(record["sums"]), record["payload"])
 
 
 def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
-    """Return the copies on this host that have a box with a wrong checksum."""
+    """Return the copies on this host that are unreadable or have a box with a wrong checksum."""
     found = []
     for copy in copies:
         path = folder / copy.generation / copy.file
@@ -64,8 +65,8 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Read bytes of copies, from this host's memory or over connections to holders, which stay open. `idle` lists the
-    hosts without ranks."""
+    """Reader of copies from this host's memory, or over connections to the holders of other hosts. Connections stay
+    open until `close` is called. `idle` contains the hosts without ranks."""
 
     def __init__(
         self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()
@@ -74,11 +75,11 @@ class Readers:
         self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
         self._lost = dict[str, str]()
-        """Errors by host, for holders that have failed to answer and are no longer asked."""
+        """Maps hosts to errors, for holders that did not answer. No further requests are sent to these holders."""
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
-        """Read a box from the first undamaged copy, beginning with this host's own copy. Raises CopyError if all copies
-        are damaged."""
+        """Read a box from the first undamaged copy. The copy on this host is tried first. Raises CopyError if all
+        copies are damaged."""
         problems = []
         for copy in sorted(copies, key=lambda copy: copy.host != self.own):
             data = bytearray(entry.nbytes)
@@ -103,8 +104,8 @@ class Readers:
             link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """Return the readable headers of the parts on this host. If `of_idle` is true, also return the headers of parts
-        that only hosts without ranks hold."""
+        """Return the readable headers of this host's parts. Each part is read by the host of its first copy. If
+        `of_idle` is True, also return the headers of parts whose first copy is on a host without ranks."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]
@@ -119,7 +120,8 @@ class Readers:
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[Link]:
-        """Yield a connection to a holder. A holder that does not answer is not asked again. Raises OSError."""
+        """Yield a connection to a holder. If the holder does not answer, no further requests are sent to it. Raises
+        OSError."""
         if host in self._lost:
             raise OSError(self._lost[host])
         try:
@@ -141,7 +143,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Box of a tensor in a set of copies."""
+    """Stored box of a tensor, with its checksum and the copies that contain it."""
 
     entry: Entry
     crc: int
@@ -149,12 +151,12 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """Complete set of copies, as a checkpoint. The constructor is collective over `world`, and raises CopyError on
-    every rank if headers are lost."""
+    """Checkpoint that consists of a complete set of copies. The constructor is a collective over `world`. It raises
+    CopyError on every rank if headers are lost."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
-        """Read the headers. `reads_headers` is True on one rank of each host, which reads the headers of its host's
-        copies for all ranks."""
+        """Read the headers. `reads_headers` must be True on one rank of each host. This rank reads the headers of the
+        copies on its host for all ranks."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
         mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
@@ -162,7 +164,7 @@ class MemoryCheckpoint(Checkpoint):
         payloads = [header.payload for header in headers.values() if header.payload is not None]
         if len(payloads) != 1 or headers.keys() != found.copies.keys():
             raise CopyError(
-                f"{len(headers)} of {len(found.copies)} headers could be read, and {len(payloads)} payloads"
+                f"{len(headers)} of {len(found.copies)} headers could be read, with {len(payloads)} payloads"
             )
         self.payload: dict[str, Any] = payloads[0]
         self._boxes: dict[str, dict[Offset, StoredBox]] = {}
@@ -178,8 +180,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. Some
-        targets may then already be overwritten."""
+        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. In this
+        case, some targets may already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:
@@ -200,8 +202,8 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield the stored boxes that overlap a box at `offset`, each with the slices of the overlap in that box and in
-        the stored one."""
+        """Yield the stored boxes that overlap a requested box at `offset`. Each stored box is yielded with the slices
+        of the overlap in the requested box and in the stored box."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

@@ -1,10 +1,10 @@
-"""Placement of copies: which hosts hold copies of which parts of the training state, and whether all parts survive a
+"""Placement of copies: the hosts that hold copies of each part of the training state, and whether all parts survive a
 loss of hosts. This module does not import torch.
 
-Hosts form groups of N + 1. Each host keeps its own parts and copies of the parts of the others in its group, as in the
-mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it includes a whole group. If copies were spread over all
-other hosts, the loss of nearly any pair of hosts would be fatal. Leftover hosts join the last group, in which copies go
-to the next N hosts on a ring.
+Hosts form groups of N + 1. Each host keeps its own parts, and copies of the parts of the other hosts in its group. This
+is the mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it includes a whole group. If copies were spread
+over all other hosts, the loss of nearly any pair of hosts would be fatal. Hosts that remain join the last group. In
+this group, each host's copies are on the next N hosts of a ring.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from math import comb
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the training state that is copied as a whole."""
+    """Part of the training state, which is copied as a whole."""
 
     writer: int
-    """Rank that writes the part to a checkpoint, and sends it to other hosts."""
+    """Rank that writes the part to a checkpoint and sends the part to other hosts."""
 
     replicas: tuple[int, ...]
-    """Ranks that hold the same bytes, including the writer."""
+    """Ranks that hold the same bytes as the writer, including the writer."""
 
     nbytes: int = 0
 
@@ -33,12 +33,12 @@ class Held:
 
     host: str
     by: int | None
-    """Rank on the host that has the same bytes and stores them itself; None if the writer sends them."""
+    """Rank on this host that has the same bytes and stores them; None if the writer sends the part to this host."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group has up to 2 `copies` + 1 hosts. Fewer
-    hosts than `copies` + 1 form one group."""
+    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group may have up to 2 `copies` + 1 hosts. If
+    there are fewer than `copies` + 1 hosts, they form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
     starts = [number * size for number in range(count)]
@@ -46,7 +46,7 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all others if there are
+    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all other hosts if there are
     fewer."""
     found = {}
     for group in groups(hosts, copies):
@@ -56,10 +56,9 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
-    """Return the copies of each part: one on the writer's host, then `copies` on other hosts, each on a different host.
-
-    Other ranks that hold the same bytes store them on their own hosts, preferably on partners of the writer's host; the
-    writer sends only the missing copies, to its partners.
+    """Return the copies of each part: one copy on the writer's host, followed by `copies` copies on different other
+    hosts. Other ranks that hold the same bytes store copies on their own hosts. Partners of the writer's host are
+    preferred. The writer only sends the missing copies, to partners of its host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -82,16 +81,17 @@ def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """Return the number of survivable losses of `number` out of `hosts` hosts, and the number of all such losses. A
-    loss is survivable if a copy of every part remains. Every part must have at least `number` copies."""
+    """Count the ways to lose `number` out of `hosts` hosts: return how many of them are survivable, and how many there
+    are in total. A loss is survivable if a copy of every part remains. Every part must have at least `number`
+    copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
-    assert all(len(each) >= number for each in fatal), "a smaller loss is already fatal"
+    assert all(len(each) >= number for each in fatal), "the loss of fewer hosts is already fatal"
     every = comb(hosts, number)
     return every - sum(len(each) == number for each in fatal), every
 
 
 def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[str, int]:
-    """Return the bytes of one step that each host holds."""
+    """Return, for each host, the number of bytes in the copies of one step."""
     found: dict[str, int] = {}
     for part, copies in zip(parts, placed, strict=True):
         for held in copies:
@@ -100,7 +100,8 @@ def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> M
 
 
 def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[int, int]:
-    """Return the bytes of one step that each rank sends. Ranks that send nothing are omitted."""
+    """Return, for each rank, the number of bytes that the rank sends in one step. Ranks that send nothing are
+    omitted."""
     found: dict[int, int] = {}
     for part, copies in zip(parts, placed, strict=True):
         if sent := part.nbytes * sum(held.by is None for held in copies):
@@ -109,7 +110,8 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (index of the part, hosts to which it is sent) for the parts that a rank stores on its own host."""
+    """Yield a pair for each part that a rank stores on its own host: the index of the part, and the hosts to which the
+    rank sends the part."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

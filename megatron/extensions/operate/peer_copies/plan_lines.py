@@ -1,5 +1,5 @@
-"""Plan lines about copies in memory: the host losses that they survive, their size, and their share of the step
-time."""
+"""Plan lines about copies in memory: survivable host losses, the size of the copies, and the fraction of the step time
+that they take."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megatron.training.config.batch_size import byte_text
 from megatron.training.config.run_config import RunConfig
 
 SLOTS = 2
-"""Number of steps whose copies a host keeps: the last complete step, and the one being written."""
+"""Number of steps for which a host keeps copies: the last complete step, and the step whose copies are being
+written."""
 
 
 def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
-    """Return the training state parts of all ranks. Tensors that are replicated over tensor-parallel ranks count once
-    per rank."""
+    """Return the training state parts of all ranks. Tensors that are replicated over tensor-parallel ranks are counted
+    once per rank."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     memory = [states_of_rank(config, dims, pp_rank).memory for pp_rank in range(dims.pp)]
     replicas = {rank: group for group in dims.groups("dp", "cp") for rank in group}
@@ -42,7 +43,7 @@ def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines of a plan about copies in memory."""
+    """Yield the lines about copies in memory in a plan."""
     options = run.config.options(PeerCopyConfig)
     hosts = -(-run.world_size // run.ranks_per_node)
     host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]
@@ -55,7 +56,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     if copies < options.peer_copies:
         yield f"fewer than --peer-copies {options.peer_copies}, as there are no more hosts"
     if not copies:
-        yield "survive the end of ranks, but not the loss of a host"
+        yield "survive the failure of ranks, but not the loss of a host"
     else:
         good, every = survivable(placed, hosts, copies + 1) if hosts > copies + 1 else (0, 1)
         lost = "lost host" if copies == 1 else f"{copies} lost hosts"
@@ -87,8 +88,8 @@ def lines(run: PlannedRun) -> Iterator[str]:
 
 
 def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
-    """Return a line with the goodput with copies, if they survive every failure, and without copies. The time from a
-    failure to the next step is the same for both. A copy pauses the run while it is staged."""
+    """Return a line that compares the goodput with copies, if copies survive every failure, and without copies. The
+    time from a failure to the next step is assumed to be equal. A copy pauses the run while the copy is staged."""
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (

@@ -1,4 +1,4 @@
-"""Complete sets of copies: the inventories of hosts, and the newest step with a copy of every part.
+"""Inventories of hosts, and complete sets of copies: steps for which there is a copy of every part.
 
 This module does not import torch.
 """
@@ -19,47 +19,48 @@ from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, hea
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete copy of a part on a host."""
+    """Complete copy of a part on a host."""
 
     host: str
     generation: str
     iteration: int
     part: str
     file: str
-    """Name of the data file in the generation's folder."""
+    """Name of the data file in the folder of the generation."""
 
     number: int = 0
-    """Sequence number of the step's copies within their generation. A run that goes back to an earlier step copies an
-    iteration again, with different content."""
+    """Sequence number of the step's copies within the generation. It distinguishes copies of the same iteration,
+    because a run that goes back to an earlier step copies an iteration again, with different content."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Copies that a host holds."""
+    """Copies on a host."""
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
-    """Parts of a complete set, by generation."""
+    """Maps a generation to the names of the parts of a complete set."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
-    """Identity of the --save folder to which the copies belong, by generation."""
+    """Maps a generation to the identity of the --save folder that its copies belong to."""
 
     def of_folder(self, identity: str | None) -> Inventory:
-        """Return only the copies that belong to the --save folder with this identity; none if the identity is None."""
+        """Return an inventory with only the copies that belong to the --save folder with this identity. The inventory
+        is empty if the identity is None."""
         mine = {name for name, each in self.identities.items() if each == identity}
         parts = {name: each for name, each in (self.parts or {}).items() if name in mine}
         return replace(self, copies=tuple(copy for copy in self.copies if copy.generation in mine), parts=parts)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Inventory:
-        """Convert JSON types to an inventory."""
+        """Convert an inventory from JSON types."""
         parts = {name: tuple(each) for name, each in (record["parts"] or {}).items()}
         return cls(tuple(Copy(**copy) for copy in record["copies"]), parts, dict(record["identities"]))
 
 
 @dataclass(frozen=True)
 class CompleteSet:
-    """Copies of all parts at one step of one start."""
+    """Set of copies of all parts, from one step of one start."""
 
     generation: str
     number: int
@@ -68,7 +69,7 @@ class CompleteSet:
     """Copies by part."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """Return the set without its damaged copies. Some parts may then have no copy."""
+        """Return the set without damaged copies. The result may have parts without a copy."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 
@@ -95,7 +96,8 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Return the sets in which every part is on some host, newest first: by generation, then by number."""
+    """Return the complete sets, in which at least one host has each part. The newest set comes first; sets are ordered
+    by generation and then by number."""
     found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:
@@ -111,7 +113,7 @@ def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
 
 
 def why_none(held: Sequence[Inventory]) -> str:
-    """Explain in one line why there is no complete set; empty if nothing was ever copied."""
+    """Return a one-line explanation of why there is no complete set; empty if there are no copies at all."""
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""

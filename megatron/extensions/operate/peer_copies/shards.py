@@ -1,7 +1,7 @@
-"""Parts of the training state that a rank stores: boxes of tensors, and their byte offsets within a part.
+"""Parts of the training state that a rank stores. A part consists of boxes of tensors at byte offsets.
 
-The state is the content of a checkpoint (`RunCheckpoint.contents`), so that it is complete and loads under any layout.
-Only parameters with a main parameter are left out, because a resumed run does not read them.
+The state is the content of a checkpoint (`RunCheckpoint.contents`), so it is complete and can be loaded under any
+layout. Only parameters that have a main parameter are omitted, because a resumed run does not read them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Entry:
     offset: Offset
     shape: tuple[int, ...]
     start: int
-    """Offset of the box's first byte in the part."""
+    """Byte offset of the box in the part."""
 
     nbytes: int
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Entry:
-        """Convert JSON types to an entry."""
+        """Convert an entry from JSON types."""
         lists = {name: tuple(record[name]) for name in ("whole", "offset", "shape")}
         return cls(**{**record, **lists})
 
@@ -60,7 +60,7 @@ class Entry:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype with a name such as float32. Raises ValueError if the name is unknown."""
+    """Return the torch dtype with the given name, such as float32. Raises ValueError if the name is unknown."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name}")
@@ -76,20 +76,21 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Name of the part, equal on all ranks that hold it."""
+        """Name of the part. It is equal on all ranks that hold the part."""
         if len(self.part.replicas) == 1:
             return f"{self.part.writer}-own"
         return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Return this rank's boxes of a tensor by offset. If several boxes are identical, return the first."""
+    """Return this rank's boxes of a tensor by offset. If several boxes have the same offset, return only the first
+    one."""
     return dict(reversed(tensors[key].boxes))
 
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
-    """Return the parts whose bytes this rank holds. The first is the part that it writes to a checkpoint; the others
-    are parts that data-parallel replicas with equal boxes write. Collective over the data-parallel ranks."""
+    """Return the parts whose bytes this rank holds. The first part is the one that this rank writes to a checkpoint.
+    Data-parallel replicas with equal boxes write the other parts. Collective over the data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
@@ -128,23 +129,23 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File in memory, mapped as a tensor. The memory is page-locked if copies come from a GPU."""
+    """File in memory that is mapped as a tensor. Its memory is page-locked if it receives copies from a GPU."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, nbytes)
-            if nbytes:  # an error here, instead of a signal when the memory is written
+            if nbytes:  # raises an error if memory is full, instead of a signal when the memory is written
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         except OSError:
-            path.unlink(missing_ok=True)  # which releases its memory
+            path.unlink(missing_ok=True)  # deleting the file releases its memory
             raise
         finally:
             os.close(file)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
-        if pin and nbytes:  # if this fails, the memory stays pageable: slower, but correct
+        if pin and nbytes:  # if page-locking fails, copies are slower but correct
             torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
 
     @property
@@ -153,13 +154,13 @@ class Slot:
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
-        """Start to copy the boxes of a part into the slot. Copies from a GPU complete in order on its current
+        """Start to copy the boxes of a part into the slot. Copies from a GPU run asynchronously on the GPU's current
         stream."""
         for entry, data in zip(entries, boxes, strict=True):
             into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
             into.copy_(data, non_blocking=True)
 
     def sums(self, entries: Sequence[Entry]) -> list[int]:
-        """Return the checksum of each box."""
+        """Return the checksums of all boxes."""
         view = self.view
         return [zlib.crc32(view[entry.start : entry.start + entry.nbytes]) for entry in entries]

@@ -1,11 +1,11 @@
 """Fault tolerance of multi-host runs: heartbeats between hosts, a rendezvous for elastic restarts, and a lease on the
 --save folder.
 
-Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scripts/train_gpt_elastic.sh starts ranks
-with the module `torchrun` of this package.
+Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scripts/train_gpt_elastic.sh launches ranks
+with this package's module `torchrun`.
 
-Read `host_watch` first. It is the part of a rank's watchdog that starts the host's `heartbeat`, a separate process, and
-ends the rank when other hosts are lost. `save_lease` ensures that only one run saves to a folder, also if a run is
-split into two halves without contact. `save_folder` checks that all hosts see the same folder, and watches it for files
-that stop the run.
+Read `host_watch` first. This part of a rank's watchdog starts the host's `heartbeat`, a separate process, and ends the
+rank when other hosts are lost. `save_lease` ensures that only one run saves to a folder, even if the network splits a
+run into two halves. `save_folder` checks that all hosts see the same folder, and watches it for files that stop the
+run.
 """

@@ -20,7 +20,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     seconds, least = own.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
     if 0 < seconds < least:
         rule = f"must be 0 or at least {least:g}, since hosts send four heartbeats per second, and a few may be lost"
-        remedy = "the default is 6; 0 turns heartbeats off"
+        remedy = "the default is 6; 0 disables heartbeats"
         yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
 
 
@@ -28,8 +28,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class ResilienceConfig:
     host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
-    """Seconds without a heartbeat (UDP) from another host after which the run ends and names that host. 0: no
-    heartbeats."""
+    """Number of seconds without a heartbeat (UDP) from another host after which the run ends and reports this host. 0
+    disables heartbeats."""
 
 
 def rules_of_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -46,10 +46,11 @@ class StopFileFlags:
     """Save and exit as soon as this file exists."""
 
     trigger_path: str | None = flag(None, path="local")
-    """Folder that is watched, like --save, for the files `save` (save a checkpoint) and `exit` (save and exit)."""
+    """Folder in which the run looks for the files `save` (save a checkpoint) and `exit` (save and exit), in addition to
+    --save."""
 
     def folders(self, config: RunConfig) -> list[Path]:
-        """Return the folders of the files that stop a run."""
+        """Return the folders in which trigger files and the kill switch are looked for."""
         return [Path(folder) for folder in (config.checkpoint.save_folder, self.trigger_path) if folder]
 
 

@@ -1,20 +1,20 @@
-"""Heartbeats between hosts over UDP, from a small process on each host that is separate from the ranks.
+"""Heartbeats between hosts over UDP. A small process on each host, separate from the ranks, sends and receives them.
 
-The process imports neither torch nor this package, and uses neither collectives nor the store. An interpreter lock, a
-compilation or a debugger in a rank therefore cannot delay it. The host's first rank starts the process. If that rank
-dies silently, the process reports this to the other hosts and ends too. With every beat, it sends its findings to the
-ranks of its own host, over loopback.
+The process imports neither torch nor this package, and uses neither collectives nor the store. Therefore, an
+interpreter lock, a compilation or a debugger in a rank cannot delay heartbeats. The host's first rank starts the
+process. If this rank dies silently, the process reports this to the other hosts and then exits. With every heartbeat,
+the process sends its findings to the ranks on its host, over loopback.
 
-A host is silent if nothing from it has arrived for the timeout. It is deaf if, according to its own messages, it has
-heard nothing from this host for as long; messages are then lost in one direction only. Time during which this process
-itself was suspended does not count.
+A host is silent if no message from it has arrived within the timeout. A host is deaf if its messages say that it has
+received no message from this host within the timeout. In this case, messages are lost in only one direction. Time
+during which this process was suspended is not counted.
 
-Any process can send to a reachable port. Therefore every datagram begins with the token of the run, and is parsed only
-after the token has been checked. Other datagrams, and datagrams with values of wrong types, are ignored and counted.
+Any process can send to a reachable port. Therefore, every datagram begins with the token of the run, and is parsed only
+after the token is verified. Datagrams without the token or with values of the wrong type are ignored and counted.
 
     python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
 
-The process prints its port. It reads orders from stdin as lines of JSON.
+The process prints its port, and reads commands from stdin as lines of JSON.
 """
 
 from __future__ import annotations
@@ -37,35 +37,36 @@ BEAT = 0.25
 """Seconds between two messages to each watched host."""
 
 PAUSE = 1.0
-"""If this process sends no beat for this number of seconds, it was suspended."""
+"""Number of seconds between two heartbeats after which this process is considered to have been suspended."""
 
 SLACK = 4 * BEAT
-"""Tolerance in seconds below the timeout. Hosts whose silence is this close to the timeout are reported together with
-those beyond it, because they were lost at the same moment."""
+"""Tolerance in seconds below the timeout. When a host exceeds the timeout, other hosts that are silent for almost as
+long are also reported, because they were probably lost at the same moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Kinds of findings that hold a number of seconds for each host."""
+"""Kinds of findings that map hosts to a number of seconds."""
 
 FULL_MESH = 16
-"""Largest number of hosts at which each host watches all others."""
+"""Maximum number of hosts for which each host watches all other hosts."""
 
 LINGER = 10.0
-"""Seconds within which this host normally ends after another host has reported a failure of the run. If it takes
-longer, neither the reason nor a collective's error has arrived, and the network may have lost both."""
+"""Number of seconds within which this host normally ends after another host has reported a failure of the run. If it
+takes longer, this host has received neither the reason for the failure nor an error of a collective, because the
+network may have lost them."""
 
 FAREWELLS = 8
-"""Number of times that the final message is sent."""
+"""Number of times that the final message is sent, because datagrams may be lost."""
 
 BURST = 256
 """Maximum number of datagrams, and of connections, that are processed between two checks of the clock, so that a flood
 does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""Values of a message's field `end`, explained at `Peer.end`."""
+"""Values of the field `end` in a message. They are explained at `Peer.end`."""
 
 
 Address = tuple[str | int, ...]
-"""Source or target of a datagram, as in the socket module: host, port, and two more values for IPv6."""
+"""Source or destination of a datagram, as in the socket module: host, port, and two more values for IPv6."""
 
 
 def seal(token: str, message: Mapping[str, object]) -> bytes:
@@ -74,15 +75,15 @@ def seal(token: str, message: Mapping[str, object]) -> bytes:
 
 
 def unseal(token: str, data: bytes) -> dict[str, Any]:
-    """Decode the message in a datagram. Raises ValueError if the datagram does not begin with the token, or if the rest
-    is not a JSON object."""
+    """Decode the message in a datagram. Raises ValueError if the datagram does not begin with the token, or if the
+    remaining bytes are not a JSON object."""
     begin, rest = data[: len(token)], data[len(token) :]
     if not token or not hmac.compare_digest(begin, token.encode()):
         raise ValueError("the datagram does not begin with the token of this run")
     try:
         message = json.loads(rest)
     except RecursionError:
-        raise ValueError("the brackets of the message are nested too deeply") from None
+        raise ValueError("the message is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError("the message is not a JSON object")
     return message
@@ -110,7 +111,7 @@ def _is_rank(value: object, world: int) -> bool:
 
 
 def _are_ages(value: object, world: int) -> bool:
-    """Return True if a value maps ranks, as strings, to seconds."""
+    """Return True if a value is a mapping from ranks, as strings, to seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
         and host.isdigit()
@@ -124,7 +125,7 @@ def _are_ages(value: object, world: int) -> bool:
 
 
 class Ignored:
-    """Count ignored datagrams, and report the first one on standard error."""
+    """Counter of ignored datagrams. The first one is reported on standard error."""
 
     def __init__(self, here: str) -> None:
         self.here, self.count = here, 0
@@ -137,18 +138,19 @@ class Ignored:
             self._say(f"ignored a UDP datagram from {place}: {why}. Further ones are ignored and counted")
 
     def close(self) -> None:
-        """Report the number of ignored datagrams, if it is larger than one."""
+        """Report the number of ignored datagrams if there is more than one."""
         if self.count > 1:
             self._say(f"ignored {self.count} UDP datagrams that were not heartbeats of this run")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # the disk of the log is full
+        with suppress(OSError):  # the disk with the log may be full
             print(f"{self.here}: {text}", file=sys.stderr, flush=True)
 
 
 def watched(hosts: Iterable[int], here: int) -> set[int]:
-    """Return the hosts that `here` watches: all if there are few, otherwise those at distances 1, 2, 4, ... in both
-    directions on a ring, for example 14 of 128 hosts. Every host is watched by others."""
+    """Return the hosts that the host `here` watches. With few hosts, these are all other hosts. Otherwise, these are
+    the hosts at distances 1, 2, 4, ... in both directions on a ring, for example 14 of 128 hosts. Every host is watched
+    by other hosts."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}
@@ -158,28 +160,30 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 
 @dataclass
 class Peer:
-    """State of another host, as seen from this one. Times are in seconds, by this host's clock."""
+    """State of another host, as seen from this host. Times are in seconds on this host's clock."""
 
     address: Address
     since: float
     """Time at which the other host's address became known."""
 
     heard: float | None = None
-    """Time at which the other host's last message arrived; None before the first."""
+    """Time at which the last message from the other host arrived; None before the first message."""
 
     hears: float | None = None
-    """Seconds since the other host has heard this one, according to its last message."""
+    """Number of seconds for which the other host had received no message from this host, as stated in its last message.
+    None if it had never received one."""
 
     end: str = ""
-    """How the run on the other host ended. `bye`: without a failure; `failed`: with a failure; `lost`: because that
-    host no longer hears some hosts; `gone`: its first rank ended silently. Empty while the run continues."""
+    """Way in which the run on the other host ended: `bye` (without a failure), `failed` (with a failure), `lost`
+    (because that host lost contact with other hosts) or `gone` (its first rank died silently). Empty while the run
+    continues."""
 
     ended: float = 0.0
     """Time at which the other host reported its end."""
 
 
 class Links:
-    """State of this host's links to the others. A host is identified by its first rank."""
+    """State of this host's links to the other hosts. A host is identified by its first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
         self.here = here
@@ -201,12 +205,14 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, object]:
-        """Return this host's message to all others, with the seconds since it heard each of them."""
+        """Return this host's message to all other hosts. The message contains, for each host, the number of seconds
+        since its last message arrived."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
     def targets(self, now: float) -> list[Address]:
-        """Return the addresses to send to: the watched hosts, and the hosts that watch this one."""
+        """Return the addresses that messages are sent to: the hosts that this host watches, and the hosts that watch
+        this host."""
         own = watched(self.peers, self.here)
         return [
             peer.address
@@ -215,22 +221,22 @@ class Links:
         ]
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """Account for time during which this process was suspended. Neither the silence of others during that time nor
-        their reports about this host's silence count."""
+        """Account for time during which this process was suspended. During this time, the silence of other hosts is not
+        counted, and neither are their reports about this host's silence."""
         for peer in self.peers.values():
             peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
             peer.hears = peer.hears if peer.end else None
 
     def findings(self, now: float) -> dict[str, Any]:
-        """Return the findings by kind.
+        """Return this host's findings about other hosts, by kind.
 
-        `silent`, `deaf`, `unheard` (nothing has ever arrived from the host), `failed` (the run on the host failed more
-        than `LINGER` seconds ago) and `over` (the run on the host ended without a failure) map hosts to seconds. `gone`
-        and `fine` list hosts. If all is well, only `fine` has entries."""
+        These kinds map hosts to seconds: `silent`, `deaf`, `unheard` (no message from the host has ever arrived),
+        `failed` (the run on the host failed more than `LINGER` seconds ago) and `over` (the run on the host ended
+        without a failure). `gone` and `fine` are lists of hosts. If there are no problems, only `fine` has entries."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
-        parted = False  # True if another host has ended because it hears nothing from this one
+        parted = False  # True if another host has ended because it receives nothing from this host
         for host in sorted(watched(self.peers, self.here)):
             peer = self.peers[host]
             if peer.end == "lost" and (peer.hears or 0.0) > self.timeout - SLACK:
@@ -256,7 +262,7 @@ class Links:
 
 
 class Heartbeat:
-    """Main loop of the process: send and receive messages, and report findings to the ranks of this host."""
+    """Main loop of the process, which sends and receives messages and reports findings to the ranks on this host."""
 
     def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
         self.parent = parent
@@ -269,8 +275,9 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
-        """Socket that accepts connections, which shows that this host is alive even if its UDP datagrams do not arrive.
-        Empty if another program uses the port; that program then answers instead."""
+        """List with the socket that accepts TCP connections. They show that this host is alive even if its UDP
+        datagrams do not arrive. The list is empty if another program uses the port; in this case, that program accepts
+        connections."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))
@@ -280,14 +287,14 @@ class Heartbeat:
         self._ignored = Ignored(f"heartbeat of rank {links.here} on {socket.gethostname()}, port {self.port}")
 
     def serve(self) -> None:
-        """Send heartbeats until the first rank of this host requests the end, or has ended."""
+        """Send heartbeats until the first rank of this host requests the end or has ended."""
         last = time.monotonic()
         while True:
             inputs: list[socket.socket | int] = [self._network, *self._doors, 0]
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
-                self._receive(now)  # messages that arrived during the pause count as heard now
+                self._receive(now)  # messages that arrived during the pause are counted as received now
                 self.links.stood_still(now - last, now)
             else:
                 self._receive(now)
@@ -309,9 +316,9 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # no process listens at this address any more
+                continue  # no process listens at this address anymore
             if not self.token:
-                continue  # the other host's address is not known here yet
+                continue  # the token is not known yet
             try:
                 message = unseal(self.token, data)
                 check_beat(message, self.world)
@@ -323,7 +330,7 @@ class Heartbeat:
     def _answer_doors(self) -> None:
         """Accept connections and close them, because the kernel queues only a limited number."""
         for door in self._doors:
-            with suppress(OSError):  # there are no more connections, or the other end has closed its connection
+            with suppress(OSError):  # there are no more connections, or a peer has closed its connection
                 for _ in range(BURST):
                     door.accept()[0].close()
 
@@ -342,7 +349,7 @@ class Heartbeat:
     def _send(self, message: Mapping[str, object], now: float) -> None:
         data = seal(self.token, message)
         for address in self.links.targets(now):
-            with suppress(OSError):  # no carrier or no route: the other host notices the silence
+            with suppress(OSError):  # if there is no carrier or no route, the other host notices the silence
                 self._network.sendto(data, address)
 
     def _tell(self, findings: Mapping[str, object]) -> None:
@@ -363,7 +370,7 @@ class Heartbeat:
 def main() -> None:
     parent, here, world, timeout, family = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the signals are meant for the ranks
+        signal.signal(number, signal.SIG_IGN)  # signals are intended for the ranks
     heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(world), int(family))
     print(heartbeat.port, flush=True)
     heartbeat.serve()

@@ -1,8 +1,8 @@
-"""A rank's watch over the other hosts: it starts the host's heartbeat, and ends the rank with a report when other hosts
-are lost. Until the heartbeat processes of two hosts know each other, a lost connection is detected in another way: the
-store does not answer, and the store's host accepts no connection.
+"""Watch of a rank over the other hosts. It starts the host's heartbeat, and ends the rank with a report when other
+hosts are lost. Before the heartbeat processes of two hosts know each other's addresses, a lost connection is detected
+without heartbeats: the store does not answer, and its host does not accept connections.
 
-Keys of the store: link/R, the `Link` of rank R; heartbeats, the token of this start for heartbeats.
+The store has these keys. link/R: the `Link` of rank R. heartbeats: the token for the heartbeats of this start.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ ADVICE_HOST = (
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
-"""Largest number of ranks that are looked up one by one as they arrive. A larger world is looked up at once when all
-ranks have arrived."""
+"""Maximum world size for which ranks are looked up one by one as they arrive. In a larger world, all ranks are looked
+up together when all of them have arrived."""
 
 PEACE = 60.0
-"""Seconds without progress within a step after which a rank ends if another host has ended the run without a
-failure."""
+"""Number of seconds without progress within a step after which a rank ends, if the run on another host has ended
+without a failure."""
 
 LOOK = 0.5
 """Seconds between two checks of whether the store answers."""
 
 ANSWER = 2.0
-"""Seconds within which the kernel of a living host accepts a connection."""
+"""Maximum time in seconds in which the kernel of a living host accepts a connection."""
 
 OPENS = 120.0
 """Timeout in seconds for the start of the heartbeat process."""
@@ -63,25 +63,25 @@ TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """Addresses of a rank: one for the heartbeat of its own host, and, on the first rank of a host, one for the
-    heartbeats of other hosts."""
+    """Addresses of a rank. Each rank has an address for the heartbeat of its own host. The first rank of a host also
+    has an address for the heartbeats of other hosts."""
 
     host: str
     machine: str
-    """Host and process namespace."""
+    """Host name, followed by the process namespace."""
 
     ear: int
-    """Loopback UDP port on which the rank listens for its host's heartbeat."""
+    """Loopback UDP port on which the rank receives messages from its host's heartbeat process."""
 
     first: bool
-    """True if the rank is the first one of its host, which starts the host's heartbeat."""
+    """True if the rank is the first rank of its host. The first rank starts the host's heartbeat."""
 
     address: str = ""
     port: int = 0
 
 
 class AskedStore:
-    """Wrapper of a store that records since when each thread has waited for an answer."""
+    """Wrapper around a store. It records since when each thread has been waiting for an answer."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -100,13 +100,14 @@ class AskedStore:
         return asked
 
     def waits(self) -> float:
-        """Return the longest time in seconds that a thread has waited for an answer; 0 if none waits."""
+        """Return the longest time in seconds that a thread has been waiting for an answer; 0 if no thread is
+        waiting."""
         since = list(self._since.values())
         return time.monotonic() - min(since) if since else 0.0
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """Start a rank's watch over other hosts, before the run's folders are checked."""
+    """Start the watch of a rank over other hosts. This is called before the run's folders are checked."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
@@ -115,7 +116,7 @@ def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
 
 
 class HostWatch(Watch):
-    """Watch over other hosts. A host counts as lost after `timeout` seconds without a heartbeat."""
+    """Watch over other hosts. A host is considered lost after `timeout` seconds without a heartbeat."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
@@ -130,13 +131,15 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Living hosts from which no heartbeat has arrived yet, each with its age when it last answered over TCP."""
+        """Maps living hosts from which no heartbeat has arrived yet to the number of seconds without a heartbeat at
+        their last answer over TCP."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """This rank's position after the run has ended on another host, and the time at which the rank reached it."""
+        """Position of this rank in the run, and the time at which the rank reached the position. They are recorded
+        after the run has ended on another host."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -154,11 +157,11 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Tell the heartbeat process which hosts have joined. This method queries the store, and is called from the
-        watchdog's thread."""
+        """Pass the addresses of the hosts that have joined to the heartbeat process. This method queries the store. The
+        watchdog's thread calls it."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
-            self._told = 0  # the heartbeat was killed: without it, other hosts would report this one as lost
+            self._told = 0  # restart a killed heartbeat; without it, other hosts would report this host as lost
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
@@ -174,8 +177,8 @@ class HostWatch(Watch):
             self._order(token=self._token, ears=ears, hosts=hosts)
 
     def close(self) -> None:
-        """End the watch. The other hosts learn whether the run ended here without a failure, with a failure, or because
-        hosts were lost."""
+        """End the watch. The heartbeat reports to the other hosts whether the run on this host ended without a failure,
+        with a failure, or because hosts were lost."""
         self._closed.set()
         self._ignored.close()
         if self._process is not None:
@@ -184,7 +187,7 @@ class HostWatch(Watch):
                 self._process.wait(1.0)
 
     def _start(self) -> int:
-        """Start the heartbeat of this host. Returns its port."""
+        """Start the heartbeat process of this host, and return its port."""
         family = _way_to(*_store_address())[0]
         words = [os.getpid(), self._launch.rank, self._launch.world_size, self._timeout, int(family)]
         self._process = subprocess.Popen(
@@ -204,22 +207,22 @@ class HostWatch(Watch):
 
     def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # the heartbeat has just died: the next check restarts it
+        with suppress(OSError):  # the heartbeat has just died, and the next check restarts it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def _hosts(self) -> dict[int, Link]:
-        """Return the links of all hosts by first rank."""
+        """Return the links of all known hosts, keyed by their first ranks."""
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
-        """Return the address of a host. For rank 0, this is MASTER_ADDR, because that host may know itself by another
-        name."""
+        """Return the address of a host, given its first rank. For rank 0, this is MASTER_ADDR, because rank 0's host
+        may use a different name for itself."""
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of the host whose first rank is `host`."""
-        if host not in self._links:  # its heartbeat arrived before its entry in the store
+        if host not in self._links:  # the host's heartbeat arrived before its entry in the store
             return [host]
         machine, found = self._links[host].machine, list[int]()
         for rank in sorted(self._links):
@@ -243,10 +246,10 @@ class HostWatch(Watch):
                 if not self._closed.is_set():
                     self._act(findings)
             except Exception as error:
-                self._failures.fail(error)  # otherwise the watch would end unnoticed
+                self._failures.fail(error)  # otherwise, the watch would end unnoticed
 
     def _ask_after_store(self) -> None:
-        """End this rank if neither the store nor rank 0's host, on which the store runs, has answered within the
+        """End this rank if neither the store nor rank 0's host, which runs the store, has answered within the
         timeout."""
         address = _store_address()
         while not self._closed.wait(LOOK):
@@ -280,15 +283,16 @@ class HostWatch(Watch):
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
     def _waits(self) -> bool:
-        """Return True if this rank has been at the same place of a step for `PEACE` seconds. The first call starts the
-        clock."""
+        """Return True if this rank has been at the same position within a step for `PEACE` seconds. The first call
+        starts the measurement."""
         place, now = self._status.phase_and_action(), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """Return a report about hosts whose run ended, with the seconds since then, while this host still trains."""
+        """Return a report about hosts on which the run ended while this host still trains. `ended` maps these hosts to
+        the number of seconds since then."""
         fine = "without a failure, while this rank is in a step"
         how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
@@ -297,8 +301,8 @@ class HostWatch(Watch):
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
-        """Return True if a host without a single heartbeat so far answers over TCP. Its UDP datagrams are then
-        blocked."""
+        """Return True if a host from which no heartbeat has ever arrived answers over TCP, which means that its UDP
+        datagrams are blocked."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         first, self._excused[host] = host not in self._excused, age
@@ -323,7 +327,7 @@ class HostWatch(Watch):
         return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
-        """Return a report about lost hosts. `lost` maps (host, kind of loss) to seconds."""
+        """Return a report about lost hosts. `lost` maps a pair (host, kind of loss) to seconds."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()
@@ -359,12 +363,12 @@ def _parse_token(text: str) -> str:
 
 
 def _store_address() -> tuple[str, int]:
-    """Return the address of the store of the rendezvous."""
+    """Return the address of the rendezvous store."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Return the address family of the route to an address, and this host's own address on that route."""
+    """Return the address family of the route to an address, and this host's address on this route."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(target)
@@ -372,7 +376,7 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Return True if the kernel of a host accepts or refuses a connection, which shows that the host is alive."""
+    """Return True if the kernel of a host accepts or refuses a connection. Both show that the host is alive."""
     try:
         with socket.create_connection(address, seconds):
             return True
@@ -383,7 +387,7 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
 
 
 def _resolved(address: str, port: int) -> list[object] | None:
-    """Return the address for `sendto`; None if the name cannot be resolved."""
+    """Return an address in the form that `sendto` needs; None if the name cannot be resolved."""
     try:
         return list(socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][4])
     except OSError:

@@ -1,8 +1,8 @@
-"""The --save folder: a check that all ranks see the same folder, and trigger files in it that stop a run or save a
-checkpoint.
+"""Checks of the --save folder: that all ranks see the same folder, and whether it contains trigger files that stop the
+run or request a checkpoint.
 
-Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete one. Without this check at
-the start, such a run would train until its first save and only then fail.
+Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete checkpoint. Without the
+check at the start, such a run would train until its first save and then fail.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
-"""Seconds within which a file from one host must become visible on the others. Network file systems cache folders for a
-while."""
+"""Maximum time in seconds until a file from one host becomes visible on the other hosts. It takes time because network
+file systems cache folders."""
 
 
 class SharedFolder(Callback):
@@ -41,8 +41,8 @@ class SharedFolder(Callback):
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
     """Raise ValueError on every rank if `folder` is not the same folder for all ranks. Collective over `world`.
 
-    The first rank creates the folder and a temporary file in it. If this fails, nothing is checked, and saves will
-    report the error."""
+    The first rank creates the folder and a temporary file in the folder. If this fails, nothing is checked, and saves
+    report the error later."""
     if world.size == 1:
         return
     try:
@@ -76,18 +76,18 @@ def _sees(mark: Path) -> bool:
         if time.monotonic() > limit:
             return False
         with suppress(OSError):
-            os.listdir(mark.parent)  # listing the folder makes a network file system refresh its cache
+            os.listdir(mark.parent)  # listing the folder causes a network file system to refresh its cache
         time.sleep(0.1)
     return True
 
 
 TRIGGERS = {"save": "save", "exit": "stop"}
-"""Request kinds by name of the trigger file."""
+"""Maps the name of a trigger file to the kind of request."""
 
 
 class StopFiles(Watch):
-    """Trigger files and the kill switch, which rank 0 looks for. The file of the kill switch is not removed, so the run
-    also stops after every restart until the file is deleted."""
+    """Watch for trigger files and the kill switch on rank 0. The kill switch file is not removed. Therefore, the run
+    also stops after every restart until a user deletes the file."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests
@@ -102,7 +102,8 @@ class StopFiles(Watch):
                 self._requests.ask(request)
 
     def due(self) -> Iterator[Request]:
-        """Return the requests that are due now. The files `save` and `exit` are removed when they are seen."""
+        """Return the requests of the files that exist now. The files `save` and `exit` are removed when they are
+        found."""
         if self._kill_switch is not None and self._kill_switch.exists() and not self._kill_switch.is_dir():
             yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
         for path, kind in self._files.items():

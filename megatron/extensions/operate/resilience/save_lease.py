@@ -1,19 +1,21 @@
-"""Lease on the --save folder, so that only one of two runs, or of two halves of a cluster without contact, continues.
+"""Lease on the --save folder. If two runs, or two halves of a split cluster, save to the same folder, only one of them
+continues.
 
-Rank 0 holds the lease, the file SAVE/.lease, and rewrites it every two seconds. A new run that finds another run's
-lease takes it over if the lease's process no longer exists on this machine. If that process is on another machine or is
-stopped, the new run takes over the lease after some time without a renewal, measured only by the new run's own clock.
-Otherwise the new run is refused.
+Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run that finds
+another run's lease takes over the lease if the process that holds it no longer exists on this machine. If that process
+is on another machine or is stopped, the new run takes over the lease after some time without a renewal. This time is
+measured only with the new run's clock. In all other cases, the new run is refused.
 
-A run ends if its lease was taken over, or if the lease has disappeared from the folder. A lease may have disappeared
-because another run took it, finished and released it while this run was suspended. The run also checks this before each
-save.
+A run ends if another run takes over the lease, or if the lease disappears from the folder. A lease may disappear
+because another run took it over, finished and released it while this run was suspended. The run also checks the lease
+before each save.
 
-If the folder itself was deleted or renamed, the run reports this and continues, because its state is then the only
-copy. The next save creates the folder again. If the folder's disk is unmounted, saves fail until it is mounted again.
+If the folder is deleted or renamed, the run reports this and continues, because the state in memory is then the only
+copy. The next save creates the folder again. If the disk with the folder is unmounted, saves fail until the disk is
+mounted again.
 
-In object storage, the lease is an object that a run replaces only if nobody else has changed it. If the storage
-supports such conditional writes, two runs cannot both hold the lease.
+In object storage, the lease is an object. A run replaces it only if no other run has changed it. If the storage
+supports such conditional writes, two runs cannot hold the lease at the same time.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ RENEWAL = 2.0
 """Seconds between two renewals."""
 
 STALE = 12.0
-"""Seconds without a renewal after which a lease may be taken over."""
+"""Number of seconds without a renewal after which another run may take over a lease."""
 
 DISK = 1.0
-"""Seconds within which a responsive disk writes a lease."""
+"""Maximum time in seconds in which a responsive disk writes a lease."""
 
 
 class LeaseError(RuntimeError):
-    """Raised if another run saves to the folder, or has saved to it since this run started."""
+    """Raised if another run saves to the folder or has saved to the folder since this run started."""
 
     advice = (
         "end one of the two runs, or give them different folders; if hosts of one run have lost contact, "
@@ -73,13 +75,13 @@ class LeaseError(RuntimeError):
 
 
 class LostLeaseError(LeaseError):
-    """Raised if the lease of a running run has disappeared from the folder."""
+    """Raised if the lease of this run has disappeared from the folder."""
 
     advice = "start the same command again: it resumes from the latest checkpoint in the folder, whichever run saved it"
 
 
 class LeaseWatch(Watch):
-    """Hold the lease while a watchdog runs, on rank 0."""
+    """Watch that holds the lease on rank 0 while the watchdog runs."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         root = config.checkpoint.save_root
@@ -102,8 +104,8 @@ class LeaseWatch(Watch):
 
 
 class Lease(ABC):
-    """Lease of this process, which is rank 0 of its run. If another run has taken the lease, or if it has disappeared,
-    `lost` is called in a thread with a LeaseError."""
+    """Lease of this process, which is rank 0 of its run. If another run takes over the lease or the lease disappears,
+    `lost` is called with a LeaseError, in a separate thread."""
 
     def __init__(self, folder: PurePath, lost: Callable[[LeaseError], object]) -> None:
         self._shown = folder
@@ -115,11 +117,12 @@ class Lease(ABC):
 
     @abstractmethod
     def _read(self) -> LeaseText | None:
-        """Return the current lease; None if there is none, or if it cannot be read."""
+        """Return the current lease; None if there is no lease or if it cannot be read."""
 
     @abstractmethod
     def _take(self, found: LeaseText | None) -> None:
-        """Write the first lease of this run in place of `found`. Raises LeaseError if there is another lease by now."""
+        """Replace the lease `found` with the first lease of this run. Raises LeaseError if there is a different lease
+        by now."""
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
@@ -131,7 +134,8 @@ class Lease(ABC):
         """Delete the lease. Raises OSError."""
 
     def acquire(self) -> None:
-        """Acquire the lease; this may take up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        """Acquire the lease, which may take up to `STALE` seconds. Raises LeaseError if another run renews the
+        lease."""
         limit, found = time.monotonic() + STALE, self._read()
         while found is not None and (state := self._state(found)) != "":
             if time.monotonic() > limit:
@@ -147,7 +151,7 @@ class Lease(ABC):
     def release(self) -> None:
         """Release the lease if this run still holds it."""
         self._closed.set()
-        ended = self._writing.acquire(timeout=DISK)  # a renewal in progress would recreate the file
+        ended = self._writing.acquire(timeout=DISK)  # wait for a renewal in progress, which would recreate the file
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
                 self._remove()
@@ -155,7 +159,8 @@ class Lease(ABC):
             self._writing.release()
 
     def check(self) -> None:
-        """Raise OSError if the lease cannot be renewed. If the lease is lost, call `lost`, then raise LeaseError."""
+        """Renew the lease. Raises OSError if this fails. If the lease is lost, calls `lost` and then raises
+        LeaseError."""
         with self._writing:
             error = self._update()
         if error is not None:
@@ -165,7 +170,7 @@ class Lease(ABC):
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):
             error = None
-            with suppress(OSError), self._writing:  # the disk is full or unavailable: saves report that
+            with suppress(OSError), self._writing:  # if the disk is full or unavailable, saves report the error
                 if not self._closed.is_set():
                     error = self._update()
             if error is not None:
@@ -178,7 +183,7 @@ class Lease(ABC):
             raise LeaseError(self._of(now))
 
     def _state(self, found: LeaseText) -> str | None:
-        """Return `Peer.state` of the process that holds the lease; None if that process is not on this machine."""
+        """Return the `Peer.state` of the process that holds the lease; None if the process is not on this machine."""
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
         return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 
@@ -187,13 +192,13 @@ class Lease(ABC):
         return f"another run saves to {self._shown}: its rank 0 is {who}"
 
     def _next(self) -> bytes:
-        """Return the content of the next renewal."""
+        """Return the content of the lease for the next renewal."""
         self._count += 1
         return json.dumps(self._owner | {"renewals": self._count}).encode()
 
 
 def _parsed(text: bytes | None) -> LeaseText | None:
-    """Parse a lease file; None if there is no lease, or if it is damaged."""
+    """Parse the content of a lease. Returns None if there is no lease or if the content is damaged."""
     try:
         found = parse_json(text.decode()) if text is not None else None
     except ValueError:
@@ -202,14 +207,14 @@ def _parsed(text: bytes | None) -> LeaseText | None:
 
 
 class StoredLease(Lease):
-    """Lease in a storage other than the local disk. If the storage supports conditional writes, a write replaces only
-    the lease that this run has read or written."""
+    """Lease in a storage other than the local disk. If the storage supports conditional writes, a write succeeds only
+    if the lease is still the one that this run last read or wrote."""
 
     def __init__(self, root: PurePath, lost: Callable[[LeaseError], object]) -> None:
         super().__init__(root, lost)
         self._file, self._storage = root / LEASE, storage_of(root)
         self._held: bytes | None = None
-        """Lease that this run wrote last."""
+        """Content of the lease that this run last wrote."""
 
     def _read(self) -> LeaseText | None:
         return _parsed(self._storage.content(self._file))
@@ -234,7 +239,7 @@ class StoredLease(Lease):
         except FileExistsError:
             now = self._storage.content(self._file)
             if (found := _parsed(now)) is not None and found["token"] == self._owner["token"]:
-                self._held = now  # an earlier renewal of this run, whose answer was lost
+                self._held = now  # this is an earlier renewal of this run whose response was lost
                 return None
             if found is not None:
                 return LeaseError(f"{self._of(found)}, and has taken over while this run was suspended")
@@ -251,14 +256,14 @@ class SaveLease(Lease):
         self._file = folder / LEASE
         self._folder = folder
         self._place: _OpenFolder | None = None
-        """Folder that holds the lease, even if its path refers to another folder later."""
+        """Open folder that contains the lease, even if its path later refers to a different folder."""
 
         self._told = ""
         """Last printed message about the folder."""
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self._folder):  # if two runs start at the same time, the second finds the lease of the first
+        with folder_lock(self._folder):  # the second of two runs that start together finds the lease
             self._refuse_unless(found)
             self._write()
         self._refuse_unless(self._owner | {"renewals": self._count})
@@ -276,8 +281,8 @@ class SaveLease(Lease):
             )
 
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it, or take one in a folder that was created again. Returns the
-        reason if the lease is lost. Raises OSError if the disk does not answer."""
+        """Renew the lease if this run still holds it. If the folder was created again, take a new lease in it. Returns
+        the reason if the lease is lost. Raises OSError if the disk does not respond."""
         found, here = self._read(), self._is_in_place()
         while found is None and here and self._is_being_deleted():
             found, here = self._read(), self._is_in_place()
@@ -304,21 +309,22 @@ class SaveLease(Lease):
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return True if entries of the folder are disappearing, as `rm -r` may remove the lease before the folder."""
+        """Return True if entries of the folder are disappearing. This is checked because `rm -r` may remove the lease
+        before the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
 
     def _is_unmounted(self) -> bool:
-        """Return True if the folder, or the place where it would be created, is on a different file system than at the
-        start."""
+        """Return True if the folder is on a different file system than at the start. If the folder does not exist, its
+        nearest existing parent is checked."""
         if self._place is None or self._read() is not None:
             return False
         nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())
         return os.stat(nearest).st_dev != self._place.file_system
 
     def _tell(self, problem: str) -> None:
-        """Print a problem of the folder once, and another line when the problem is resolved."""
+        """Print a problem with the folder once, and another line when the problem is resolved."""
         if problem != self._told:
             print(problem or f"--save {self._folder} is available again", file=sys.stderr, flush=True)
         self._told = problem
@@ -339,15 +345,15 @@ class SaveLease(Lease):
 
 
 class _OpenFolder:
-    """Folder that is held open, so that no later folder gets its inode number. Raises OSError if the folder does not
-    exist."""
+    """Folder that is kept open, so that no later folder gets the same inode number. Raises OSError if the folder does
+    not exist."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.file_system = os.fstat(self._descriptor).st_dev
 
     def is_at(self, path: Path) -> bool:
-        """Return True if `path` now refers to this folder. Raises OSError if the disk does not answer."""
+        """Return True if `path` currently refers to this folder. Raises OSError if the disk does not respond."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:

@@ -39,14 +39,14 @@ from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
 PATIENCE = float(os.environ.get("RENDEZVOUS_PATIENCE", "1"))
-"""Factor by which the time limits are multiplied. Raise it on hosts where processes may be suspended for a long
+"""Factor by which the time limits are multiplied. Increase it on hosts where processes may be suspended for a long
 time."""
 
 REPLY = 6.0 * PATIENCE
-"""Timeout in seconds of a request to the store, at its socket."""
+"""Socket timeout in seconds for a request to the store."""
 
 ANSWER = 8.0 * PATIENCE
-"""Seconds within which a reachable store answers."""
+"""Maximum time in seconds in which a reachable store answers."""
 
 
 P = ParamSpec("P")
@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
-    """Return the result of `call`. Raises RendezvousConnectionError if it does not return in time, or immediately while
-    an earlier call hangs."""
+    """Wrap `call` with a time limit. The wrapper raises RendezvousConnectionError if `call` does not return in time. It
+    raises the error immediately while an earlier call hangs."""
     hanging = list[threading.Thread]()
 
     def within(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,15 +82,16 @@ def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
 
 
 def _shutdown(handler: DynamicRendezvousHandler) -> bool:
-    """Close the rendezvous at the end of a run. After a failure it stays open, and the other hosts notice the missing
-    heartbeats of this host."""
+    """Close the rendezvous at the end of a run. After a failure, the rendezvous stays open, and the other hosts notice
+    that this host's heartbeats are missing."""
     if sys.exc_info()[0] is not None:
         return False
     return DynamicRendezvousHandler.shutdown(handler)
 
 
 def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callable[[], RendezvousInfo]:
-    """Call `join`, but end the process with code 2 if the file `outcome` says that the configuration cannot run."""
+    """Wrap `join` so that the process exits with code 2 if the file `outcome` says that the configuration cannot
+    run."""
 
     def joined() -> RendezvousInfo:
         if outcome.exists() and f"name={ExitCode.BAD_CONFIGURATION.name}\n" in outcome.read_text():
@@ -114,9 +115,9 @@ def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], Rende
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the rendezvous handler of `c10d-open`."""
+    """Create a rendezvous handler for the backend `c10d-open`."""
     backend, store = create_backend(params)
-    # read_timeout applies to connecting, because a host may open its store later
+    # read_timeout still applies to connecting, because a host may open its store later
     store.set_timeout(timedelta(seconds=REPLY))
     backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Additional watches of a rank's watchdog: files that stop the run, other hosts, the save lease."""
+"""Additional watches of a rank's watchdog: files that stop the run, other hosts, and the save lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bisection of a spike: rerun the steps before it with another document, batch or learning rate to find the cause."""
+"""Bisection of a spike: the steps before the spike are repeated with a different document, batch or learning rate to
+find the cause."""
 
 from __future__ import annotations
 
@@ -15,33 +16,33 @@ from megatron.training.metrics.sinks import records_until
 from megatron.training.reliability.run_status import recorded_events
 
 EARLIER = 100
-"""Number of earlier records with which a step is compared."""
+"""Number of earlier records that a step is compared with."""
 
 FEWEST = 5
-"""Minimum number of records for the comparison."""
+"""Minimum number of earlier records for the comparison."""
 
 GONE = 0.5
-"""A spike has disappeared if the loss increase is below this fraction of the original increase."""
+"""Fraction of the original loss increase below which a spike is considered to have disappeared."""
 
 TYPICAL = 10
 """Number of losses before the spike whose median is the baseline."""
 
 LARGE_NORM = 3.0
-"""An earlier step becomes the suspect if its gradient norm is this many times the median of the norms before it."""
+"""Ratio of a step's gradient norm to the median of the earlier norms, above which the step becomes the suspect."""
 
 ROSE = 1.05
-"""The learning rate has risen if it is at least this many times the checkpoint's."""
+"""Ratio to the checkpoint's learning rate above which the learning rate is considered to have risen."""
 
 LOWER = 0.1
-"""Factor of a branch's learning rate if the rate has not risen since the checkpoint."""
+"""Factor by which a branch lowers the learning rate if the rate has not risen since the checkpoint."""
 
 BranchOf = Callable[[int, Change], Outcome]
-"""Function that runs a branch up to a last iteration, with a change."""
+"""Function that runs a branch up to a given iteration, with a given change."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Records of a run, and the checkpoints before a spike."""
+    """Records of a run, and the checkpoint before a spike."""
 
     folder: Path
     records: tuple[dict[str, Any], ...]
@@ -50,8 +51,8 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
-        """Find the spike and the newest checkpoint before it. By default the spike is that of the last rollback or,
-        without rollbacks, the largest increase of the loss. Raises ValueError if there is no such spike or
+        """Find the spike and the newest checkpoint before it. The default spike is the one of the last rollback, or the
+        largest increase of the loss if there were no rollbacks. Raises ValueError if there is no such spike or
         checkpoint."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
@@ -69,22 +70,23 @@ class RunFiles:
 
     @property
     def loaded(self) -> Path:
-        """Folder of the checkpoint."""
+        """Folder of the checkpoint from which the branches start."""
         return saved_folders(self.folder)[self.checkpoint]
 
     def losses_before(self, iteration: int) -> dict[int, float]:
-        """Return the recorded losses by iteration, up to an iteration."""
+        """Return the recorded losses up to and including an iteration, by iteration."""
         return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
-        """Return the largest relative loss difference, before the suspect, between the run and the branch without a
-        change."""
+        """Return the largest relative difference, before the suspect, between the losses of the run and of the branch
+        without a change."""
         own = self.losses_before(suspect - 1)
         shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
         return max(shares, default=None)
 
     def loss_of_spike(self, otherwise: float) -> float:
-        """Return the loss of the run at the spike, from the event or the record."""
+        """Return the loss of the run at the spike, from the rollback event or the record. `otherwise` is the result if
+        neither exists."""
         known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
         for event in recorded_events(self.folder):
             if event.get("event") == "rollback":
@@ -98,12 +100,12 @@ class RunFiles:
 
 
 def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
-    """Return the iteration with the largest ratio of its loss to the mean of the losses before it. Raises ValueError if
+    """Return the iteration with the largest ratio of the loss to the mean of the earlier losses. Raises ValueError if
     there are too few records."""
     losses = [float(each["lm_loss"]) for each in records]
     if len(losses) <= FEWEST:
         rule = f"{METRICS_FILE} has {len(losses)} losses, too few to find a spike"
-        raise ValueError(f"{rule}; give --iteration, or a run with --log-interval 1")
+        raise ValueError(f"{rule}; use --iteration, or a run with --log-interval 1")
 
     def rise(place: int) -> float:
         before = losses[max(0, place - EARLIER) : place]
@@ -114,11 +116,11 @@ def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A branch of the run."""
+    """Result of one branch of the run."""
 
     name: str
     loss: float | None
-    """Loss at the iteration of the spike."""
+    """Loss of the branch at the iteration of the spike; None if the branch skips this iteration."""
 
     highest: float
     spikes: bool
@@ -133,22 +135,22 @@ class Bisection:
     """Iteration whose batch is examined."""
 
     before: float
-    """Loss before the spike."""
+    """Baseline loss: the median of the losses before the suspect."""
 
     rows: tuple[Row, ...]
     worst: Part
     rate: float
     difference: float | None
-    """Largest relative difference between the run's losses and the branch's before the suspect; None if no losses are
-    recorded."""
+    """Largest relative difference, before the suspect, between the losses of the run and of the branch without a
+    change. None if no losses are recorded."""
 
     cause: str
     """"document", "batch", "rate", "none" or "gone"."""
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
-    """Return the iteration whose batch may have caused a spike: an earlier iteration with a large gradient, or the
-    spike's own iteration."""
+    """Return the iteration whose batch may have caused a spike. This is an earlier iteration with a large gradient
+    norm, or the iteration of the spike if there is none."""
     norms = list(base.norms.items())
     for place, (iteration, norm) in enumerate(norms):
         if place >= 2 and iteration < spike and norm > LARGE_NORM * median(each for _, each in norms[:place]):
@@ -157,8 +159,8 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """Return the constant learning rate of the corresponding branch: the checkpoint's rate, or less if the rate has not
-    risen since the checkpoint."""
+    """Return the upper bound on the learning rate in the branch with a held rate. It is the checkpoint's rate, or a
+    lower rate if the learning rate has not risen since the checkpoint."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
@@ -209,7 +211,7 @@ def _row(name: str, found: Outcome, spike: int, suspect: int, spikes: bool) -> R
 
 
 def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Return the table of branches and the verdict."""
+    """Yield the lines of the table of branches and the verdict."""
     yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
     if found.difference is not None:
         yield f"before it, losses of the branch and the run differ by at most {found.difference:.1e}"
@@ -223,7 +225,7 @@ def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterat
         "document": f"document {document[2]} of {document[0]}",
         "batch": f"the batch of iteration {found.suspect}, but no single document of it",
         "rate": f"the learning rate: held at {found.rate:.3g} there is no spike",
-        "none": "none of these alone; start from an earlier checkpoint with --from",
+        "none": "none of these changes alone; start from an earlier checkpoint with --from",
         "gone": "nothing reproducible: the same steps have no spike here; suspect a device of the run",
     }
     yield f"verdict: {about[found.cause]}"

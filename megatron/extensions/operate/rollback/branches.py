@@ -1,7 +1,8 @@
-"""Exact reruns of steps from a checkpoint (branches), on fewer ranks, with replaced samples or another learning rate.
+"""Branches of a run: exact repetitions of steps from a checkpoint, possibly on fewer ranks, with replaced samples or
+with a different learning rate.
 
-The order of samples, the dropout and the learning rates of a run do not depend on the layout, so a branch without a
-change repeats the run up to rounding.
+The order of samples, the dropout and the learning rates of a run do not depend on the layout. Therefore, a branch
+without a change repeats the run up to rounding.
 """
 
 from __future__ import annotations
@@ -43,41 +44,41 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Change:
-    """Changes in a branch; none by default."""
+    """Changes to a run in a branch. By default, nothing is changed."""
 
     samples: Mapping[int, int] | None = None
-    """Replacement for each replaced sample, by index."""
+    """Maps the index of each replaced sample to the index of its replacement."""
 
     rate: float | None = None
-    """Upper bound on the learning rate of all steps."""
+    """Upper bound on the learning rate of all steps; None for no bound."""
 
     looks_at: int | None = None
-    """Iteration for which the losses of the samples are measured before the step."""
+    """Iteration for whose samples the losses by document are measured, with the weights before the step."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a sample from one document."""
+    """Part of a sample that belongs to one document."""
 
     sample: int
     origin: str
-    """`dataset:document+token` of the part."""
+    """Origin of the part, in the form `dataset:document+token`."""
 
     loss: float
-    """Mean loss over its labels."""
+    """Mean loss over the labels of the part."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Steps of a branch."""
+    """Recorded values of a branch's steps, by iteration."""
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     samples: dict[int, range] = field(default_factory=dict)
-    """Sample indices by iteration."""
+    """Maps an iteration to its range of sample indices."""
 
     parts: tuple[Part, ...] = ()
     """Parts of the samples of the examined iteration."""
@@ -99,7 +100,7 @@ class Swapped(SampleOrder):
 
 @dataclass(frozen=True)
 class HeldRate:
-    """Learning rate schedule of a run, capped at `most`."""
+    """Learning rate schedule of a run, with an upper bound `most`."""
 
     inner: OptimizerParamScheduler
     most: float
@@ -116,8 +117,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for branches of a run. It is the run's configuration without the parallel
-    layout but with the precision, plus `flags`. Raises ValueError if the flags are invalid."""
+    """Return the unresolved configuration for branches of a run. It consists of the run's configuration, with the
+    precision but without the rest of the parallel layout, and `flags`. Raises ValueError if the flags are invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(
@@ -136,8 +137,9 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Train from the checkpoint of a configuration (`config_of`) to the iteration `last`. By default, use the smallest
-    number of ranks that the layout needs. Several ranks run as processes on this machine's CPU."""
+    """Train from the checkpoint in a configuration, which `config_of` returns, to the iteration `last`. The default for
+    `world_size` is the smallest number of ranks that the layout permits. If there are several ranks, they run as
+    processes on this machine's CPU."""
     parallel = config.parallel
     own = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp
     ranks = world_size or lcm(parallel.model_parallel_size, own)
@@ -145,7 +147,7 @@ def branch(config: RunConfig, world_size: int | None, last: int, change: Change)
     if ranks == 1:
         with redirect_stdout(StringIO()):
             return _on_rank(0, 1, config, last, change)
-    with redirect_stdout(StringIO()):  # the ranks inherit it
+    with redirect_stdout(StringIO()):  # the ranks inherit the redirection
         return run_world(ranks, _on_rank, config, last, change, timeout=86400.0)[0]
 
 
@@ -176,7 +178,7 @@ def _on_rank(rank: int, world_size: int, config: RunConfig, last: int, change: C
 
 
 def _make_step(run: TrainingRun, found: Outcome) -> None:
-    """Run the next step, and add it to `found` unless it is skipped."""
+    """Run the next step, and add its values to `found` unless the step is skipped."""
     step = run.progress.next_step(run.batch_sizes)
     train_step(run)
     run.guard.settle()
@@ -190,7 +192,8 @@ def _make_step(run: TrainingRun, found: Outcome) -> None:
 
 
 def losses_of(run: TrainingRun, samples: range) -> list[Part]:
-    """Return the mean loss of each document's part in each sample, with the current weights. Collective."""
+    """Return the mean loss of each part of the samples, with the current weights. A part belongs to one document.
+    Collective."""
     found = list[Part]()
     dataset = run.data.train.dataset
     with run.pipeline.evaluation_mode(), torch.no_grad():

@@ -1,7 +1,7 @@
-"""Decision at a spike: the state to which a run returns, and the batches to skip. This module does not import torch.
+"""Decision at a spike: the state that a run returns to, and the batches to skip. This module does not import torch.
 
-Both depend only on the iteration of the spike and the flags, and not on the states that a process holds, so that a
-resumed or repeated run makes the same decision.
+The decision depends only on the iteration of the spike and the flags. It does not depend on the states that a process
+holds, so that a resumed or repeated run makes the same decision.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """Reaction of a run to a spike. Iterations are numbered as in the log."""
+    """Decision on the reaction of a run to a spike. Iterations are numbered as in the log."""
 
     spike: int
     to: int
-    """Iteration after which the run continues."""
+    """Iteration to whose state the run returns."""
 
     first: int
     last: int
-    """Last iteration whose batch is skipped; `first` is the first one."""
+    """Last iteration whose batch is skipped. `first` is the first of these iterations."""
 
     @property
     def passed_over(self) -> range:
@@ -32,11 +32,12 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
 
     Args:
         spike: Iteration of the spike.
-        steps: Smallest number of steps to go back.
+        steps: Minimum number of steps to go back.
         batches: Number of batches to skip, ending with the spike's batch. If the run goes back fewer steps, batches
-            after the spike are skipped too. None: all batches since the state.
-        interval: The run returns to a multiple of this iteration interval.
-        last_to: Iteration of the previous return; the run does not go back beyond it."""
+            after the spike are also skipped. None skips all batches since the state.
+        interval: Interval in iterations between states. The run returns to a multiple of this interval.
+        last_to: Iteration that the run returned to at the last rollback. The run does not go back further.
+    """
     to = max(0, last_to, (spike - steps) // interval * interval)
     count = spike - to if batches is None else batches
     first = max(to, spike - count) + 1

@@ -16,25 +16,26 @@ CHECKS = Condition("--check-for-spiky-loss or --check-for-large-grads; add one o
 @extension_flags("rollbacks", may_change=True)
 @dataclass(frozen=True)
 class RollbackFlags:
-    """Rollback at a spike."""
+    """Flags for rollbacks at spikes."""
 
     rollback_on_spike: bool = flag(False, needs=CHECKS)
-    """At a spike, return to the state of some steps earlier, and skip the batches since then. States are kept in host
-    memory; a missing state is recomputed from an older checkpoint."""
+    """At a spike, return to an earlier state and skip the batches since this state. States are kept in host memory. A
+    missing state is recomputed from an older checkpoint."""
 
     rollback_steps: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: smallest number of steps to go back. The run may go back up to twice as many steps if states
-    are kept at intervals. 1: only the step of the spike."""
+    """--rollback-on-spike: minimum number of steps to go back. The run may go back up to twice as many steps if states
+    are kept at intervals. 1 undoes only the step with the spike."""
 
     rollback_batches: int | None = flag(None, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike. If this exceeds the number of
-    steps that the run goes back, batches after the spike are skipped too. Default: all batches since the state."""
+    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike. If this number exceeds the
+    number of steps that the run goes back, batches after the spike are also skipped. Default: all batches since the
+    state."""
 
     max_rollbacks: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: maximum number of rollbacks in the whole run; the next spike ends the run."""
+    """--rollback-on-spike: maximum number of rollbacks in the whole run. After that, the next spike ends the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the section of a plan about the memory of kept states."""
+        """Return the title and the lines function of a plan's section about the memory for kept states."""
         if not rolls_back(config) or uses_peer_copies(config):
             return None
         return "Rollback at a spike", f"{__package__}.plan_lines:lines"
@@ -52,7 +53,7 @@ def uses_peer_copies(config: RunConfig) -> bool:
 
 
 def interval_of(config: RunConfig) -> int:
-    """Return the number of steps between two kept states. Two states suffice."""
+    """Return the number of steps between two states that are kept for rollbacks. Two states suffice."""
     if uses_peer_copies(config):
         return config.options(PeerCopyConfig).peer_copy_interval
     return max(1, config.options(RollbackFlags).rollback_steps - 1)

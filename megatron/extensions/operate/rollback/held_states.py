@@ -1,4 +1,4 @@
-"""States that a rank keeps in its own memory, for rollbacks within the same process."""
+"""States that a rank keeps in host memory for rollbacks within the same process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copies of this rank's boxes at one step, in host memory that is reused for later steps."""
+    """Copies of this rank's boxes after one step. They are in host memory, which is reused for later steps."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
     boxes: dict[str, list[LocalBox]] = field(default_factory=dict)
 
     def take(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
-        """Copy the state of a step. Copies from a GPU complete in order on its current stream."""
+        """Copy the state of a step. Copies from a GPU run asynchronously on the GPU's current stream."""
         self.iteration, self.payload = iteration, payload
         if not self.boxes:
             self.boxes = {key: [_room(box) for box in tensors[key].boxes] for key in tensors}
@@ -47,13 +47,13 @@ def _room(box: LocalBox) -> LocalBox:
 
 
 def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
-    """Return every tensor of the state with the boxes of all ranks. Collective."""
+    """Return all tensors of the state, with the boxes of all ranks. Collective."""
     mine = {key: (tuple(tensors[key].shape), tensors[key].dtype, len(tensors[key].boxes)) for key in tensors}
     return {key: TensorInfo(*about) for part in gather_objects(mine, world) for key, about in part.items()}
 
 
 class HeldCheckpoint(Checkpoint):
-    """Held state as a checkpoint, which loads only under the layout of the process that holds it."""
+    """Held state as a checkpoint. It can be loaded only under the layout of the process that holds the state."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")
@@ -66,8 +66,8 @@ class HeldCheckpoint(Checkpoint):
         }
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, load the
-        held parameter instead, which is the main parameter rounded to the parameter's precision."""
+        """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, the
+        parameter itself is loaded, which is the main parameter rounded to lower precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -85,15 +85,15 @@ class HeldCheckpoint(Checkpoint):
 
 @dataclass
 class HeldStates:
-    """Last two states of a rank."""
+    """Container of a rank's last two states."""
 
     held: list[HeldState] = field(default_factory=list)
-    """States in order of iteration."""
+    """Held states in order of iteration."""
 
     _free: list[HeldState] = field(default_factory=list)
 
     def next(self) -> HeldState:
-        """Return the slot for the next state."""
+        """Return the slot to which the next state is copied."""
         room = self._free.pop() if self._free else self.held.pop(0) if len(self.held) > 1 else HeldState()
         self.held.append(room)
         return room
@@ -103,6 +103,6 @@ class HeldStates:
         return next((each for each in self.held if each.iteration == iteration), None)
 
     def drop_after(self, iteration: int) -> None:
-        """Discard the states after an iteration."""
+        """Discard the states of later iterations."""
         self._free += [each for each in self.held if each.iteration > iteration]
         self.held = [each for each in self.held if each.iteration <= iteration]

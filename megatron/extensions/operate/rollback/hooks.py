@@ -1,4 +1,4 @@
-"""Callback for --rollback-on-spike: keep states, return to one of them at a spike, and skip batches."""
+"""Callback for --rollback-on-spike, which keeps states, returns to one of them at a spike, and skips batches."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.training.run import TrainingRun
 from megatron.training.step_guard import ADVICE_SPIKE, BadStepError
 
 NAME = "rollback"
-"""Name of the rollback state in checkpoints."""
+"""Name of this callback's state in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Parts of a step's state that checkpoints do not contain: the log interval, and the counts of meters."""
+    """Parts of the state after a step that checkpoints do not contain: the log interval and the counts of meters."""
 
     interval: Interval
     elapsed: float
@@ -56,8 +56,7 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls back at spikes. This callback reads the verdict on each step before other callbacks use
-    it."""
+    """Callback that rolls back at spikes. It must process the verdict on each step before other callbacks do."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -68,7 +67,7 @@ class Rollback(Callback):
 
         self.rollbacks = 0
         self.last_to = 0
-        """Iteration to which the run returned last."""
+        """Iteration that the run returned to at the last rollback; 0 if there was no rollback."""
 
         self._states = HeldStates()
         self._marks: dict[int, Mark] = {}
@@ -94,7 +93,7 @@ class Rollback(Callback):
             run.passed_over.update(range(first, last + 1))
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Return the task that keeps states, and keep the state at the start. Collective."""
+        """Keep the state at the start, and return the task that keeps later states. Collective."""
         self._run, self._log = run, log
         if not self._by_peers:
             tensors, _ = run.saver.checkpoint.contents(run.progress)
@@ -134,8 +133,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield possible states to return to, in order of preference: the state that was decided, an older checkpoint,
-        from which the run recomputes that state, and later states. Collective."""
+        """Yield states that the run can return to, in order of preference. The first choice is the state in the
+        decision. The next choices are older checkpoints, from which the run recomputes this state. The last choices are
+        later states in memory. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
@@ -151,8 +151,8 @@ class Rollback(Callback):
         return None if held is None else HeldCheckpoint(held, self._tensors)
 
     def _on_disk(self, run: TrainingRun, iteration: int) -> list[PurePath]:
-        """Return the checkpoints up to this iteration, newest first, except checkpoints of steps that were rolled
-        back."""
+        """Return the checkpoints up to an iteration, newest first. Checkpoints of steps that were rolled back are
+        omitted."""
         root = self.config.checkpoint.save_root
 
         def folders() -> list[PurePath]:
@@ -173,12 +173,12 @@ class Rollback(Callback):
         return before.passed_until(iteration) == self.passed_until(iteration)
 
     def passed_until(self, iteration: int) -> set[int]:
-        """Return the skipped iterations up to this one."""
+        """Return the skipped iterations up to and including an iteration."""
         passed = (number for first, last in self.passed_over for number in range(first, last + 1))
         return {number for number in passed if number <= iteration}
 
     def _go_back(self, verdict: Verdict, found: Decision, source: Checkpoint | PurePath) -> None:
-        """Restore a state, and register the batches to skip. Collective."""
+        """Restore a state and register the batches to skip. Collective."""
         run, began = self._run, time.perf_counter()
         assert run is not None
         kept = [*self.passed_over, (found.first, found.last)]
@@ -197,7 +197,7 @@ class Rollback(Callback):
         self._tell(run, verdict, found, where, time.perf_counter() - began)
 
     def _set_position(self, run: TrainingRun, position: Progress) -> None:
-        """Set the position of the run, and discard everything after it."""
+        """Set the progress of the run, and discard everything that was recorded after this position."""
         loaded_from = run.progress.loaded_from
         for each in fields(Progress):
             setattr(run.progress, each.name, getattr(position, each.name))
@@ -230,4 +230,4 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Print nothing, because the line about the rollback contains the message."""
+    """Print nothing, because the line about the rollback contains all information."""

@@ -15,7 +15,7 @@ STATES = 2
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines of a plan about rollbacks."""
+    """Yield the lines about rollbacks in a plan."""
     dims = ParallelDims.from_config(run.config.parallel, run.world_size)
     most = 0
     for pp_rank in range(dims.pp):
