@@ -1,6 +1,6 @@
-"""Where the parts of the distribution lie; pyproject.toml has everything else.
+"""Locations of the distribution's packages; pyproject.toml contains all other settings.
 
-The library goes into `paritrain/_src`, which `import paritrain` puts on the path. A distribution that installed a
+The library goes into `paritrain/_src`, which `import paritrain` puts on the path. A distribution that installs a
 package `megatron` would replace files of megatron-core.
 """
 

@@ -1,8 +1,8 @@
 """The distribution's own package: it makes the library `megatron` importable.
 
-`pip install` puts the library into `paritrain/_src`, where it replaces no file of another distribution that is imported
-as `megatron`, such as megatron-core. Importing `paritrain` puts that folder first on the path. A program that uses the
-library therefore begins with `import paritrain`. In a clone the library is in the folder above this one.
+`pip install` puts the library into `paritrain/_src`. There, it replaces no file of another distribution that is
+imported as `megatron`, such as megatron-core. Importing `paritrain` puts that folder first on the path. A program that
+uses the library therefore begins with `import paritrain`. In a clone, the library is in the parent folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _source() -> Path:
 
 
 SOURCE = _source()
-"""The folder that holds `megatron`, `pretrain_gpt.py` and the tools."""
+"""Folder that contains `megatron`, `pretrain_gpt.py` and the tools."""
 
 
 def _put_first(folder: Path) -> None:
-    """Puts a folder first on the path. Raises ImportError if this process has imported another `megatron`."""
+    """Put a folder first on the path. Raises ImportError if this process has imported another `megatron`."""
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
     loaded = sys.modules.get("megatron")
     if loaded is not None and str(folder / "megatron") not in map(str, loaded.__path__):

@@ -1,4 +1,5 @@
-"""`python -m paritrain FLAGS` trains, as `pretrain_gpt FLAGS` does; so does `torchrun -m paritrain FLAGS`."""
+"""Train with `python -m paritrain FLAGS` or `torchrun -m paritrain FLAGS`, which are equivalent to `pretrain_gpt
+FLAGS`."""
 
 from __future__ import annotations
 

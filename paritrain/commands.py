@@ -12,13 +12,13 @@ from paritrain import SOURCE
 
 
 def _prepare() -> None:
-    """Lets the programs that this command starts find the library, too."""
+    """Make the library importable in programs that this command starts."""
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", str(SOURCE))]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *others])
 
 
 def pretrain() -> int:
-    """`pretrain_gpt`: trains, and returns the exit code."""
+    """Run `pretrain_gpt`: train, and return the exit code."""
     _prepare()
     from pretrain_gpt import main
 
@@ -26,7 +26,7 @@ def pretrain() -> int:
 
 
 def lm_eval() -> None:
-    """`megatron-lm-eval`: the command of lm-evaluation-harness with `--model megatron`."""
+    """Run `megatron-lm-eval`: the lm-evaluation-harness command with `--model megatron`."""
     _prepare()
     from megatron.lm_eval_model.__main__ import main
 
@@ -34,9 +34,9 @@ def lm_eval() -> None:
 
 
 def tool() -> None:
-    """`megatron-NAME`: runs tools/NAME.py or tools/pictures/NAME.py."""
+    """Run `megatron-NAME`: the program tools/NAME.py or tools/pictures/NAME.py."""
     _prepare()
-    tools = "megatron_tools" if find_spec("megatron_tools") else "tools"  # in a clone the folder has its own name
+    tools = "megatron_tools" if find_spec("megatron_tools") else "tools"  # in a clone, the folder is named tools
     name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")
     here = find_spec(f"{tools}.{name}") is not None
     run_tool = import_module(f"{tools}.common").run_tool

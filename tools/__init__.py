@@ -1,4 +1,4 @@
 """Command-line tools for data, checkpoints, layouts and text generation.
 
-They are installed as the package `megatron_tools` in `paritrain/_src`.
+`pip install` installs the tools as the package `megatron_tools` in `paritrain/_src`.
 """

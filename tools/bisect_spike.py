@@ -5,10 +5,10 @@
 
 Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
 with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it, if it has
-not risen since then). The order of samples, dropout and learning rates do not depend on the layout, so one process is
-enough. The spike is the cause of the run's last rollback, or without a rollback the largest increase of the loss in
-metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. Exit code 0: the cause was found; 1: none
-of these alone is the cause, or there is no spike; 2: the folder or the flags are wrong.
+not risen since then). Sample order, dropout and learning rates do not depend on the layout, so one process is enough.
+The spike is the cause of the run's last rollback or, without a rollback, the largest loss increase in metrics.jsonl.
+Flags of pretrain_gpt.py after `--` change the configuration. The exit code is 0 if the cause was found, 1 if no single
+cause was found or there is no spike, and 2 if the folder or the flags are wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.training.reliability.visible_text import visible
 from .common import add_extension_flag, parted, refuse, run_tool, too_small, tool_parser
 
 SHOWN = 200
-"""Largest number of characters of a text that are shown."""
+"""Maximum number of characters of a text to show."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decoded(config: RunConfig, tokens: Sequence[int]) -> str:
-    """Return the start of a text, or of its tokens if the run has no tokenizer."""
+    """Return the beginning of a text; if the run has no tokenizer, return the beginning of the token list."""
     if not config.tokenizer.tokenizer_type:
         return f"tokens {' '.join(map(str, tokens))}"[:SHOWN]
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
@@ -65,10 +65,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="--save folder of the run")
     add("--iteration", type=int, help="iteration of the spike, as in the log")
-    text = "iteration of the checkpoint to begin at; default: the newest before the spike"
+    text = "iteration of the checkpoint to begin with; default: the newest before the spike"
     add("--from", type=int, dest="checkpoint", metavar="ITERATION", help=text)
-    add("--after", type=int, default=3, help="steps of a branch after the spike (default: 3)")
-    add("--world-size", type=int, help="ranks; default: the fewest that the flags after -- need")
+    add("--after", type=int, default=3, help="steps after the spike in each branch (default: 3)")
+    add("--world-size", type=int, help="number of ranks; default: the fewest that the flags after -- need")
     return parser
 
 

@@ -3,8 +3,8 @@
     python tools/build_corpus.py --output corpus.jsonl
 
 Writes JSON lines, {"text": ..., "path": ...}: one document for each source file of the standard library. Installed
-packages, character tables and (without --with-tests) test folders are skipped. The order of the files follows a hash of
-their paths, so that a validation split samples the whole library.
+packages, character tables and (without --with-tests) test folders are skipped. Files are ordered by a hash of their
+paths, so that a validation split samples the whole library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 def source_files(root: Path, with_tests: bool) -> list[Path]:
-    """Return all .py files under `root`, relative to it, sorted by a hash of their path."""
+    """Return the paths of all .py files under `root`, relative to `root` and sorted by a hash of the path."""
     skipped = SKIPPED_FOLDERS | TABLE_FOLDERS | (frozenset() if with_tests else TEST_FOLDERS)
     found = []
     for folder, children, names in os.walk(root):
@@ -41,7 +41,7 @@ def source_files(root: Path, with_tests: bool) -> list[Path]:
 
 
 def documents(root: Path, with_tests: bool, min_chars: int) -> Iterator[dict[str, str]]:
-    """Yield the texts that are UTF-8 and have at least `min_chars` characters."""
+    """Yield each text that is valid UTF-8 and has at least `min_chars` characters."""
     for path in source_files(root, with_tests):
         try:
             text = (root / path).read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             count += 1
             size += len(document["text"].encode())
         if not count:
-            raise ValueError(f"--source {args.source}: holds no Python source; name a folder that does")
+            raise ValueError(f"--source {args.source}: contains no Python source; name a folder that does")
     print(f"{args.output}: {count} documents, {size / 1e6:.1f} MB of text from {args.source}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Measure this machine, and write the device file that predictions of step times read.
+"""Measure this machine, and write the device file from which step times are predicted.
 
     python tools/calibrate.py --output mine.yaml one GPU; with --cpu one process torchrun --nproc-per-node 8
     tools/calibrate.py --output mine.yaml a node with its links torchrun --nnodes 2 --nproc-per-node 8 ...
@@ -6,9 +6,9 @@
     the file
 
 It measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a node and
-between nodes. All ranks measure at the same time, as they train: start as many ranks per node as a run has, on the same
-processors. The measurement takes about --seconds. --cpu measures processors and gloo. The GPU part has not been run on
-a GPU yet.
+between nodes. All ranks measure at the same time, as in training. Launch as many ranks per node as a run has, on the
+same processors. The measurement takes about --seconds. --cpu measures processors and gloo. The GPU part has not been
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Approximate number of measured points, over which --seconds are divided."""
+"""Approximate number of measured points, over which --seconds is divided."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     if not args.cpu and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --cpu measures the processors")
+        parser.error("there is no GPU on this machine; --cpu measures the processors")
     return calibrate(args)
 
 
@@ -108,7 +108,7 @@ def calibrate(args: argparse.Namespace) -> int:
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
-    keep_memory(device)  # as in a run
+    keep_memory(device)  # the same setting as in a run
     if args.cpu:
         torch.set_num_threads(1)
     measured = () if args.kernels else STEPS_OF_CPU if args.cpu else STEPS_OF_GPU
@@ -136,7 +136,7 @@ def measured_device(
     ranks_per_node: int,
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
-    """Return (the device file, the median error of its predictions for each kind of measurement). Collective over all
+    """Return the device file and the median error of its predictions for each kind of measurement. Collective over all
     ranks."""
     from megatron.extensions.plan.planner.calibration.fit import errors, fit_steps, links_of
     from megatron.extensions.plan.planner.calibration.measure import CPU, GPU, measure, measure_links
@@ -158,7 +158,8 @@ def measured_device(
 
 
 def step_seconds(flags: str) -> float:
-    """Return the measured seconds of a step in a separate process; this process has not used its GPU yet."""
+    """Return the measured seconds of a step in a separate process. Call this function before this process uses its
+    GPU."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         metrics, screen = Path(folder) / "metrics.jsonl", Path(folder) / "screen"
         words = [*flags.split(), *STEPS, "--train-iters", str(ITERATIONS), "--metrics-file", str(metrics)]
@@ -172,7 +173,7 @@ def step_seconds(flags: str) -> float:
 
 
 def _train(words: list[str], screen: Path) -> None:
-    """Run one rank in a separate process that prints into a file."""
+    """Run one rank in a separate process whose output goes to a file."""
     output = os.open(screen, os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -189,7 +190,7 @@ LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT 
 
 
 def predicted(flags: str, device: DeviceFile) -> float:
-    """Return the predicted seconds of a step of one process."""
+    """Return the predicted seconds of a single-process step."""
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
     launch = Launch(0, 1)
@@ -199,7 +200,7 @@ def predicted(flags: str, device: DeviceFile) -> float:
 
 
 def described(measured: Measured, device: torch.device, ranks_per_node: int) -> DeviceFile:
-    """Return the device file of the measurements on this machine, without its links."""
+    """Return the device file for the measurements on this machine, without links."""
     import torch
 
     from megatron.extensions.plan.planner.calibration.fit import device_file
@@ -227,7 +228,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
 def write(path: Path, device: DeviceFile, how: str, errors: str) -> None:
     from megatron.extensions.plan.planner.calibration.fit import text_of
 
-    remarks = [f"{device.name}. megatron/extensions/plan/planner/device_file.py says what each entry means."]
+    remarks = [f"{device.name}. megatron/extensions/plan/planner/device_file.py describes each entry."]
     remarks.append(f"Measured by tools/calibrate.py with {how}.")
     remarks += [f"Median errors of the fit: {errors}."] if errors else []
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,10 @@
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --lr 1e-3
 
 Both sides run on the CPU of this machine, in gloo worlds of as many ranks as their flags need. Tensors are compared in
-the order of computation: initial weights, then for each step the output of the embedding and of every layer, the loss,
-gradients from the last layer to the first, their norm, weights and optimizer state. Replicas within a side are compared
-too. Exit code 0: no difference; 1: a difference; 2: invalid configuration; 3: a side failed with an error.
+the order of computation, beginning with the initial weights. For each step, these are the outputs of the embedding and
+of every layer, the loss, the gradients from the last layer to the first, the gradient norm, the weights and the
+optimizer state. Replicas within a side are also compared. The exit code is 0 without a difference, 1 with a difference,
+2 for an invalid configuration, and 3 if a side failed with an error.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from megatron.training.config.validation import resolve, validate
 from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""Tensors compared in 16 bits. Weights and moments are not compared: Adam divides each gradient by its own size, so
-even a gradient that consists only of rounding error, such as the gradient of a key bias, moves its weight by a whole
-step."""
+"""Tensors that are compared in 16-bit formats. Weights and moments are not compared: Adam divides each gradient by its
+own magnitude. Even a gradient that consists only of rounding error, such as that of a key bias, therefore moves its
+weight by a whole step."""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""Relative difference that another order of the same sums explains after a few steps. It is far below the effect of a
-mistake only in fp64, because Adam divides even small gradients, including their rounding error, by their own size."""
+"""Largest relative difference that a different order of the same sums explains after a few steps. Only in fp64 is this
+difference far below the effect of a mistake, because Adam divides even small gradients, including their rounding error,
+by their own magnitude."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its own flags, all its flags including the common ones, and its number of
-    ranks."""
+    """One of the two compared layouts: name, own flags, all flags including the common ones, and number of ranks."""
 
     name: str
     flags: str
@@ -99,10 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
         usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
     )
     add = parser.add_argument
-    add("--a", type=any_text, required=True, metavar="FLAGS", help="further flags of side a")
-    add("--b", type=any_text, required=True, metavar="FLAGS", help="further flags of side b")
+    add("--a", type=any_text, required=True, metavar="FLAGS", help="additional flags of side a")
+    add("--b", type=any_text, required=True, metavar="FLAGS", help="additional flags of side b")
     add("--steps", type=int, default=2, help="training steps (default: 2)")
-    add("--world-a", type=int, metavar="N", help="ranks of side a (default: as few as its layout needs)")
+    add("--world-a", type=int, metavar="N", help="ranks of side a (default: as few as the layout needs)")
     add("--world-b", type=int, metavar="N", help="ranks of side b")
     add("--tolerance", type=float, help="largest relative difference that counts as rounding (default: by precision)")
     return parser
@@ -118,7 +119,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def check_own_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError with every problem of the flags before --, one per line."""
+    """Raise ValueError with every problem with the flags before --, one per line."""
     problems = too_small(args, steps=1, world_a=1, world_b=1, tolerance=0)
     for name, text in (("--a", args.a), ("--b", args.b)):
         try:
@@ -129,7 +130,7 @@ def check_own_flags(args: argparse.Namespace) -> None:
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
-    """Return both sides. Raises ValueError with every problem of both, one per line."""
+    """Return both sides. Raises ValueError with every problem of both sides, one per line."""
     common = common_flags(args, flags)
     batch = _batch_flags(args, common)
     sides, problems = [], []
@@ -158,8 +159,8 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the flags of both sides, with defaults for a comparison added where they are not given."""
-    try:  # flags of one side count as given too
+    """Return the flags of both sides. Defaults for a comparison are added unless they are given."""
+    try:  # flags of a single side also count as given
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
         config = parse_args(flags)
@@ -177,8 +178,8 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
-    """Use a batch of two micro-batches on both sides unless a side gives one, because the defaults of the sides would
-    differ."""
+    """Use a batch of two micro-batches on both sides unless a side sets the batch size, because the sides' defaults
+    would differ."""
     rows, given = [], False
     for own, world in ((args.a, args.world_a), (args.b, args.world_b)):
         try:
@@ -218,7 +219,7 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
-    """Print the first difference between the sides, or between replicas within one. Returns the exit code."""
+    """Print the first difference between the sides, or between replicas within a side. Returns the exit code."""
     a, b = snapshots
     largest, where = 0.0, ""
     for key, relative in differences(a, b):
@@ -243,7 +244,7 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
     """Print how two tensors differ, and where they differ most. Elements differ if their distance exceeds the tolerance
-    times the largest value."""
+    multiplied by the largest value."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

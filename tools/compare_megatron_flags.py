@@ -1,14 +1,14 @@
-"""Compare the flags of a Megatron-LM checkout with the flags that this program knows.
+"""Compare the flags of a Megatron-LM checkout with the flags that this program recognizes.
 
     python tools/compare_megatron_flags.py ~/Megatron-LM
     python tools/compare_megatron_flags.py ~/Megatron-LM --branch dev --write "Megatron-LM dev 1a2b3c4d (2026-09-30)"
     python tools/compare_megatron_flags.py
 
 Prints the flags that are new, removed or changed since the version of megatron_flags/flags_of_head.txt, with the
-treatment of each new one: the same here, translated, no effect, refused, or unknown. It then prints how many flags have
-each treatment, and the choices that are unknown. The checkout's own code builds the parser in a separate process.
---write replaces the branch in the table, with a line that names the version. Exit code 1 if a flag or a choice is
-unknown. Without a checkout, it rewrites the treatments in the table; use this after adding a flag to this program.
+treatment of each new one: the same here, translated, no effect, refused, or unknown. It then prints the number of flags
+with each treatment, and the unknown choices. The checkout's own code builds the parser in a separate process. --write
+replaces the branch in the table, with a line that names the version. The exit code is 1 if a flag or a choice is
+unknown. Without a checkout, the tool rewrites the treatments in the table; do this after adding a flag to this program.
 """
 
 from __future__ import annotations

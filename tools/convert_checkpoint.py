@@ -1,13 +1,13 @@
-"""Convert checkpoints between Hugging Face folders, torch_dist checkpoints of Megatron-LM, and pretrain_gpt.py's.
+"""Convert checkpoints between Hugging Face folders, Megatron-LM's torch_dist format, and pretrain_gpt.py's format.
 
     python tools/convert_checkpoint.py --input Llama-3.1-8B --output runs/llama/start
     python tools/convert_checkpoint.py --input runs/llama/checkpoints --output exported --dtype bfloat16
     python tools/convert_checkpoint.py --input Qwen3-0.6B --output runs/qwen/start --check "The capital of France is"
 
 The format of the input is recognized. --to names the output format, by default ours, or Hugging Face's for an input in
-ours. Tensors are read, converted and written one at a time, without a GPU. Nothing is executed from the input: pickles
-are loaded with weights_only, and an extension that a checkpoint names runs only if --extension names it too, or if the
-run is the user's own (SECURITY.md). The output folder appears when it is complete.
+ours. Tensors are read, converted and written one at a time, without a GPU. No code from the input is executed: pickles
+are loaded with weights_only, and an extension that a checkpoint names runs only if --extension also names it, or if the
+run is the user's own (SECURITY.md). The output folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--weights-only",
         action="store_true",
-        help="from Megatron-LM: leave out the optimizer's state; a run then starts at iteration 0",
+        help="from Megatron-LM: omit the optimizer state; a run then starts at iteration 0",
     )
     add("--workers", type=int, default=1, help="processes (default: 1)")
     add("--check", type=any_text, metavar="TEXT", help="compare logits for this text with those of transformers")
-    add("--force", action="store_true", help="replace the output folder if it holds a model")
+    add("--force", action="store_true", help="replace the output folder if it contains a model")
     add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
     args = parser.parse_args(argv)
     refuse(too_small(args, workers=1, make_vocab_size_divisible_by=1))
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def convert(conversion: Conversion, workers: int, what: str = "converting") -> None:
-    """Convert a model and show the progress."""
+    """Convert a model and show progress."""
     bar = ProgressBar(what, conversion.target.nbytes, "B")
     try:
         conversion.run(workers, bar.update)

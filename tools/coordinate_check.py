@@ -4,13 +4,14 @@
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
-After each step it measures, on this batch, the root mean square of activations and of their change since the start. If
-both are constant, learning rates of a small model hold for a large one (appendix D.1 of arXiv 2203.03466). The tool
-fits the slope of log2(size) over log2(width or depth): a slope of 1 means that the size doubles when the width does.
+After each step, the tool measures, on this batch, the root mean square of activations and of their change since the
+start. If both are constant over widths and depths, learning rates transfer from a small model to a large one (appendix
+D.1 of arXiv 2203.03466). The tool fits the slope of log2(size) over log2(width or depth). A slope of 1 means that the
+size doubles when the width doubles.
 
-A width W keeps the head channels of the given model, and scales all other widths (MLPs, latents) in proportion, except
-those in --mup-base-widths. Exit code 0: every slope is within --tolerance; 1: one is not, or a loss is not finite; 2:
-wrong flags.
+A width W keeps the given model's head channels, and scales all other widths (MLPs, latents) in proportion, except those
+in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is not or a loss is not
+finite, and 2 for wrong flags.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ MODEL = (
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --init-method-std 0.03 --position-embedding-type rope "
     "--normalization RMSNorm --disable-bias-linear"
 )
-"""Flags of the model, which the flags after `--` change."""
+"""Default flags of the model, which flags after `--` override."""
 
 PARTS = ("embedding", "attention", "mlp", "stream", "logits")
-"""Measured parts: the outputs of the embedding, of sublayers (the mean over layers), of the last layer, and of the
-output layer."""
+"""Measured parts: outputs of the embedding, of sublayers (as a mean over layers), of the last layer, and of the output
+layer."""
 
 Sizes = dict[str, list[float]]
 """Root mean squares after 0, 1, ... steps, by part."""
@@ -74,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Axis:
-    """Models that differ in one size."""
+    """Models that differ in a single size."""
 
     name: str
     sizes: Sequence[int]
@@ -89,7 +90,7 @@ class Axis:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Return the least-squares slope of log2 value over log2 size; 0 if nothing changes."""
+    """Return the least-squares slope of log2(value) over log2(size); 0 if no value changes."""
     if not any(values):
         return 0.0
     if not all(0 < value < math.inf for value in values):
@@ -175,8 +176,8 @@ def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
-    """Return the lines of a table of slopes, and whether all are flat. The activations of the logits may shrink, as
-    their initial values do."""
+    """Return the lines of a table of slopes, and whether all slopes are flat. Logits may shrink with the size, as their
+    initial values do."""
     lines, flat = [f"{axis.name}s {' '.join(map(str, axis.sizes))}: slopes after {steps} steps"], True
     for part, kind, found in axis.slopes(steps):
         may_shrink = part == "logits" and kind == "activation"
@@ -187,7 +188,7 @@ def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
 
 
 def picture(axes: Sequence[Axis], steps: int) -> Figure:
-    """Draw sizes over width and depth after the last step: activations above, updates below."""
+    """Draw activations (top) and updates (bottom) after the last step over width and depth."""
     from .pictures.drawing import new_figure
 
     figure = new_figure(4.6 * len(axes), 6)

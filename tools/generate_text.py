@@ -8,8 +8,8 @@
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 Without --prompt, --jsonl or --chat, each line of standard input is a prompt. Decoding is greedy unless --temperature,
---top-k, --top-p or --min-p requests sampling. The tokenizer defaults to that of the training run. The text of a single
-prompt is printed as it is generated. docs/generation.md describes the fields of JSON lines.
+--top-k, --top-p or --min-p requests sampling. The default tokenizer is that of the training run. For a single prompt,
+text is printed as it is generated. docs/generation.md describes the fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
 
 
 def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """Hold a conversation on the terminal, or with the lines of standard input."""
+    """Run a conversation on the terminal, or with the lines of standard input."""
     template = find_chat_template(model.tokenizer_config, args.chat_template)
     typed = sys.stdin.isatty()
     if typed:
@@ -162,13 +162,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", type=any_text, nargs="+", action="extend", default=[], help="texts to continue")
     add("--jsonl", metavar="FILE", help="requests, one JSON object per line; - for standard input")
     add("--output", type=Path, metavar="FILE", help="file for the answers to --jsonl (default: screen)")
-    add("--chat", action="store_true", help="talk to the model with the chat template of its tokenizer")
+    add("--chat", action="store_true", help="talk to the model with its tokenizer's chat template")
     add("--system", type=any_text, metavar="TEXT", help="system message of --chat")
     add("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     add("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
-    add("--top-k", type=int, help="sample from the k most likely tokens only")
+    add("--top-k", type=int, help="sample only from the k most likely tokens")
     add("--top-p", type=float, help="sample from the smallest set of tokens with this total probability")
-    add("--min-p", type=float, help="sample from tokens of at least this share of the most likely one's probability")
+    add(
+        "--min-p",
+        type=float,
+        help="sample from tokens with at least this fraction of the most likely token's probability",
+    )
     add(
         "--repetition-penalty",
         type=float,
@@ -181,7 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--logprobs", type=int, metavar="N", help="with --jsonl: return log-probabilities and N alternatives")
     add("--token-ids", action="store_true", help="with --jsonl: return token ids of prompts and texts")
-    add("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
+    add("--seed", type=int, default=1234, help="sampling seed (default: 1234)")
     args = parser.parse_args(argv)
     problems = too_small(args, max_new_tokens=1, batch_size=1)
     ways = [

@@ -1,14 +1,15 @@
-"""List the contents of a checkpoint or of a model of another format, or compare two of them.
+"""List the contents of a checkpoint or of a model in another format, or compare two of them.
 
     python tools/inspect_checkpoint.py checkpoints/
     python tools/inspect_checkpoint.py checkpoints/iter_0000100 other/iter_0000100
     python tools/inspect_checkpoint.py Qwen3-0.6B checkpoints/
 
 For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
-reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM's checkpoints, it shows the
-parameters under this program's names. The two may have different layouts: whole tensors are compared bit by bit, one at
-a time. Each tensor that differs is printed; if there are more than 40, there is one line for all layers. Exit code 0:
-equal; 1: different; 2: not a checkpoint, or damaged."""
+reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM checkpoints, it shows the
+parameters under this program's names. Compared checkpoints may have different layouts: whole tensors are compared bit
+by bit, one at a time. The tool prints a line for each tensor that differs. If there are more than 40, it prints one
+line per name for all layers. The exit code is 0 if both are equal, 1 if they differ, and 2 for a damaged checkpoint or
+another file."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from megatron.training.checkpoints.loading import choose_checkpoint, saved_progr
 from .common import add_extension_flag, run_tool, tool_parser
 
 MOST_LINES = 40
-"""Largest number of tensors that each get a separate line."""
+"""Maximum number of tensors that are printed on separate lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +66,7 @@ class ForeignWeights:
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
-            recognize,  # our own checkpoints do not need it
+            recognize,  # checkpoints of this program do not need it
         )
         from megatron.extensions.interop.conversion.formats import Options
 
@@ -84,8 +85,8 @@ Contents = Checkpoint | ForeignWeights
 
 
 def open_or_complain(path: PurePath) -> Contents:
-    """Open a checkpoint, whose files are verified, or the weights of a model. Raises ValueError if there is nothing
-    complete."""
+    """Open a checkpoint and verify its files, or open the weights of a model. Raises ValueError if no complete
+    checkpoint or model is found."""
     if (kind := kind_of(path)) not in OURS and PATH_KINDS.facts(kind).model:
         return ForeignWeights(path)
     remarks: list[str] = []
@@ -98,7 +99,8 @@ def open_or_complain(path: PurePath) -> Contents:
 
 
 def describe(found: Contents) -> str:
-    """Describe the run's position, its layout, and every tensor; parameters come first, each part sorted by name."""
+    """Describe the run's position, the layout, and every tensor. Parameters come first; parameters and other tensors
+    are each sorted by name."""
     tensors = found.tensors
     names = in_order(tensors)
     width = max(map(len, names), default=0)
@@ -139,13 +141,13 @@ def about_weights(weights: ForeignWeights) -> Iterator[str]:
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Sort parameters before the optimizer's state."""
+    """Return a sort key that places parameters before optimizer state."""
     return sorted(keys, key=lambda key: (not key.startswith(MODEL), key))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a tensor between two checkpoints."""
+    """Difference between the versions of a tensor in two checkpoints."""
 
     key: str
     how: str
@@ -165,7 +167,7 @@ class Difference:
 
 
 def differences(one: Contents, two: Contents) -> list[Difference]:
-    """Return every tensor in which two checkpoints differ; models in another format have only parameters."""
+    """Return every tensor in which two checkpoints differ. Models in other formats have only parameters."""
     found = []
     alone = {one: "first", two: "second"}
     for key in in_order(compared(one, two)):
@@ -193,7 +195,8 @@ def compared(one: Contents, two: Contents) -> set[str]:
 
 
 def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None:
-    """Return how two tensors of one shape and dtype differ, or None. Equal bits are equal, even for NaN."""
+    """Describe how two tensors of the same shape and dtype differ; None if they are equal. Equal bits are equal, even
+    for NaN."""
     flat_one, flat_two = one.reshape(-1), two.reshape(-1)
     bits_one, bits_two = (flat.view(torch.uint8).view(flat.numel(), -1) for flat in (flat_one, flat_two))
     differs = (bits_one != bits_two).any(dim=1)
@@ -208,7 +211,8 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """Return the output: one line per differing tensor or, if there are many, per name without layer numbers."""
+    """Return the output: one line per tensor that differs or, if there are many, one line per name without layer
+    numbers."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""
@@ -229,7 +233,7 @@ def without_numbers(key: str) -> str:
 
 
 def group_line(name: str, count: int, group: Sequence[Difference]) -> str:
-    """Return one line for the tensors of one name in several layers."""
+    """Return one line for the tensors with the same name in several layers."""
     if len(group) == 1:
         return str(group[0])
     most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN counts as the largest

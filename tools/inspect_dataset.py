@@ -10,10 +10,11 @@
     python tools/inspect_dataset.py --sample-log samples.jsonl --step 18 --data-path 0.7 a.jsonl 0.3 b.jsonl \\
         --tokenizer-type ByteTokenizer
 
-Text files are tokenized as in a run. --sample-log shows the samples of a step. Give its data sets as in the run, and
+Text files are tokenized as in a run. --sample-log shows the samples of a step. Pass the data sets as in the run, and
 those of later phases with --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags
-have the same meaning as in training. The file then holds the arrays `train`, `valid` and `test` [samples, seq_length +
-1] of token ids for existing splits, and `train_len`, `valid_len` and `test_len`, the number of samples in each.
+have the same meaning as in training. The file then contains the arrays `train`, `valid` and `test` [samples, seq_length
++ 1] with the token ids of existing splits. The arrays `train_len`, `valid_len` and `test_len` contain the number of
+samples in each split.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ DATA_FIELDS = (
 
 
 def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
-    """Yield lines about a whole dataset. Reads all of it."""
+    """Yield lines about a whole dataset. Reads the whole dataset."""
     lengths = dataset.lengths
     yield f"{dataset.prefix}: {dataset.dtype.name}, {dataset.num_tokens * dataset.dtype.itemsize:,} bytes of tokens"
     yield f"  documents {dataset.num_documents:,}, sequences {len(dataset):,}, tokens {dataset.num_tokens:,}"
@@ -82,7 +83,7 @@ def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
 
 
 def token_blocks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray]]:
-    """Yield (position of its first token, tokens) for each block of the dataset, in order."""
+    """Yield (position of the first token, tokens) for each block of the dataset, in order."""
     for start in range(0, dataset.num_tokens, BLOCK):
         yield start, dataset.read(start, min(BLOCK, dataset.num_tokens - start))
 
@@ -103,7 +104,7 @@ def count_without_end(dataset: IndexedDataset, eod: int) -> int:
 
 
 def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Yield the beginnings of the first sequences, decoded if there is a tokenizer."""
+    """Yield the first tokens of the first sequences, decoded if there is a tokenizer."""
     for number in range(min(count, len(dataset))):
         ids = dataset.get(number, 0, min(length, int(dataset.lengths[number]))).tolist()
         yield f"  sequence {number}, {int(dataset.lengths[number]):,} tokens: {ids}"
@@ -125,8 +126,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Return the prefix of the indexed dataset for a path. This is the path itself or, for a text file, the prefix of
-    its tokens; the file is tokenized now if no run has done so."""
+    """Return the prefix of the indexed dataset for a path. For a text file, this is the prefix of the tokenized text,
+    and otherwise the path itself. A text file is tokenized now unless a run has tokenized it."""
     kind = data_kind_of(path)
     if kind is None:
         return path
@@ -161,8 +162,8 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[DatasetConfig]:
-    """Return the data of the flags, and the data of each phase of --data-phases that changes it. Raises ValueError if
-    the file is wrong."""
+    """Return the data that the flags select, and the data of each phase in --data-phases that changes the data. Raises
+    ValueError if the file is wrong."""
     path = getattr(args, "data_phases", None)
     if path is None:
         return [config]
@@ -230,7 +231,8 @@ def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def sizes(args: argparse.Namespace, config: DatasetConfig) -> tuple[int | None, int | None, int | None]:
-    """Return the number of samples requested for each split. Raises ValueError if a weighted blend has none."""
+    """Return the number of samples requested for each split. Raises ValueError if no number is given for a weighted
+    blend."""
     found = (args.train_samples, args.valid_samples, args.test_samples)
     shares = parse_split(config.split)
     for number, split in enumerate(SPLITS):

@@ -2,14 +2,14 @@
 
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
-The flags after `--` describe the large run, the target. A rung is the same run with another width and depth. It has the
-head size of the target, all other widths in proportion, and the target's ratio of tokens to parameters. Schedules are
-shortened with the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not trained again,
-and an interrupted one resumes from its checkpoint. --sbatch writes a SLURM array instead.
+The flags after `--` describe the large run, the target. A rung is the same run with a different width and depth. A rung
+has the target's head size and ratio of tokens to parameters, and all other widths in proportion. Schedules are
+shortened in proportion to the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not
+trained again, and an interrupted rung resumes from its checkpoint. --sbatch writes a SLURM array instead.
 
-Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. It writes rungs.csv, with one line
-per rung, and ladder.json, the prediction for the large run's --expect, to OUTPUT. Exit code 0: done; 1: a rung failed;
-2: wrong flags, or too few finished rungs.
+Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT:
+rungs.csv, with one line per rung, and ladder.json, the prediction for the large run's --expect. The exit code is 0 on
+success, 1 if a rung failed, and 2 for wrong flags or too few finished rungs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Train a rung, or the rest of it. Returns the exit code of the program."""
+    """Train a rung, or the remaining part of an interrupted rung. Returns the exit code of the program."""
     if outcome(ladder, rung, args.output).done == 1:
         return 0
     folder = args.output / rung.name
@@ -83,7 +83,7 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
         process = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
         try:
             return process.wait()
-        finally:  # if this program is terminated, the rung saves a checkpoint
+        finally:  # let the rung save a checkpoint if this program is terminated
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -94,12 +94,12 @@ def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Se
 
 
 def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the target's flags, preceded by --extension for each extension that this program was given."""
+    """Return the target's flags, preceded by --extension for each extension passed to this program."""
     return [*(word for name in args.extension for word in ("--extension", name)), *flags]
 
 
 def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Train the rungs one after another, smallest first. Returns one line for each that failed."""
+    """Train the rungs one after another, smallest first. Returns one line for each rung that failed."""
     failed = []
     for number, rung in enumerate(ladder.rungs):
         print(f"rung {number + 1} of {len(ladder.rungs)}: {rung.name}", flush=True)
@@ -117,7 +117,7 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def no_law(ladder: Ladder) -> list[str]:
-    """Return the reasons that would prevent a fit after all rungs are trained."""
+    """Return the reasons that would prevent a fit even after all rungs are trained."""
     problems = []
     if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"
@@ -147,7 +147,7 @@ def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], 
 
 
 def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
-    """Return the best rate of each size with finished runs at three or more rates; diverged runs have the worst
+    """Return the best rate of each size that has finished runs at three or more rates. Diverged runs count as the worst
     loss."""
     rates = []
     for size in dict.fromkeys(each.rung.size for each in found):
@@ -177,7 +177,8 @@ def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -
 
 
 def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
-    """Draw last losses over compute on the left, with the target's, and loss curves over tokens on the right."""
+    """Draw final losses, including the target's predicted loss, over compute on the left, and loss curves over tokens
+    on the right."""
     from matplotlib.ticker import LogFormatter
 
     from .pictures.drawing import new_figure

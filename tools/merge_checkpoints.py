@@ -1,4 +1,4 @@
-"""Merge checkpoints of one model into their mean, a weighted mean, or an emulation of a learning-rate decay.
+"""Merge checkpoints of one model into a mean, a weighted mean, or an emulation of a learning-rate decay.
 
     python tools/merge_checkpoints.py --input runs/a runs/b --output runs/mean
     python tools/merge_checkpoints.py --input runs/a runs/b --weights 0.25 0.75 --output runs/weighted
@@ -6,16 +6,16 @@
     python tools/merge_checkpoints.py --input runs/a --last 5 --stable --emulate-decay minus_sqrt --output runs/decayed
 
 Inputs are checkpoints of pretrain_gpt.py, Hugging Face folders and checkpoints of Megatron-LM, in any combination. The
-output is written in any of these formats, and has only the weights unless --optimizer-state is given. Tensors are read,
-summed in fp32 and written one at a time, without a GPU. The file merge.json in the output lists the inputs and their
-weights.
+output is written in any of these formats, and contains only the weights unless --optimizer-state is given. Tensors are
+read, summed in fp32 and written one at a time, without a GPU. The file merge.json in the output lists the inputs and
+their weights.
 
 --emulate-decay derives the weights from the learning rates of a final anneal (--lr-wsd-decay-style) from the first
 checkpoint to the last: with w_i the mean share of the constant rate between checkpoints i - 1 and i, checkpoint j gets
 w_j - w_{j+1}, the first 1 - w_1 and the last w_k (arXiv 2507.17634, theorem 3.1).
 
-An existing folder is never replaced. The output folder appears when it is complete. Nothing is executed from the
-inputs.
+An existing folder is never replaced. The output folder appears only when it is complete. No code from the inputs is
+executed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input", type=located, nargs="+", required=True, metavar="PATH", help="checkpoints, or the folder of one run")
     add("--output", type=Path, required=True, help="folder to create")
     add("--last", type=int, metavar="K", help="merge the newest K checkpoints of the run")
-    text = "with --last: only checkpoints at the peak learning rate, after its warm-up and before its decay"
+    text = "with --last: only checkpoints at the peak learning rate, after the warm-up and before the decay"
     add("--stable", action="store_true", help=text)
     text = "merge these checkpoints of the run; with several inputs: the iteration of each input that records none"
     add("--iterations", type=int, nargs="+", metavar="N", help=text)
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _conflicts(args: argparse.Namespace) -> list[str]:
-    """Return the problems of flags that contradict each other or need another one."""
+    """Return the problems of flags that contradict each other or require another flag."""
     rules = {
         "--last and --iterations both choose checkpoints; give one": args.last is not None and args.iterations,
         "--weights and --emulate-decay both give weights; give one": args.weights and args.emulate_decay,

@@ -2,8 +2,8 @@
 
     python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
 
-An input is a prefix or a folder, which stands for all datasets in it, sorted by name. Prefixes may be URLs, such as
-s3://bucket/a_text_document. Memory use does not depend on the size of the data.
+An input is a prefix, or a folder, which represents all datasets in the folder, sorted by name. Prefixes may be URLs,
+such as s3://bucket/a_text_document. Memory use does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Return the prefixes of the named datasets. Raises ValueError with every input that has none."""
+    """Return the prefixes of the named datasets. Raises ValueError with every input that has no dataset."""
     found, problems = [], []
     for value in inputs:
         folder = Path(value)
@@ -43,7 +43,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
 
 
 def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
-    """Open every input. Raises ValueError that lists all inputs that cannot be merged."""
+    """Open every input. Raises ValueError with all inputs that cannot be merged."""
     datasets, problems = [], []
     for prefix in prefixes:
         try:

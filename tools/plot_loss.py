@@ -2,8 +2,9 @@
 
     python tools/plot_loss.py runs/a runs/b --output loss.png
 
-A run is its --save folder, or its metrics.jsonl. Each has one line of training loss and dots of validation loss, under
-the name of its folder. If a resumed run logged an iteration twice, the later record counts. Dashed lines mark phases.
+A run is its --save folder, or its metrics.jsonl. Each run has a line for training loss and dots for validation loss,
+labelled with the name of the run's folder. If a resumed run has logged an iteration twice, the later record counts.
+Dashed lines mark phases.
 """
 
 from __future__ import annotations

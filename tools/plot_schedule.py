@@ -2,7 +2,7 @@
 
     python tools/plot_schedule.py --pipeline-schedule zb-h1 --pp 4 --num-microbatches 8 --output schedule.png
 
-Times are of one microbatch on one stage, in any unit. Needs neither a GPU nor torch.
+Times are for one microbatch on one stage, in any unit. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .pictures.drawing import (
 
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
-"""Width in inches of an action in a schedule that does not fit otherwise: three small digits."""
+"""Width, in inches, of an action in a schedule that would otherwise not fit. Three small digits fit into this width."""
 
 LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {
@@ -52,10 +52,10 @@ COSTS: dict[str, tuple[float, str]] = {
     "exchanges": (0, "expert all-to-alls in F, and in B or I"),
     "exchange": (0.0, "time of such an all-to-all"),
 }
-"""Default and help of each field of `StageCosts` and flag."""
+"""Default and help text of each field of `StageCosts`, by flag."""
 
 MOST_COLUMNS = 480
-"""Largest number of characters in a line of text; only the two ends of a longer line are printed."""
+"""Maximum number of characters in a line of text. Only the two ends of a longer line are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError that lists every flag whose own value is invalid."""
+    """Raise ValueError with every flag whose value is invalid by itself."""
     problems = too_small(args, pp=1, num_microbatches=1, steps=1)
     problems += too_small(args, microbatch_group_size_per_virtual_pipeline_stage=args.pp)
     for name in COSTS:
@@ -142,11 +142,11 @@ class Names:
 
     layout: PipelineLayout
     per_step: int | None = None
-    """Micro-batches per step in a schedule without flush."""
+    """Number of micro-batches per step in a schedule without flush."""
 
     def label(self, action: Action) -> str:
-        """Return the kind, the micro-batch, a letter for the chunk if a rank has several, and the version of the
-        weights if there are several, as in F3v1."""
+        """Return an action's label, such as F3v1: the kind, the micro-batch, a letter for the chunk if a rank has
+        several chunks, and the weight version if there are several versions."""
         layout, version = self.layout, ""
         chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
         if self.per_step is not None:
@@ -154,7 +154,7 @@ class Names:
         return f"{action.kind.value}{action.microbatch}{chunk}{version}"
 
     def shade(self, action: Action) -> float:
-        """Return the opacity of an action: paler for later chunks, and for every other version."""
+        """Return the opacity of an action. Later chunks, and every other weight version, are paler."""
         if self.per_step is not None:
             return 1 - 0.5 * (version_of(action.microbatch, self.per_step) % 2)
         return 1 - 0.6 * self.layout.chunk_of(action.stage) / self.layout.chunks
@@ -167,13 +167,13 @@ class Names:
 
 
 def version_of(microbatch: int, microbatches: int) -> int:
-    """Return the number of updates in the weights that a pass uses, given its micro-batch number in a run without
-    flush. The passes of a step begin before the update of the previous step."""
+    """Return the number of updates contained in the weights that a pass uses, given the pass's micro-batch number in a
+    run without flush. In such a run, the passes of a step begin before the previous step's update."""
     return max(0, microbatch // microbatches - 1)
 
 
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
-    """Describe a schedule without flush: the run that is drawn, and a run of `LONG_RUN` steps."""
+    """Describe a schedule without flush, for the drawn run and for a run of `LONG_RUN` steps."""
     long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
     return (
         f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"
@@ -183,7 +183,7 @@ def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> st
 
 
 def text_of(found: Simulation, names: Names) -> list[str]:
-    """Return one line per rank, to scale, with the labels of `Names.label`."""
+    """Return one line per rank, to scale, with the labels from `Names.label`."""
     timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
     widest = max(len(names.label(entry.action)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
@@ -198,7 +198,7 @@ def text_of(found: Simulation, names: Names) -> list[str]:
 
 
 def without_middle(lines: Sequence[str]) -> list[str]:
-    """Cut the lines of a long schedule to their beginnings and ends, at the same columns."""
+    """Shorten the lines of a long schedule to the beginnings and ends, at the same columns."""
     longest = max(map(len, lines))
     if longest <= MOST_COLUMNS:
         return list(lines)
@@ -214,9 +214,9 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
 
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
-    """Draw a bar for each compute action, coloured by kind, shaded by `names`, with its microbatch, and the idle share
-    of each rank at the right. For a long schedule, only the beginning and the end are drawn, where ranks differ; the
-    middle is repetitive."""
+    """Draw a bar for each compute action, coloured by kind, shaded by `names`, and labelled with the microbatch. The
+    idle fraction of each rank is shown on the right. For a long schedule, only the beginning and the end are drawn,
+    because ranks differ there and the middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))
@@ -243,7 +243,7 @@ def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
 
 
 def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
-    """Return the parts of a schedule that are drawn: all of it, or its two ends, `most` long together."""
+    """Return the parts of a schedule to draw: the whole schedule, or its two ends with a total length of `most`."""
     if makespan <= most:
         return [(0.0, makespan)]
     return [(0.0, most / 2), (makespan - most / 2, makespan)]

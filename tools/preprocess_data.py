@@ -11,13 +11,14 @@ output is renamed to its final name when it is complete. It replaces existing fi
 may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json contains the checksums that
 tools/inspect_dataset.py verifies.
 
-On eight machines, give them --shard 1/8 to --shard 8/8 and the same other flags, with a prefix that all of them reach.
-The last machine to finish joins their datasets into the one that a single machine would have written, and deletes the
-parts. Uncompressed JSON lines files are divided; for other formats there should be several files per machine.
+To use eight machines, run this program with --shard 1/8 to --shard 8/8 and otherwise the same flags, with a prefix that
+all machines can reach. The last machine to finish joins the shards into the dataset that a single machine would have
+written, and deletes the shards. Uncompressed JSON lines files are divided. For other formats, there should be several
+files per machine.
 
-A bad line or row (not UTF-8, not JSON, a missing key, not text) is reported with file and number and skipped. The other
-documents are written, but the exit code is 1 if there are more of them than --max-bad-lines. A file that cannot be read
-to its end is an error, and nothing is written.
+A bad line or row (not UTF-8, not JSON, a missing key, not text) is skipped and reported with its file and number. All
+other documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines. A file that cannot
+be read to its end is an error, and nothing is written.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ REPORTED_BAD_LINES = 100
 
 @dataclass
 class Summary:
-    """Counts of a run."""
+    """Counts of documents, tokens and bad lines."""
 
     documents: int = 0
     tokens: int = 0
@@ -81,7 +82,7 @@ class Summary:
     main_peak_memory: int = 0
     worker_peak_memory: int = 0
     compared: int = 0
-    """Number of characters whose gigatoken ids were compared with those of tokenizers."""
+    """Number of characters for which gigatoken's ids were compared with those of tokenizers."""
 
     @property
     def num_bad(self) -> int:
@@ -130,7 +131,7 @@ class Summary:
 
 
 class Progress:
-    """Progress bar on a terminal, otherwise a line every `interval` documents. Both show documents/s and MB/s."""
+    """Progress bar on a terminal; otherwise, a line every `interval` documents. Both show documents/s and MB/s."""
 
     def __init__(self, inputs: Sequence[TextFile], interval: int) -> None:
         self.sizes = {file.path: file.size for file in inputs}
@@ -155,8 +156,8 @@ class Progress:
 def preprocess(
     job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], args: argparse.Namespace
 ) -> Summary:
-    """Write one dataset per key, or the dataset of a shard. Raises ValueError if no document could be read, and then
-    leaves nothing. A shard may have none."""
+    """Write one dataset per key, or the dataset of a shard. Raises ValueError, and leaves no files, if no document
+    could be read. A shard may have no documents."""
     summary, shard = Summary(), args.shard
     progress = Progress(inputs if shard is None else [file for file, _ in of_shard(inputs, shard)], args.log_interval)
     with ExitStack() as stack:
@@ -190,7 +191,7 @@ def corpus_of(job: Job, inputs: Sequence[TextFile]) -> str:
 
 
 def join(job: Job, inputs: Sequence[TextFile], args: argparse.Namespace, dtype: np.dtype) -> None:
-    """Join the shards once all are complete. Reports the incomplete shards."""
+    """Join the shards if all are complete; otherwise, report the incomplete shards."""
     for prefix in prefixes_of(args):
         if missing := missing_shards(prefix, args.shard, corpus_of(job, inputs)):
             count = f"{len(missing)} of {args.shard.count} shards"
@@ -262,7 +263,7 @@ MEANINGLESS = {
 
 
 def check(args: argparse.Namespace) -> list[TextFile]:
-    """Return the input files. Raises ValueError with every problem of the flags."""
+    """Return the input files. Raises ValueError with every problem with the flags."""
     args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
@@ -284,7 +285,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Return True if gigatoken should tokenize. Raises ValueError if it was requested but cannot be used."""
+    """Return True if gigatoken should tokenize. Raises ValueError if gigatoken was requested but cannot be used."""
     if backend == "tokenizers":
         return False
     try:

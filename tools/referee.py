@@ -9,23 +9,23 @@
         --seq-length 4096 --train-iters 1000 --global-batch-size 8
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
-program runs its forward and backward pass in one process, in fp64 and then again in the number format of the other
-program. A gradient may differ from the fp64 gradient four times as much as this program's gradient in that format does.
-For each gradient that differs by more, in the order of the backward pass, the table describes the difference: a factor
-such as 1/2 from an axis that was averaged twice, a missing sum over an axis, a single shard or expert, swapped or
-transposed blocks.
+program runs its forward and backward pass in one process, first in fp64 and then in the other program's number format.
+A gradient may differ from the fp64 gradient by four times as much as this program's gradient in that format. For each
+gradient that differs by more, in the order of the backward pass, the table describes the difference: a factor such as
+1/2 from an axis that was averaged twice, a missing sum over an axis, a single shard or expert, swapped or transposed
+blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
 or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
-of several documents also have `document_ids` or `cu_seqlens`, and optionally `position_ids`. Instead of a file,
---samples takes samples of the training data by their numbers in the run, and --iteration all samples of a step. The
-loss is the mean over all labels that count.
+with several documents also have `document_ids` or `cu_seqlens`, and optionally `position_ids`. Instead of a file,
+--samples selects samples of the training data by their numbers in the run, and --iteration selects all samples of a
+step. The loss is the mean over all counted labels.
 
 The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
 or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of
-Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the configuration of the
-model does not give, such as the data. Exit code 0: all given gradients are equal (missing ones are counted); 1: a
-difference; 2: wrong input.
+Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the model's configuration
+lacks, such as the data. The exit code is 0 if all given gradients are equal (missing gradients are counted), 1 if a
+gradient differs, and 2 for wrong input.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_table(found: Judgement, every: bool) -> None:
-    """Print the gradients that differ, or all of them, in the order of the backward pass."""
+    """Print the gradients that differ, or all gradients, in the order of the backward pass."""
     shown = {name: verdict for name, verdict in found.rows.items() if every or not verdict.equal}
     if not shown:
         return
@@ -124,7 +124,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def loss_of(step: Path) -> float:
-    """Return the loss in a --dump-step folder. Raises ValueError if there is none."""
+    """Return the loss in a --dump-step folder. Raises ValueError if the folder contains no loss."""
     try:
         return float(json.loads((step / LOSS).read_text())["loss"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -133,8 +133,8 @@ def loss_of(step: Path) -> float:
 
 
 def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> str:
-    """Return the number format of the other program: for a step of this program, the run's format; otherwise, the
-    format of the gradients. Raises ValueError if it is none of `FORMATS`."""
+    """Return the other program's number format. For a step of this program, this is the run's format, and otherwise the
+    format of the gradients. Raises ValueError if `FORMATS` does not contain the format."""
     dtype = config.parallel.params_dtype if args.step else str(dump.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         raise ValueError(
@@ -144,7 +144,8 @@ def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> st
 
 
 def refuse_dropout(args: argparse.Namespace, config: RunConfig) -> None:
-    """Refuse a step of this program with dropout, because it cannot be repeated without its random numbers."""
+    """Refuse a step of this program that used dropout, because the step cannot be repeated without its random
+    numbers."""
     model = config.model
     if args.step is not None and (model.hidden_dropout or model.attention_dropout):
         remedy = "dump one with --hidden-dropout 0 --attention-dropout 0"

@@ -3,9 +3,9 @@
     python tools/replay_step.py SAVE/nan/iter_0000012
     python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # under this layout, on CPU ranks
 
-One process is enough, whatever the layout of the run, and its data files are not needed. Flags of pretrain_gpt.py after
-`--` change the configuration, for example --no-bf16. Exit code 0: same result as in the run; 1: another result, or
-everything is finite; 2: wrong folder or flags.
+One process is enough for any layout of the run, and the data files are not needed. Flags of pretrain_gpt.py after `--`
+change the configuration, for example --no-bf16. The exit code is 0 for the same result as in the run, 1 for a different
+result or only finite values, and 2 for a wrong folder or wrong flags.
 """
 
 from __future__ import annotations

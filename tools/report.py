@@ -1,14 +1,14 @@
-"""One HTML page about a run: loss, throughput, goodput, memory, layout, timeline, saves, faults, configuration.
+"""Write an HTML page about a run: loss, throughput, goodput, memory, layout, timeline, saves, faults and configuration.
 
     python tools/report.py runs/a
     python tools/report.py runs/a --against runs/b runs/c --output a.html
     python tools/report.py runs/a runs/b runs/c --output all.html
 
-RUN is a --save folder, or its URL, for which --output is needed. The page needs no network and no script. It shows all
-available data, even for a run that crashed, is still running, has no trace, or has damaged files. --against adds the
-curves of other runs and the differing flags. The page of several runs compares them, the best first: losses over
-tokens, time and FLOPs, throughput, and values that differ. Code that a run names is not executed; give it with
---extension for the plan of a run with custom parts.
+RUN is a --save folder, or its URL, for which --output is needed. The page needs neither a network nor scripts. It shows
+all available data, even for a run that crashed, is still running, has no trace, or has damaged files. --against adds
+the curves of other runs and the differing flags. The page of several runs compares the runs, best first: losses over
+tokens, time and FLOPs, throughput, and differing values. Code that a run names is not executed. To plan a run with
+custom parts, pass the code with --extension.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_one_run(args: argparse.Namespace) -> list[str]:
-    """Return the problems of a page of several runs: flags for the page of one run, and no output file."""
+    """Return the problems with the flags for a page of several runs: flags that need a single run, and a missing output
+    file."""
     if len(args.runs) == 1:
         return []
     given = {"--against": args.against, "--metrics-file": args.metrics_file, "--trace": args.trace}
@@ -74,8 +75,8 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
 
 
 def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
-    """Write the page of several runs, and omit runs that failed before their first record. Raises ValueError if none
-    has a record."""
+    """Write the page of several runs, without runs that failed before the first record. Raises ValueError if no run has
+    a record."""
     refuse_unwritable("--output", args.output)
     found = []
     for name, path in paths.items():
@@ -153,7 +154,7 @@ def report(
 
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
-    """Return (memory plan of the run by pipeline rank, or None; the reason if there is none)."""
+    """Return the run's memory plan by pipeline rank, or None and the reason why there is no plan."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is not known"
@@ -162,7 +163,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         from megatron.extensions.plan.planner.memory import memory_of_ranks
         from megatron.training.plan import plan_of
 
-        # The file holds the vocabulary size of the run's tokenizer as a derived value: the tokenizer may be gone.
+        # The file contains the vocabulary size as a derived value, because the run's tokenizer may be gone.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
         config = plan_of(resolve(given, world_size, vocab_size)).longest.config
         return [rank.record for rank in memory_of_ranks(config, world_size)], ""

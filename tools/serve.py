@@ -1,4 +1,4 @@
-"""Serve a trained model over HTTP with the OpenAI API, for trying it out, from a checkpoint saved under any layout.
+"""Serve a trained model over HTTP with the OpenAI API, for experiments, from a checkpoint saved under any layout.
 
     python tools/serve.py --load runs/quickstart/checkpoints --port 8000
     torchrun --nproc-per-node 4 tools/serve.py --load runs/large/checkpoints \
@@ -7,9 +7,9 @@
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def read(self):", "max_tokens": 32}'
 
 It answers /v1/completions, /v1/chat/completions, /v1/models and /health. Texts of several requests are generated
-together, and a text does not depend on the others. SIGTERM and SIGINT end it. docs/generation.md describes the fields
-and the limits. To serve many users, convert the model to a Hugging Face folder and use a program made for that, such as
-vLLM.
+together, and a text does not depend on the other texts. SIGTERM and SIGINT end the server. docs/generation.md describes
+the fields and the limits. To serve many users, convert the model to a Hugging Face folder and use a program designed
+for serving, such as vLLM.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
 
 
 def give_up(launch: Launch, error: Exception) -> None:
-    """Exit this rank, because it can no longer reach the others."""
+    """Exit this rank, because it can no longer reach the other ranks."""
     first = str(error).strip().partition("\n")[0]
     what = (
         f"error: rank {launch.rank} of {launch.world_size}: another rank has ended, or this one failed; the server ends"

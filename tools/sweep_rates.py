@@ -3,15 +3,15 @@
     python tools/sweep_rates.py --output runs/sweep --rates 1e-3 2e-3 4e-3 8e-3 --extend 3 \\
         --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
 
-A run is pretrain_gpt.py in a separate process with the flags after `--`, the flags of the case, --lr and --seed. Its
-result is the last validation loss. Each run writes a JSON file, its log and its metrics to the folder --output; the
-same command skips the runs that are already there. A run that fails counts as diverged: delete its JSON file to repeat
-it.
+A run is pretrain_gpt.py in a separate process with the flags after `--`, the flags of the case, --lr and --seed. The
+result of a run is the last validation loss. Each run writes a JSON file, a log and metrics to the folder --output. If
+the command is repeated, finished runs in the folder are skipped. A run that fails counts as diverged. To repeat the
+run, delete its JSON file.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
---extend, cases whose lowest loss is at their first or last rate get further rates beyond that end, spaced by the ratio
-of the last two. Cases whose names are equal up to the last slash form a group: the last lines show how much its best
-rates differ.
+--extend, a case whose lowest loss is at the first or last rate gets additional rates beyond that end, spaced by the
+ratio of the last two rates. Cases whose names are equal up to the last slash form a group. The last lines of the output
+show how much the best rates within a group differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .common import parted, refuse, refuse_unwritable, run_tool, too_small, tool
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 Curve = Mapping[float, float]
-"""Loss by learning rate, infinite if the run diverged."""
+"""Loss by learning rate; infinite for diverged runs."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Best:
 
 
 def best_rate(curve: Curve) -> Best | None:
-    """Return the minimum of the parabola through the lowest loss and its neighbours, or None if one of them is
+    """Return the minimum of the parabola through the lowest loss and its two neighbours; None if a neighbour is
     missing."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
@@ -70,7 +70,8 @@ def best_rate(curve: Curve) -> Best | None:
 
 
 def next_rate(curve: Curve) -> float | None:
-    """Return the rate beyond the end at which the loss is lowest, or None if the lowest loss is between two others."""
+    """Return the next rate beyond the end at which the loss is lowest; None if the lowest loss is between two
+    others."""
     rates = sorted(curve)
     lowest = rates.index(min(rates, key=lambda rate: curve[rate]))
     if lowest == 0:
@@ -95,8 +96,8 @@ class Sweep:
         return fmean(self.run(case, flags, rate, seed) for seed in self.seeds)
 
     def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
-        """Return the last validation loss of a run. Raises ValueError if its flags are refused, if it is stopped, or if
-        the folder has the run with other flags."""
+        """Return the last validation loss of a run. Raises ValueError if the run's flags are refused, if the run is
+        stopped, or if the folder contains the run with different flags."""
         stem = self.folder / case / f"lr_{rate:.6g}_seed_{seed}"
         result, log, metrics = (Path(f"{stem}.{suffix}") for suffix in ("json", "log", "jsonl"))
         command = [*self.flags, *flags, "--lr", f"{rate:.6g}", "--seed", str(seed)]
@@ -125,7 +126,7 @@ class Sweep:
 
 
 def _last_loss(metrics: Path, log: Path) -> float | None:
-    """Return the last validation loss, or None if it is not finite. Raises ValueError if there is none."""
+    """Return the last validation loss; None if it is not finite. Raises ValueError if there is no validation loss."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     losses = [loss for record in records if (loss := valid_loss(record)) is not None]
     if not losses:

@@ -2,10 +2,10 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
 
-Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files,
-globs, folders and URLs: .jsonl, .json, .csv, .tsv, .parquet and .arrow by suffix; all others are plain text. Text
-formats may be compressed (.gz, .bz2, .xz, .zst). By default the tokenizer is lossless: it does not normalize text, and
-encodes characters outside the vocabulary as bytes. A note lists the text that a lossy tokenizer loses. Documents end
+Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files, globs, folders and URLs.
+The suffixes .jsonl, .json, .csv, .tsv, .parquet and .arrow determine the format; all other files are plain text. Text
+formats may be compressed (.gz, .bz2, .xz, .zst). By default, the tokenizer is lossless: it does not normalize text, and
+it encodes characters outside the vocabulary as bytes. A note lists the text that a lossy tokenizer loses. Documents end
 with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
 """
 
@@ -29,14 +29,15 @@ from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 from .common import refuse_output, run_tool, tool_parser
 
 CHUNK_BYTES = 1 << 20
-# SentencePiece silently drops longer sentences, so lines are cut at this number of characters of up to 4 bytes each.
+# SentencePiece silently drops longer sentences. Lines are therefore cut at this number of characters, of up to 4 bytes
+# each.
 SENTENCE_CHARACTERS = 4096
-# The number is fixed, because unigram models depend on it in the last digits.
+# The number of threads is fixed, because the last digits of unigram models depend on it.
 THREADS = 8
 
 
 def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
-    """Yield the lines of all documents, none too long for SentencePiece; append lines that cannot be read to `bad`."""
+    """Yield the lines of all documents, cut to lengths that SentencePiece accepts. Append unreadable lines to `bad`."""
     reading = Reading(tuple(keys), text_documents="line")
     for file in files:
         file = replace(file, format=file.format or "text")
@@ -59,7 +60,7 @@ def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) ->
 
 
 def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, list[str]]:
-    """Return the bytes of the model file, and the problems of the input."""
+    """Return the bytes of the model file, and the problems with the input."""
     import sentencepiece
 
     bad: list[str] = []

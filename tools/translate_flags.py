@@ -6,11 +6,11 @@
 
 Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
 Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Others
-stay unchanged and are listed. Arithmetic is computed; a flag whose number depends on a variable without a value is not
-translated. Branches are included if their tests hold or are unknown; stderr lists the flags of branches with unknown
-tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with their options. Exit code 1
-if a flag has no translation, 2 if the file is no launch script. --list prints the translation of every flag that this
-program lacks, and all results that differ.
+stay unchanged and are listed. Arithmetic is evaluated. A flag whose number depends on a variable without a value is not
+translated. Branches are included if their tests are true or unknown. stderr lists the flags of branches with unknown
+tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines.
+The exit code is 1 if a flag has no translation, and 2 if the file is not a launch script. --list prints the translation
+of every flag that this program lacks, and all differences in results.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""Tables of flags without a field, which the command line reads too."""
+"""Tables of flags without a configuration field. The command line also reads these tables."""
 
 TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
-"""Options of sbatch for the number of processes."""
+"""sbatch options for the number of processes."""
 
 SETTINGS = re.compile(r"^\s*(module|ml|source|export)\s", re.M)
 """Commands that prepare the environment of a job."""
 
 IN_JOB = re.compile(r"\$\{?(SLURM_\w+)")
 COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
-"""Substitution of a command's output."""
+"""Pattern of a command substitution."""
 
 NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 
@@ -156,7 +156,8 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def resolved(reader: FlagReader) -> RunConfig:
-    """Resolve the configuration as far as the flags give it, on as many ranks as its batches have micro-batches."""
+    """Resolve the configuration as far as the flags determine it, on as many ranks as there are micro-batches in a
+    batch."""
     config = config_of(reader.values)
     replicas = max(1, (config.training.global_batch_size or 1) // max(1, config.training.micro_batch_size))
     return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)
@@ -189,7 +190,7 @@ def program(batch: Sequence[Sequence[str]]) -> str:
 
 
 def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
-    """Yield lines on differences when scripts/train_gpt_slurm.sh is used."""
+    """Yield lines about the differences when scripts/train_gpt_slurm.sh is used."""
     if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
         yield "\nOptions of sbatch that are left out:"
         why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
@@ -200,7 +201,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 
 
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
-    """Yield lines on the tests and variables that the values in the command depend on."""
+    """Yield lines about tests and variables on which values in the command depend."""
     if script and script.choices:
         yield "\nValues that depend on an unknown test:"
         for name, values in script.choices.items():
@@ -224,7 +225,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
 
 
 def why_not_computed(words: Sequence[str]) -> str:
-    """Return the reason why arithmetic in words has no value, or "" if there is none."""
+    """Return the reason why arithmetic in the words has no value; "" if all arithmetic has a value."""
     sums = [word[word.index("$((") :] for word in words if "$((" in word]
     if not sums:
         return ""
@@ -235,7 +236,7 @@ def why_not_computed(words: Sequence[str]) -> str:
 
 
 def line_of(text: str, flag: str) -> str:
-    """Describe where a script gives a flag; "" for a flag that a program constructs."""
+    """Describe where a script passes a flag; "" for a flag that a program constructs."""
     lines = enumerate(text.splitlines(), 1)
     numbers = [str(number) for number, line in lines if re.search(rf"{re.escape(flag)}(?![\w-])", line)]
     return f" (line {' and '.join(numbers)})" if numbers else ""
@@ -246,7 +247,7 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """Return (treatment of a flag, its reading). A value that only the shell knows is not a problem."""
+    """Return (treatment of a flag, its reading). A value that only a shell can compute is not a problem."""
     if why := why_not_computed(reading.given):
         return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):

@@ -1,4 +1,4 @@
-"""Data of a run: the number of samples in each split, and iterators over the splits."""
+"""Data of a run: the number of samples in each split, and iterators over the samples."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from megatron.training.progress import Step
 
 
 class Splits(NamedTuple):
-    """Data sets of a phase."""
+    """Training, validation and test data sets of a phase."""
 
     train: Dataset
     valid: dict[str, Dataset]
-    """Validation sets by name; "" for the unnamed one."""
+    """Validation sets by name; the unnamed set has the name ""."""
 
     test: Dataset | None
 
 
 @dataclass
 class TrainingData:
-    """Iterators over the training data of all phases, and over the evaluation data of one phase, which `enter`
+    """Iterators over the training data of all phases, and over the evaluation data of the phase that `enter`
     selects."""
 
     plan: RunPlan
@@ -55,7 +55,7 @@ class TrainingData:
     """(first sample, fingerprint) of the training data of each phase."""
 
     sources: SourceNames
-    """Names and numbers of all data sets."""
+    """Names of all data sets, with their numbers."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
@@ -68,7 +68,8 @@ class TrainingData:
         self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
-        """Return this rank's micro-batches of a training step, on its device. Collective if the watchers are called."""
+        """Return this rank's micro-batches of a training step, on its device. The call is collective if there are
+        watchers."""
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)
@@ -79,7 +80,7 @@ class TrainingData:
         return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
 
     def add_source_ids(self) -> None:
-        """Add the dataset number of each sample to all further micro-batches."""
+        """Store the dataset number of each sample in all further micro-batches."""
         for each in self._iterators():
             each.with_sources = True
 
@@ -87,7 +88,7 @@ class TrainingData:
         return [each for each in (self.train, *self.valid.values(), self.test) if each is not None]
 
     def fingerprint_at(self, consumed_samples: int) -> str:
-        """Return a fingerprint that is equal if the first `consumed_samples` samples are the same."""
+        """Return a fingerprint of the first `consumed_samples` samples."""
         begun = [each for each in self.fingerprints if each[0] < max(1, consumed_samples)]
         return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
 
@@ -125,14 +126,14 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
 
 @runtime_checkable
 class DealsSamples(Protocol):
-    """Base class of extension flags that may assign the samples of training steps to replicas in another way."""
+    """Base class of extension flags that may change how the samples of a training step are assigned to replicas."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
         """Return the dealer for samples of this length; None if no flag selects a dealer."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
-    """Return the dealer, chosen by flags, that assigns the samples of a training step to replicas."""
+    """Return the dealer, selected by flags, that assigns the samples of a training step to replicas."""
     asked = [
         options.dealer(config.model.seq_length)
         for options in config.extension_options
@@ -143,7 +144,7 @@ def dealer_of(config: RunConfig) -> Dealer:
 
 @runtime_checkable
 class DividesSamples(Protocol):
-    """Base class of extension flags that may divide training samples over context-parallel ranks in another way."""
+    """Base class of extension flags that may change how training samples are divided over context-parallel ranks."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
         """Return the divider of sequences; None if no flag selects a divider."""
@@ -157,9 +158,9 @@ def divider_of(config: RunConfig) -> DividesSequences | None:
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """Build the data, and the plan with the run's length. The length of a run of one epoch is known only at this point.
+    """Build the run's data, and complete the run's plan. The length of a run of one epoch is known only at this point.
 
-    Raises ValueError for any problem of the data that the flags name.
+    Raises ValueError for any problem with the data that the flags select.
     """
     told: set[str] = set()
 
@@ -210,7 +211,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
-    if len(made.train) < phase.samples:  # the run is longer than the data: a blend without weights has one epoch
+    if len(made.train) < phase.samples:  # a blend without weights has one epoch, and the run is longer
         raise ValueError(
             f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
             f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "
@@ -232,9 +233,8 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
-    """Raise ValueError, on every rank, if ranks found different training data under the same paths.
-
-    A host with its own copy may have another version. Collective over `world`.
+    """Raise ValueError on every rank if ranks found different training data under the same paths. This happens if a
+    host has a copy of another version. Collective over `world`.
     """
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
@@ -245,12 +245,12 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
 
 
 def _with_length(plan: RunPlan) -> RunPlan:
-    """Return the plan with the run's length filled in if the run is one epoch of the data."""
+    """Return the plan, with the run's length filled in if the run is one epoch of the data."""
     last = plan.phases[-1]
     if last.end is not None:
         return plan
     config, training = last.config, last.config.training
-    # Whether tokens are divided follows from the splits that are needed.
+    # The requested splits determine whether tokens are divided.
     needed = (True, training.eval_iters > 0 or training.full_validation, training.eval_iters > 0)
     train = _build(config, (None, 0, 0), Demands(needed=needed)).train
     assert train is not None
@@ -264,7 +264,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
-    """Replace text files in the data flags with indexed datasets, and build those that no earlier run has built.
+    """Replace text files in the data flags with indexed datasets. Datasets that no earlier run has built are built now.
 
     Raises ValueError with the problems of all files.
     """
@@ -294,7 +294,7 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 def _build(
     config: RunConfig, sizes: tuple[int | None, int | None, int | None], demands: Demands | None = None
 ) -> Datasets:
-    """Build the data that the flags name, except named validation sets, without wrappers."""
+    """Build the data that the flags select, without wrappers and without named validation sets."""
     named, data = config.tokenizer, config.data
     if data.multiple_validation_sets:
         config = replace(config, data=replace(data, valid_data_path=None))
@@ -340,8 +340,8 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
 def put_on_device(
     batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
 ) -> list[Batch]:
-    """Prepare a step's micro-batches for the model: apply the changes that the loss makes to labels and masks of whole
-    samples, take this context-parallel rank's part, and copy it to the device."""
+    """Prepare a step's micro-batches for the model. First apply the loss's changes to the labels and masks of whole
+    samples, then take this context-parallel rank's part, and copy it to the device."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]

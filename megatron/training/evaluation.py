@@ -20,10 +20,11 @@ from megatron.training.run import TrainingRun
 
 
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
-    """Evaluate the "valid" or "test" datasets of the current phase, and log loss and perplexity of each. Collective.
+    """Evaluate the "valid" or "test" data sets of the current phase, and log the loss and perplexity of each.
+    Collective.
 
-    The evaluation stops early if the run is asked to stop. If all datasets are named, the unnamed loss covers the
-    tokens of all of them. Each validation reads the next samples.
+    The evaluation stops early if the run is asked to stop. If all data sets are named, the unnamed loss covers the
+    tokens of all data sets. Each validation continues with the next samples.
     """
     training = run.config.training
     runtime = run.runtime
@@ -60,7 +61,7 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
 
 
 def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
-    """Return a context in which the model has the weights that a callback offers for evaluations, or its own weights.
+    """Return a context in which the model has the weights that a callback provides for evaluations, if any.
     Collective."""
     offers = (callback.evaluation_weights(run) for callback in reversed(run.callbacks))
     offered = next((weights for weights in offers if weights is not None), None)

@@ -1,9 +1,10 @@
-"""Loading of extensions (--extension), which are users' Python files that register components and flags, and the
-registry of callbacks. This module itself does not import torch.
+"""Load extensions (--extension), which are users' Python files that register components and flags. This module also
+contains the registry of callbacks. This module itself does not import torch.
 
 An extension is imported before flags are parsed, so that its registrations appear in `--help` and are validated like
-built-in ones. Its path is kept in the saved configuration and in checkpoints. These files alone do not make the
-extension run: the command line must name it too, unless the files belong to one of the user's own runs (`code_record`).
+built-in ones. The saved configuration and checkpoints contain the extension's path. A path in such a file alone does
+not make the extension run. The command line must also name the extension, unless the file belongs to one of the user's
+own runs (`code_record`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _always(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """Storage of a callback's states."""
+    """Number format and device of a callback's states."""
 
     dtype: str | None = None
     """Name of the states' torch dtype; None for the main dtype."""
@@ -58,17 +59,18 @@ class CallbackFacts:
     imported."""
 
     evaluates: str = ""
-    """Flag with which one of the callback's tasks evaluates the model, so that --skip-train has something to do."""
+    """Flag that makes a task of the callback evaluate the model, so that --skip-train has something to do."""
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
     """Names of the callback's states, or a function that returns their names for a run.
 
-    A state has one number per element of the trained parameters, stored as `stored` says. States start at zero, are
-    included in plans, sharded like the optimizer's, and saved in checkpoints (`Callback.states`).
+    A state has one number per element of the trained parameters, stored in the format and on the device that `stored`
+    returns. States start at zero. They are included in plans, sharded like the optimizer's states, and saved in
+    checkpoints (`Callback.states`).
     """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """Function that returns the storage of the states: by default the main dtype, on the device."""
+    """Function that returns the storage of the states; the default is the main dtype, on the device."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the states that the callback keeps in a run."""
@@ -76,13 +78,13 @@ class CallbackFacts:
 
 
 class CallbackClass(Protocol):
-    """A class derived from `megatron.training.hooks.Callback`."""
+    """Class derived from `megatron.training.hooks.Callback`."""
 
     def __call__(self, config: RunConfig) -> object: ...
 
 
 CALLBACKS = Registry("callback", CallbackFacts, protocol=CallbackClass)
-"""The callbacks that extensions add to runs:
+"""Callbacks that extensions add to runs:
 
     @CALLBACKS.register("uploads", when=lambda config: config.checkpoint.save is not None)
     class Uploads(Callback):
@@ -116,13 +118,13 @@ def extension_flags(
         may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
             metric or a learning rate.
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
-            It is imported and called only if one of the flags is given.
+            The function is imported and called only if one of the flags is given.
         resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
-        reads: `reads(config)` returns the configuration with values from files that these flags name. It raises
-            ValueError with the flag's name if a file cannot be read.
-        part_of: "model" for flags that describe a model. They are taken from a checkpoint and converted like the
-            model's own flags. "data" for flags that name data.
-        always: True to call the rules in every run, for a part that other flags choose.
+        reads: `reads(config)` returns the configuration with values from files that these flags name. The function
+            raises ValueError with the flag's name if a file cannot be read.
+        part_of: "model" for flags that describe a model. Such flags are taken from a checkpoint and converted like the
+            model's own flags. "data" for flags that select data.
+        always: True to call the rules in every run, for a part that other flags select.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -133,9 +135,8 @@ def extension_flags(
 
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
-    """Import each extension once per process. A name is a path that ends in .py, or package.module.
-
-    Returns the names, with absolute paths. Raises ExtensionError.
+    """Import each extension once per process. A name is a path that ends in .py, or package.module. Returns the names,
+    with absolute paths. Raises ExtensionError.
     """
     return tuple(dict.fromkeys(_load(name) for name in names))
 
@@ -146,7 +147,8 @@ def loaded_extensions() -> tuple[str, ...]:
 
 
 def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> None:
-    """Import the extensions that the checkpoint `source` was saved under, as `may_load` allows. Raises ValueError."""
+    """Import the extensions with which the checkpoint `source` was saved, if `may_load` permits them. Raises
+    ValueError."""
     config = payload.get("config")
     section = config.get("extensions") if isinstance(config, Mapping) else None
     names = (section.get("extension") if isinstance(section, Mapping) else None) or ()
@@ -160,14 +162,14 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """Return the extensions named in a file that may be imported.
 
-    This is code that one of the user's runs has recorded for the folder of `source`. An extension in `given`, which the
-    command line names, replaces an extension with the same file name, or one whose file is missing. Raises
-    ExtensionError, which lists the other extensions, each with the flag that allows it.
+    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. An extension
+    in `given`, which the command line names, replaces an extension that has the same file name or whose file is
+    missing. Raises ExtensionError if others remain. The message lists each of them with the flag that permits it.
 
     Args:
         names: Extensions that the file names.
         given: Extensions on the command line.
-        source: The file.
+        source: File that names the extensions.
         shown: Name of the source in messages.
     """
     recorded = []
@@ -202,7 +204,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 CHANGED = " (changed since that run)"
 
 _LOADED: dict[str, str] = {}
-"""Module of every imported extension, by name with absolute paths."""
+"""Modules of all imported extensions, by extension name. Paths in names are absolute."""
 
 
 def _load(name: str) -> str:
@@ -232,7 +234,7 @@ def _load(name: str) -> str:
 
 def _import_file(path: Path) -> str:
     name = f"extension_{path.stem}"
-    while name in sys.modules:  # another file has this name
+    while name in sys.modules:  # another file already has this module name
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -247,7 +249,7 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """Return a problem for an error that arose in an extension after its import, directly or as a cause: `file:line:
+    """Return a problem for an error that an extension raised after its import, directly or as a cause: `file:line:
     Kind: message`. None if no code of an extension was involved."""
     if (found := place_in_extension(error)) is None:
         return None
@@ -257,8 +259,8 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
-    """Return the error, or its cause, that passed through an extension's code, and the last `file:line` in this code;
-    None if there is none."""
+    """Return the error, or the cause of it, that passed through an extension's code, with the last `file:line` in that
+    code. Returns None if neither did."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:
@@ -282,7 +284,7 @@ def _kind_and_message(error: BaseException) -> str:
 
 
 def _what_failed(name: str, error: BaseException) -> str:
-    """Describe an error as `file:line: Kind: message`, with the last position in the user's code."""
+    """Describe an error as `file:line: Kind: message`. The line is the last position in the user's code."""
     what = _kind_and_message(error)
     if isinstance(error, SystemExit):
         what = f"the extension ends the process while it is imported ({what})"

@@ -1,4 +1,4 @@
-"""Replacement of functions in other libraries that offer no other way to observe or silence them.
+"""Replace functions in other libraries that offer no other way to observe or silence these functions.
 
 Examples are the collectives of torch.distributed, which this program, torch and custom layers all call, and the
 progress output of lm-evaluation-harness.
@@ -16,7 +16,7 @@ _MISSING = object()
 def replaced(*stand_ins: tuple[object, str, object]) -> Iterator[None]:
     """Replace attributes within the block, given as (owner, name, replacement).
 
-    An owner is a module, class or object of another library. Code of this program receives variations as arguments
+    An owner is a module, class or object of another library. Within this program, variants are passed as arguments
     instead.
     """
     with ExitStack() as stack:

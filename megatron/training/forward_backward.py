@@ -1,5 +1,5 @@
-"""Forward and backward passes of a step on a rank's pipeline stages, for training, the search for a NaN, and
-replays."""
+"""Forward and backward passes of a step on a rank's pipeline stages, for training, replays, and the search for a
+NaN."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from megatron.training.progress import Step
 
 @dataclass(frozen=True)
 class Sums:
-    """Results of the forward and backward passes of a step, besides gradients."""
+    """Results of the forward and backward passes of a step, except gradients."""
 
     seed: float
-    """Factor by which every loss sum was multiplied before the backward pass."""
+    """Factor by which each loss sum was multiplied before the backward pass."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
 
     loss_and_tokens: torch.Tensor
-    """[loss sum, valid tokens] float64: a plain sum over the world counts each token once."""
+    """[loss sum, valid tokens] in float64. A plain sum over the world counts each token once."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Inputs of the passes of a step."""
+    """Inputs to the forward and backward passes of a step."""
 
     step: Step
     batches: list[Batch]
@@ -54,7 +54,7 @@ class StepInput:
     """Valid tokens of the global batch; scalar float64 on every rank."""
 
     seed: float
-    """Factor by which every loss sum is multiplied before the backward pass."""
+    """Factor by which each loss sum is multiplied before the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class ForwardBackward:
     meters: Sequence[Meter]
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
-        """Add the gradients of the step's loss sums, times the seed, to the gradient buffers."""
+        """Add the gradients of the step's loss sums, multiplied by the seed, to the gradient buffers."""
         return self.gradients(self.prepared(step, batches, loss_scale))
 
     def prepared(self, step: Step, batches: list[Batch], loss_scale: float) -> StepInput:
-        """Prepare the micro-batches of a step for its passes."""
+        """Prepare a step's micro-batches for the forward and backward passes."""
         seed = self.loss_seed(loss_scale)
         return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
 
@@ -85,12 +85,12 @@ class ForwardBackward:
         return Sums(given.seed, given.total_tokens, own)
 
     def loss_seed(self, loss_scale: float) -> float:
-        """Return the factor of loss sums. In fp16, the loss scale is meant for the mean over a sample's tokens instead
+        """Return the factor for loss sums. In fp16, the loss scale applies to the mean over a sample's tokens instead
         of their sum."""
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """Return the micro-batches with the factor of auxiliary losses and the loss seed, and the number of valid
+        """Return the micro-batches with the loss seed and the factor for auxiliary losses, and the number of valid
         tokens in the global batch."""
         total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
@@ -102,7 +102,7 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Update expert biases, scales and logged values together with the weights, unless `skip` is 1."""
+        """Update expert biases, scales and logged values along with the weights, unless `skip` is 1."""
         for meter in self.meters:
             meter.end_step(skip)
 
@@ -123,8 +123,8 @@ def count_tokens(batches: list[Batch]) -> torch.Tensor:
 
 
 def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """Return [loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, and zeros elsewhere, so
-    that a plain sum over the world counts each token once."""
+    """Return [loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, and zeros on other
+    ranks. A plain sum over the world then counts each token once."""
     if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=runtime.device)
@@ -133,11 +133,11 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 class Pipeline:
     """Run any number of micro-batches through the stages, in the order of the pipeline schedule.
 
-    An extension's subclass may run them in another way (`megatron.training.step_parts`)."""
+    A subclass in an extension may run the micro-batches differently (`megatron.training.step_parts`)."""
 
     executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor
     may_overwrite = True
-    """True if the first micro-batch of a step may overwrite gradients instead of adding to zeros."""
+    """True if the first micro-batch of a step may overwrite gradients instead of adding to zeroed gradients."""
 
     def __init__(
         self, config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], passes: PassContext
@@ -152,9 +152,8 @@ class Pipeline:
 
     @property
     def counting_rank(self) -> int | None:
-        """Return the pipeline rank that counts a batch's tokens for all ranks, which is the rank with the loss.
-
-        None means that each rank counts by itself without waiting for another rank.
+        """Return the pipeline rank that counts a batch's tokens for all ranks: the rank that computes the loss. None
+        means that each rank counts the tokens without waiting for another rank.
         """
         return self.layout.rank_of(self.layout.num_stages - 1)
 
@@ -165,7 +164,7 @@ class Pipeline:
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Do the same as `train`, but call the stages' modules for one action after another, so that their hooks
+        """Do the same as `train`, but run one action at a time through the stages' modules, so that module hooks
         run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunView:
-    """View of a run for callbacks and metrics on each rank. It is a `megatron.training.run.TrainingRun`, which holds
-    all parts of the run."""
+    """View of a run for callbacks and metrics, on each rank. The object is a `megatron.training.run.TrainingRun`, which
+    contains all parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -53,7 +53,7 @@ class RunView:
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
-        """Request the end of the run. A request on one rank suffices: all ranks save and stop together at the current
+        """Request the end of the run. A request on one rank suffices. All ranks save and stop together at the current
         or next log line or evaluation."""
         self.stop_reason = str(why or "a callback asks for it")
 
@@ -71,14 +71,14 @@ class StepView:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation in progress."""
+    """Evaluation in progress."""
 
     split: str
     """"valid" or "test"."""
     name: str
-    """Name of the validation set; empty if it has none."""
+    """Name of the validation set; empty if the set has no name."""
     dataset: Dataset
-    """The data set; `Batch.sample_index` contains sample numbers in this data set."""
+    """Data set that is evaluated. `Batch.sample_index` contains sample numbers in this data set."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ class StepFinding:
 
     text: str
     advice: str = ""
-    """First remedy, if the step ends the run."""
+    """First remedy to suggest if the step ends the run."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one step."""
+    """Outcome of a training step."""
 
     step: Step
     result: StepResult
     nan: bool
-    """True if loss or gradient were not finite, and a lower loss scale would not help."""
+    """True if the loss or gradient was not finite and a lower loss scale would not help."""
 
     refused: bool
-    """True if the step violates a check, and was therefore skipped or ends the run."""
+    """True if the step violates a check and is therefore skipped or ends the run."""
 
     ends_run: bool
     """True if --max-skipped-iterations has been reached."""
@@ -116,16 +116,16 @@ class Judge(Protocol):
     """Detector of steps with an unusual loss or gradient, on the device."""
 
     state: Tensor
-    """State of the judge as a flat float64 tensor, which checkpoints keep."""
+    """State of the judge as a flat float64 tensor, which checkpoints contain."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1 to skip the update, else 0; 1 if the step is a spike, else 0), each a float64 scalar on the device.
-        The inputs are the gradient norm, a flag that is 1 if a value is not finite, and [loss sum, tokens] over the
-        world."""
+        """Return (skip, spike) as float64 scalars on the device: `skip` is 1 to skip the update, `spike` 1 if the step
+        is a spike. The inputs are the gradient norm, a flag that is 1 if a value is not finite, and [loss sum, tokens]
+        over the world."""
 
 
 class Log(Protocol):
-    """Log of a run, on one rank."""
+    """Log of a run, written on one rank."""
 
     def write(self, record: Record) -> None:
         """Write a record to every sink."""
@@ -134,7 +134,7 @@ class Log(Protocol):
         """Print a line, above the progress bar if there is one."""
 
     def go_back(self, iteration: int) -> None:
-        """Discard the records after an iteration, like the log of a run that resumes there."""
+        """Discard the records after an iteration, as if the run had resumed at that iteration."""
 
 
 class Exporter(Protocol):
@@ -145,13 +145,13 @@ class Exporter(Protocol):
     """Description of the current work, for reports about hangs."""
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Register a complete checkpoint. It is not deleted while it is in `held` (`Callback.exporter`)."""
+        """Register a complete checkpoint, which is not deleted while `held` contains it (`Callback.exporter`)."""
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Continue the work; with `wait`, complete it. Returns lines to print."""
+        """Continue the current export; with `wait`, complete all exports. Returns lines to print."""
 
     def abandon(self) -> list[str]:
-        """Abandon the work, in a process that must exit. Returns lines to print."""
+        """Abandon unfinished exports, because the process must exit. Returns lines to print."""
 
 
 class Meter:
@@ -160,7 +160,7 @@ class Meter:
     `after_update`. At a log line: `take` on every rank, then a sum over the world, then `report`."""
 
     def begin_step(self, step: Step) -> None:
-        """Called before the passes of a step, and again if they are repeated."""
+        """Called before the passes of a step, and again before repeated passes."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
         """Return the micro-batches for the passes. `scale` is the factor that converts a mean over the tokens of the
@@ -168,10 +168,10 @@ class Meter:
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Called after the last backward pass; the reduced gradients have not been multiplied by `factor` yet."""
+        """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called with the weight update; a step with `skip` 1 must not be counted. It must not wait for the device."""
+        """Called with the weight update. Must not count a step with `skip` 1, and must not wait for the device."""
 
     def step_state(self) -> list[Tensor]:
         """Return the tensors that `end_step` changes, which are restored if the update is rolled back."""
@@ -181,41 +181,41 @@ class Meter:
         """Discard the counts of a step that will not reach `end_step`."""
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Called after the weight update. `result.skip` is 1 if there was none; it may be read only if `reads_result`
+        """Called after the weight update. `result.skip` is 1 if the update was skipped; read it only if `reads_result`
         returns True for the step."""
 
     def reads_result(self, iteration: int) -> bool:
-        """Return True if the meter reads the parameters or the result of this step before the next one begins."""
+        """Return True if the meter reads the parameters or this step's result before the next step begins."""
         return False
 
     def take(self) -> Tensor | None:
-        """Return the counts since the last call, flat float64, to be summed over the world; None if there are none."""
+        """Return this rank's flat float64 counts since the last call, which are summed over the world, or None."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
-        """Return values to log, from the sum of `take` over the world; equal on all ranks."""
+        """Return values to log, computed from the sum of `take` over the world; equal on all ranks."""
         return {}
 
     def write(self, log: Log) -> None:
         """Write additional records, before the record of the interval."""
 
     def lines(self, record: Record) -> list[str]:
-        """Return lines for the console, printed below the line of the record."""
+        """Return console lines to print below the record's line."""
         return []
 
     def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
-        """Return a context for an evaluation. The context yields this rank's counts, complete at the end of the block,
-        to be summed over the world."""
+        """Return a context for an evaluation. The context yields this rank's counts, which are complete at the end of
+        the block and then summed over the world."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
-        """Return values to log, from the sum of `evaluating` over the world."""
+        """Return values to log, computed from the sum of the counts of `evaluating` over the world."""
         return {}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A periodic task of a run."""
+    """Periodic task of a run."""
 
     name: str
     interval: int | None
@@ -228,57 +228,57 @@ class Task:
     counts: bool = False
     """True if the task's time counts as step time."""
     reads_result: bool = True
-    """True if the task reads the step's result or the parameters: the next step then waits for them."""
+    """True if the task reads the step's result or the parameters. The next step then waits for the task."""
     may_stop: bool = False
     """True if callbacks may stop the run after the task."""
     evaluates: bool = False
-    """True if the task evaluates the model: --skip-train performs it once."""
+    """True if the task evaluates the model. --skip-train performs such a task once."""
     before_step: bool = False
-    """True if the task runs before a step, even the first, instead of after it; its time counts only with `counts`."""
+    """True if the task runs before steps, even the first, instead of after them. Its time counts only with `counts`."""
     ends_interval: bool = False
-    """True if steps before and after the task must not share a log line, so that a line is written at the task."""
+    """True if a log line is written before the task, so that no log line covers steps on both sides of the task."""
     at_finish: bool = False
-    """True if the task runs once all iterations are trained and saved."""
+    """True if the task runs once, after all iterations are trained and saved."""
 
     def at(self, iteration: int, last: bool) -> bool:
         """Return True if the task is due according to its interval."""
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Return True if the task is due after the last step, or before the next one."""
+        """Return True if the task is due, according to its interval or to `also`."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 
 Measure = Callable[[StepView], tuple["Tensor | float", "Tensor | float"]]
-"""A metric: a function that returns (sum, count) of this rank in a step that has updated the weights. The metric is the
+"""Metric: a function that returns (sum, count) of this rank for a step that has updated the weights. The metric is the
 total sum divided by the total count, over the steps of a log interval and all ranks. Tensors stay on the device, so
 that the host does not wait."""
 
 
 class Callback:
-    """Base class of callbacks, which are called on every rank. Records are equal on all ranks, so that all ranks decide
-    alike."""
+    """Base class of callbacks. Methods are called on every rank with equal records, so that all ranks decide alike."""
 
     name = ""
-    """Name of the callback's state in checkpoints: its registered name, or otherwise the name of its class."""
+    """Name of the callback's state in checkpoints: the registered name if there is one, otherwise the class name."""
 
     states: Sequence[OptimizerPiece] = ()
-    """States declared by `register(..., states=("name",))`, available from `on_start` on. `piece.data` [n] is a flat
-    view of elements [start, stop) of this rank's part of the parameter `piece.meta`, and `piece.key` is the state's
-    name. States are changed by writing to these views in place.
-    `megatron.core.optimizer.owned_tensors.with_main_weights` pairs them with the weights that the optimizer updates."""
+    """States declared by `register(..., states=("name",))`, available from `on_start` onwards. `piece.data` [n] is a
+    flat view of elements [start, stop) of this rank's part of the parameter `piece.meta`, and `piece.key` is the
+    state's name. To change a state, write to its views in place.
+    `megatron.core.optimizer.owned_tensors.with_main_weights` pairs the states with the weights that the optimizer
+    updates."""
 
     start_order = 0
-    """`start` is called in the order of these numbers; the first callback that returns a position decides."""
+    """Order in which the callbacks' `start` methods are called. The first callback that returns a position decides."""
 
     to_continue = ""
-    """Advice for continuing a complete run, for runs whose length the user cannot raise with a flag."""
+    """Advice for continuing a complete run if the user cannot extend the run with a flag."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
     def __init_subclass__(cls) -> None:
-        """Raise ValueError for a misspelt or unknown method on_..., which would never be called."""
+        """Raise ValueError for a misspelt or unknown on_... method, because it would never be called."""
         super().__init_subclass__()
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in vars(cls):
@@ -295,21 +295,21 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """Return additional watches for this rank's watchdog. Called as soon as ranks can learn of each other's
-        failures, before they meet."""
+        """Return additional watches for this rank's watchdog. Called as soon as ranks can notice each other's failures,
+        before rendezvous."""
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
-        """Return an analysis that finds the ranks for which others wait in vain. Called before process groups are
-        built; the last callback that returns an analysis wins."""
+        """Return an analysis that finds the ranks that block the others. Called before process groups are built; the
+        last returned analysis is used."""
         return None
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
         """Called on a rank that ends with `error`, before all ranks end, to add notes to the error (`error.add_note`).
-        `run` is None if it has not been built. Other ranks wait meanwhile."""
+        `run` is None if the run is not built yet. Other ranks wait meanwhile."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Called once the ranks have met, before the model is built, to read inputs. A ValueError ends the run."""
+        """Called after rendezvous, before the model is built, to read inputs. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         """Return the settings for building the model: `parallel`, or other settings with the same results, such as
@@ -320,32 +320,32 @@ class Callback:
         """Called once this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Load the initial weights instead of --load, and return the position of the run, or None to leave this to
-        --load. `data` maps consumed samples to the data's fingerprint. A ValueError ends the run. Collective."""
+        """Load the initial weights instead of --load, and return the run's position; return None to load from --load.
+        `data` maps consumed samples to a fingerprint. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
-        """Return metrics, which are averaged over log intervals, by their names in records."""
+        """Return metrics by their names in records. The metrics are averaged over log intervals."""
         return {}
 
     def flops_per_token(self, model: TransformerConfig) -> float | None:
-        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None to leave this to
-        other callbacks. Called on the first rank."""
+        """Return model FLOPs per token, forward and backward, for TFLOP/s and MFU in records; None if unknown. Called
+        on the first rank."""
         return None
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
         """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run);
-        None to leave this to other callbacks. The first callback that returns a judge wins."""
+        None if the callback has no judge. The first returned judge is used."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Called with the outcome of a step, after that step or during the next one, before anything else depends on
-        the outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
+        """Called with a step's outcome, after that step or during the next step, before anything else depends on the
+        outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
         next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Search for the cause of a step whose loss or gradient was not finite. Called on every rank before the next
-        weight update. The callback may repeat the step, in the run that was passed to `meters`."""
+        weight update. The callback may repeat the step with the run that was passed to `meters`."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:
@@ -357,7 +357,7 @@ class Callback:
         return ()
 
     def state(self) -> object:
-        """Return the callback's state for checkpoints, in JSON types and equal on all ranks; None if it has none."""
+        """Return the callback's state for checkpoints, in JSON types, equal on all ranks; None if there is none."""
         return None
 
     def load_state(self, state: object) -> None:
@@ -376,15 +376,15 @@ class Callback:
         """Called before the first step, after a checkpoint was loaded."""
 
     def on_step_end(self, run: RunView) -> None:
-        """Called after each step. The device may still be computing it."""
+        """Called after each step. The device may still be computing the step."""
 
     def on_log(self, run: RunView, record: Record) -> None:
-        """Called after each log line, with its record."""
+        """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own. The weights are a state of the
-        optimizer, from `run.optimizer.sharded_state()`, or of the callback. The last callback that returns weights
-        wins. Every rank returns the elements that it updates. Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own weights. The weights are a state of
+        the callback, or a state of the optimizer from `run.optimizer.sharded_state()`. Every rank returns the elements
+        that it updates. The last returned weights are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -395,8 +395,8 @@ class Callback:
         """Called after a save has started."""
 
     def on_end(self, run: RunView) -> None:
-        """Called after the last step and the last save. An error is reported, the other callbacks are still called, and
-        the run ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
+        """Called after the last step and the last save. A raised error is reported, and the other callbacks are still
+        called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -427,12 +427,12 @@ def states_of(callback: Callback) -> tuple[str, ...]:
 
 
 def storage_of(callback: Callback) -> Stored:
-    """Return the storage of a callback's registered states."""
+    """Return the number format and device of a callback's registered states."""
     return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 
 def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
-    """Add the watches and the hang analysis of callbacks to a connected watchdog."""
+    """Add the callbacks' watches and hang analysis to a connected watchdog."""
     for callback in callbacks:
         watchdog.watches += callback.watches(watchdog)
         watchdog.status.analysis = callback.hang_analysis(watchdog.status) or watchdog.status.analysis
@@ -441,8 +441,8 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Call `on_failure` of the callbacks. An exception in a callback is added to `error` as a note, so that it does not
-    hide `error`."""
+    """Call each callback's `on_failure`. An exception in a callback is added to `error` as a note, so that the
+    exception does not hide `error`."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -1,4 +1,4 @@
-"""Initialization of a rank: device, process groups, random seeds, watchdog."""
+"""Initialize a rank: device, process groups, random seeds and watchdog."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StartupPhases:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Environment of a rank: launch, device, process groups, watchdog."""
+    """Environment of a rank: launch, device, process groups and watchdog."""
 
     launch: Launch
     device: torch.device
@@ -94,7 +94,7 @@ def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
 
 
 def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raise ValueError if --compile is in effect but the compiler that it needs is missing."""
+    """Raise ValueError if --compile is in effect but the required compiler is missing."""
     if not config.compiles(device.type):
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -118,7 +118,7 @@ def set_determinism(config: RunConfig) -> None:
 
 
 def connect(config: RunConfig, watchdog: Watchdog) -> None:
-    """Connect this rank to the store of all ranks, before anything that can fail or hang. Raises ValueError if the
+    """Connect this rank to the store of all ranks before anything that can fail or hang. Raises ValueError if the
     environment is wrong."""
     launch = watchdog.launch
     launch.export(os.environ)
@@ -132,7 +132,7 @@ def connect(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
-    """Start the watchdog, once connected.
+    """Start the connected watchdog.
 
     Raises ValueError if the environment is wrong or a folder cannot be written; exceptions of a starting `Watch`
     propagate.
@@ -156,11 +156,11 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def keep_memory(device: torch.device) -> None:
-    """Let glibc keep freed tensor memory when training on the CPU, unless the environment configures malloc.
+    """Make glibc keep freed tensor memory when training on the CPU, unless the environment configures malloc.
 
-    By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. Every step then
-    faults in and clears pages for the same sizes again. This takes most of the step's system time, and even more with
-    huge pages.
+    By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. Every step would
+    then fault in and clear the same pages again, which takes most of the step's system time, and even more with huge
+    pages.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(_C_LIBRARY, "mallopt", None) if device.type == "cpu" and not configured else None
@@ -170,10 +170,10 @@ def keep_memory(device: torch.device) -> None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return free pages of the C heap to the system when training on the CPU, if the C library can.
+    """Return free pages of the C heap to the system when training on the CPU, if the C library supports this.
 
-    glibc keeps the freed memory of temporary tensors in its heap. Because gloo's threads allocate in between, the
-    resident size would grow slowly for hundreds of steps although no tensor is kept.
+    glibc keeps the freed memory of temporary tensors in its heap. Because gloo's threads allocate memory in between,
+    the resident size would otherwise grow slowly for hundreds of steps, although no tensor is kept.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None) if device.type == "cpu" else None
     if trim is not None:
@@ -181,18 +181,18 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
-    """Create the runtime of a rank of `run_world`, with the CPU and the groups of its world."""
+    """Create the runtime of a rank in `run_world`, on the CPU and with that world's groups."""
     state = build_groups(config.parallel)
     return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
 
 
 def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdog: Watchdog | None = None) -> Runtime:
-    """Join the world and build its groups. `config` is validated for `launch.world_size`.
+    """Join the world and build the process groups. `config` is validated for `launch.world_size`.
 
     Raises ValueError if the requested device or backend is not available.
     """
     parallel, watchdog = config.parallel, watchdog or Watchdog(launch)
-    if launch.local_rank:  # all ranks of a node would print the same warnings
+    if launch.local_rank:  # otherwise, all ranks of a node would print the same warnings
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
@@ -202,7 +202,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         LINEAR_FORMATS[name].check(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # The model does not use these generators: its values follow from the seed and a position. Users' hooks may.
+    # The model does not use these generators: it derives random values from the seed and a position. Users' hooks may.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)
     torch.manual_seed(config.training.seed)
@@ -237,7 +237,7 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:
-        set_group_timeout(timedelta(minutes=minutes), group)  # except gloo's messages, which use the timeout of p2p
+        set_group_timeout(timedelta(minutes=minutes), group)  # gloo's messages use the timeout of p2p instead
 
 
 def shut_down() -> None:

@@ -1,7 +1,9 @@
-"""Plan of a run: its length, batch sizes and learning rate, known before it starts. This module does not import torch.
+"""Plan of a run: length, batch sizes and learning rate, all known before the run starts. This module does not import
+torch.
 
-A run has one phase, with the configuration of its flags. An extension may plan several phases (`PLANS`). Everything in
-a phase follows from the number of samples consumed before a step, so a run can resume anywhere and under any layout.
+By default, a run has a single phase, with the configuration that the flags give. An extension may plan several phases
+(`PLANS`). The number of samples consumed before a step determines everything in a phase, so a run can resume at any
+step and under any layout.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ class Phase:
     first_sample: int = 0
     first_token: int = 0
     end: int | None = None
-    """Total samples of the run at the end of the phase; None for a run of one epoch, whose length the data
-    determine."""
+    """Total samples of the run at the end of the phase; None for a run of one epoch, because the data determine the
+    length of such a run."""
 
     planned: tuple[int, ...] = ()
-    """Lengths in samples of earlier plans, in order."""
+    """Lengths, in samples, that earlier plans gave this phase, in order."""
 
     @property
     def name(self) -> str:
@@ -49,20 +51,21 @@ class Phase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Earlier and current planned lengths, in order. A length that does not exceed the earlier ones does not change
-        the sample order."""
+        """Earlier and current planned lengths, in order. A length that does not exceed the earlier lengths does not
+        change the sample order."""
         longer = self.end is not None and self.samples > max(self.planned, default=0)
         return (*self.planned, self.samples) if longer else self.planned
 
     @property
     def values(self) -> Mapping[str, object] | None:
-        """Fields, with their values, that must not change once the phase has started; None if the checkpoint's
-        configuration contains them."""
+        """Values, by field, that must not change once the phase has started; None if the checkpoint's configuration
+        contains the values."""
         return None
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
-        """Prepare a training source, a `SourceOrder` after all earlier phases, before this phase takes samples of a
-        `SampleFormat` from it. This method may change the source's order."""
+        """Prepare a training source for this phase. `source` is the `SourceOrder` after all earlier phases, and
+        `format` is the `SampleFormat` of the samples that this phase takes. This method may change the source's
+        order."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class History:
 
     consumed_samples: int
     phases: list[dict[str, Any]]
-    """The phases as stored by `RunPlan.record`."""
+    """Started phases, as `RunPlan.record` stores them."""
 
     config: RunConfig | None = None
     """Configuration of the checkpoint."""
@@ -87,7 +90,7 @@ class RunPlan:
     """Plan of a run with one phase, and the base class of other plans."""
 
     base: RunConfig
-    """Configuration given by the flags."""
+    """Configuration that the flags give."""
 
     phases: tuple[Phase, ...]
     sizes: BatchSizes
@@ -98,7 +101,8 @@ class RunPlan:
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
-        """Return the plan of a resolved configuration, or None, and its problems."""
+        """Return the plan of a resolved configuration, and the problems found. The plan is None if there are
+        problems."""
         sizes, iterations = legal_sizes(config), config.training.train_iters
         end = samples_of_run(config) if iterations is None else sizes.samples(iterations)
         return cls(config, (Phase(config, end=end),), sizes), []
@@ -129,7 +133,8 @@ class RunPlan:
         return given if given is not None else self.sizes.iterations(self.samples)
 
     def at(self, consumed_samples: int) -> Phase:
-        """Return the phase of the step that starts after `consumed_samples`; at the end of the run, the last phase."""
+        """Return the phase of the step that starts after `consumed_samples`. At the end of the run, return the last
+        phase."""
         return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
 
     def trained(self, consumed_samples: int) -> Phase:
@@ -143,13 +148,13 @@ class RunPlan:
 
     @property
     def longest(self) -> Phase:
-        """Phase with the most tokens in a micro-batch, whose activations take the most memory."""
+        """Phase with the most tokens in a micro-batch, and therefore the largest activations."""
         return max(
             self.phases, key=lambda p: (p.config.training.micro_batch_size * p.config.model.seq_length, p.first_sample)
         )
 
     def record(self, consumed_samples: int) -> list[dict[str, Any]]:
-        """Return the started phases as JSON for checkpoints."""
+        """Return the started phases in JSON types, for checkpoints."""
         begun = [phase for phase in self.phases if phase.first_sample < max(1, consumed_samples)]
         return [
             {
@@ -162,8 +167,8 @@ class RunPlan:
         ]
 
     def continued(self, history: History | None) -> Self:
-        """Return the plan with the earlier plans of the started phases, so that the sample order of these phases does
-        not change.
+        """Return the plan with the lengths that earlier plans gave the started phases, so that the sample order of
+        these phases does not change.
 
         Raises ValueError, with every problem, if a started phase has changed."""
         if history is None:
@@ -182,17 +187,16 @@ class RunPlan:
 
     @property
     def schedule_sizes(self) -> BatchSizes:
-        """Return the batch sizes that convert iterations to positions in the schedule of learning rate and weight
-        decay.
+        """Return the batch sizes that convert iterations to positions in the learning-rate and weight-decay schedule.
 
-        If the run's length is given in iterations, its schedule depends on the iteration, and a new batch size at a
-        resume does not change the rest of the schedule. The schedule therefore counts samples as if the run had used
-        its current batch sizes from the beginning."""
+        If the run's length is given in iterations, the schedule depends on the iteration. A new batch size after a
+        resume must not change the rest of the schedule, so the schedule counts samples as if the run had used the
+        current batch sizes from the beginning."""
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
 
     def schedule(self) -> OptimizerParamScheduler:
-        """Return learning rate and weight decay over the whole run. Raises ValueError if a length does not fit the
-        run."""
+        """Return the schedule of learning rate and weight decay over the whole run. Raises ValueError if a length does
+        not fit the run."""
         config, training = self.base.optimizer, self.base.training
         if training.train_samples is not None or training.train_tokens is not None:
             length = ScheduleLength.in_samples(config, self.samples)
@@ -201,14 +205,14 @@ class RunPlan:
         return OptimizerParamScheduler(config, length)
 
     def schedule_position(self, scheduled_samples: int, saved: RunConfig) -> int:
-        """Convert a position in the schedule of a checkpoint's run to this plan's schedule."""
+        """Convert a position in the saved run's schedule to a position in this plan's schedule."""
         begun = saved.training.train_iters is not None and plan_class(saved) is RunPlan
         before, now = replace(legal_sizes(saved), past=START) if begun else self.sizes, self.schedule_sizes
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """Describe the remaining part of a run that resumes at the last position of `past`, if its batch sizes differ
-        from the checkpoint's."""
+        """Describe the remaining part of a run that resumes at the last position of `past`, if the batch sizes differ
+        from the saved run's."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None
@@ -221,7 +225,7 @@ class RunPlan:
         )
 
     def _unit_of_schedule(self, saved: RunConfig) -> str:
-        """Describe the unit of the learning-rate schedule in this run and in the checkpoint's run."""
+        """Describe the unit of the learning-rate schedule in this run and in the saved run."""
         units = "the samples", "the iteration"
         now = units[self.base.training.train_iters is not None]
         before = units[saved.training.train_iters is not None and plan_class(saved) is RunPlan]
@@ -230,16 +234,16 @@ class RunPlan:
         return f"the learning rate now depends on {now}; before, it depended on {before}"
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Yield the lines about a phase for plans and logs."""
+        """Yield the lines about a phase, for plans and logs."""
         yield from ()
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
-        """Return the dataset of the run's samples, over all phases."""
+        """Return the dataset of the run's samples in all phases."""
         return parts[0]
 
 
 class PlanClass(Protocol):
-    """Plan of a run: a class derived from `megatron.training.plan.RunPlan`."""
+    """Type of the registered plans: classes derived from `megatron.training.plan.RunPlan`."""
 
     def planned(self, config: RunConfig) -> tuple[object, list[Problem]]: ...
 

@@ -1,4 +1,4 @@
-"""Progress of a run, its next step, the parts of a step, and the values that a log interval collects."""
+"""Progress of a run, the next step, the parts of a step, and the values collected over a log interval."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run: its number and its samples."""
+    """Number and samples of a training step."""
 
     iteration: int
-    """Number of the step, from 1, as in logs, files and messages."""
+    """Number of the step, counted from 1, as in logs, files and messages."""
 
     first_sample: int
     """Number of the step's first sample, which equals the number of samples consumed before the step."""
@@ -40,39 +40,40 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    """Data position in samples, which determines the following batches and their sizes."""
+    """Data position in samples. It determines the following batches and their sizes."""
 
     scheduled_samples: int = 0
-    """Samples of the steps that updated the weights. Learning rate and weight decay follow from this number, so they do
-    not advance in skipped steps. If the run's length is given in iterations, all steps count with the current batch
-    sizes (`RunPlan.schedule_sizes`)."""
+    """Number of samples in steps that updated the weights. Learning rate and weight decay depend on this number, so
+    they do not advance in skipped steps. If the run's length is given in iterations, every step counts with the current
+    batch sizes (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
-    """Number of iterations without an update: not finite, a spike, or skipped by --iterations-to-skip."""
+    """Number of iterations without an update, because of a non-finite value, a spike, or --iterations-to-skip."""
 
     nan_iterations: int = 0
-    """Skipped steps with a loss or gradient that was not finite, except overflows of fp16's loss scale."""
+    """Number of steps skipped because the loss or gradient was not finite, except overflows of the fp16 loss scale."""
 
     skipped_spikes: int = 0
-    """Skipped steps with a loss or gradient far above the mean."""
+    """Number of steps skipped because the loss or gradient was far above the mean."""
 
     running_means: tuple[float, ...] = ()
     """Mean loss, mean gradient norm, and the number of averaged steps, if the run checks for spikes."""
 
     past_batches: tuple[Point, ...] = field(default=(), compare=False)
-    """Positions of batch-size changes, and the position of the last save; empty at the start."""
+    """Positions of batch-size changes, followed by the position of the last save; empty at the start."""
 
     data_fingerprint: str | None = None
-    """Fingerprint of the training data. If two fingerprints are equal, equal sample numbers refer to the same
-    sample."""
+    """Fingerprint of the training data. If two fingerprints are equal, each sample number refers to the same sample in
+    both."""
 
     loaded_from: str | None = field(default=None, compare=False)
     """Checkpoint from which this process resumed."""
 
     origin: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Description, in JSON types, of the model of another format that provided the weights; its loader sets it.
+    """Description, in JSON types, of the model in another format from which the weights came. The loader of the model
+    sets it.
 
-    All later checkpoints repeat it, including those of runs that only load the weights.
+    All later checkpoints contain this description, including those of runs that only load the weights.
     """
 
     def next_step(self, batch_sizes: BatchSizes) -> Step:
@@ -81,15 +82,15 @@ class Progress:
 
 GRAD_SYNC = "grad_sync"
 STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
-"""Parts of a step: reading samples, forward and backward passes, the end of gradient reduction, and the update."""
+"""Parts of a step: reading samples, forward passes, backward passes, the end of gradient reduction, and the update."""
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""Names of timed work between steps."""
+"""Names of work between steps that is timed."""
 
 
 class BegunRun(Protocol):
-    """A run before its first step, into which a callback may load weights: a `RunCheckpoint`."""
+    """Run before its first step, into which a callback may load weights. The object is a `RunCheckpoint`."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -106,7 +107,7 @@ class BegunRun(Protocol):
     def resume_from(
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
-        """Load the newest checkpoint of the folder `load`, and log the reason `why`. Collective."""
+        """Load the newest checkpoint in the folder `load`, and log the reason `why`. Collective."""
 
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
@@ -115,8 +116,8 @@ class BegunRun(Protocol):
 
 
 class StepsTakenBackError(Exception):
-    """Raised by a callback's `on_verdict`, on every rank, to undo steps: the loop calls `restore`, which brings the run
-    back to an earlier step, and continues there."""
+    """Raised by a callback's `on_verdict`, on every rank, to undo steps. The loop calls `restore`, which returns the
+    run to an earlier step, and continues from that step."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
         super().__init__("steps are undone")
@@ -124,11 +125,10 @@ class StepsTakenBackError(Exception):
 
 
 class StepTimers:
-    """Contexts around the parts of a step (`with timers("forward"):`), around each batch of an `EVALUATION`, and around
-    each `SAVE`.
+    """Contexts for timing the parts of a step (`with timers("forward"):`), each `EVALUATION` batch, and each `SAVE`.
 
-    To time or trace the parts, add a watcher; its context is entered around each part. Without watchers, the timers
-    cost nothing.
+    To time or trace the parts, add a watcher: a function that returns the context to enter for a part. Without
+    watchers, the timers cost nothing.
     """
 
     def __init__(self) -> None:
@@ -147,16 +147,16 @@ class StepTimers:
 
 @dataclass
 class Interval:
-    """Collection of the steps since the last log line. Its methods never wait for the device."""
+    """Results of the steps since the last log line. The methods never wait for the device."""
 
     start: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
-    """[loss sum, tokens] of this rank per iteration; zeros if another rank counts them."""
+    """[loss sum, tokens] of this rank for each iteration; zeros if another rank counts the tokens."""
     results: list[StepResult] = field(default_factory=list)
     passed_over: int = 0
     """Number of iterations skipped by --iterations-to-skip."""
     excluded: float = 0.0
-    """Seconds spent on anything but training, such as evaluation."""
+    """Seconds spent on work other than training, such as evaluation."""
     learning_rate: float = 0.0
     decoupled_lr: float | None = None
     batch_size: int = 0

@@ -24,7 +24,7 @@ class RunStep(Protocol):
     """Interface of the object that performs the steps of a run."""
 
     def __call__(self, step: Step) -> None:
-        """Perform a step: compute the gradients of its batch, and update the weights."""
+        """Perform a step: compute the gradients of the step's batch, and update the weights."""
 
     def finish(self) -> None:
         """Finish the work in progress when no further step follows."""
@@ -32,11 +32,11 @@ class RunStep(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Owner of a run's components on one rank. The training loop holds this object; other functions take only the
+    """Owner of a run's components on one rank. The training loop owns this object. Other functions accept only the
     components that they use.
 
-    `config` is the configuration of the current phase, and `plan.base` the configuration of the flags. `progress` and
-    `interval` change with every step; everything else is built once.
+    `config` is the configuration of the current phase, and `plan.base` is the configuration that the flags give.
+    `progress` and `interval` change with every step. Everything else is built once.
     """
 
     plan: RunPlan
@@ -53,13 +53,13 @@ class TrainingRun(RunView):
     guard: StepGuard
     callbacks: Sequence[Callback]
     meters: list[Meter]
-    """Meters of the run, built in and from callbacks."""
+    """Meters of the run: the built-in meters and those of callbacks."""
 
     step: RunStep = field(init=False)
     """A `megatron.training.train_step.TrainStep`."""
 
     passed_over: set[int]
-    """Iterations whose samples are skipped without training: --iterations-to-skip, and additions by extensions."""
+    """Iterations whose samples are skipped without training, given by --iterations-to-skip or added by extensions."""
 
     first_iteration: int
     """Iteration at which this process started."""
@@ -74,4 +74,4 @@ class TrainingRun(RunView):
     """Data collected since the last log line."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
-    """Metrics measured at the current iteration; saved with its checkpoint."""
+    """Metrics measured at the current iteration, saved with that iteration's checkpoint."""

@@ -1,4 +1,4 @@
-"""Construction of a run's components from its configuration."""
+"""Build a run's components from the configuration."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def build_stages(
 
 
 def host_threads(device: torch.device) -> int:
-    """Return the number of threads that draw initial weights and update states in host memory: the number of CPU cores
-    per GPU of this node, or torch's number of threads on CPU."""
+    """Return the number of threads for drawing initial weights and updating states in host memory. This is the number
+    of CPU cores per GPU of this node, or torch's number of threads on CPU."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
@@ -102,15 +102,15 @@ def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> Ru
 
 
 def planned_data(config: RunConfig, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """Return the data of a run, and its plan, whose length may depend on the data. Collective."""
+    """Return the data and the plan of a run. The plan's length may depend on the data. Collective."""
     return build_data(plan_of(config).continued(read_history(config.checkpoint)), runtime)
 
 
 def build_model(
     config: RunConfig, runtime: Runtime, passes: PassContext, plan: RunPlan, callbacks: Sequence[Callback]
 ) -> dict[int, GPTModel]:
-    """Build this rank's pipeline stages with the settings that callbacks choose, without memory for gradients and
-    states."""
+    """Build this rank's pipeline stages with the settings that callbacks choose. Memory for gradients and states is not
+    allocated."""
     parallel, longest = config.parallel, plan.longest.config
     for callback in callbacks:
         parallel = callback.choose(longest, parallel, runtime)
@@ -144,7 +144,7 @@ def build_optimizer(
     ddp: DistributedDataParallel,
     callbacks: Sequence[Callback],
 ) -> DistributedOptimizer:
-    """Build the optimizer with its states, and the states that callbacks keep for each parameter."""
+    """Build the optimizer with its states, including the states that callbacks keep for each parameter."""
     optimizer = kind(config.optimizer, ddp, runtime.state, host_threads(runtime.device))
     for callback in callbacks:
         stored = storage_of(callback)
@@ -160,7 +160,7 @@ def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
 
 
 def meters_of_trunk(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel], parts: Parts) -> list[Meter]:
-    """Return the meters of every run; the meters of callbacks come after them."""
+    """Return the built-in meters of a run, which precede the meters of callbacks."""
     return [
         ExpertLoad(config.model, runtime.state, stages, runtime.device),
         MultiTokenLosses(config.model, runtime.state, stages, runtime.device),
@@ -185,13 +185,14 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains all additional objects (`Parts.with_registered`), by default those that extensions registered."""
+    `parts` contains all additional objects (`Parts.with_registered`); the default is the objects that extensions
+    registered."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):
         data, plan = planned_data(config, runtime)
     with phases("inputs of extensions"):
-        check_same_data(data.fingerprints, state.world)  # after all ranks have reached this point
+        check_same_data(data.fingerprints, state.world)  # all ranks have reached this point
         parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)

@@ -1,8 +1,9 @@
 """Policy for NaN/Inf and spiking steps: skip, report or end the run.
 
-The device alone decides whether a step updates the weights, so the host does not wait for it. The verdict is read while
-the gradients of the next step are computed, before these gradients are used. At that time, the weights are still those
-from before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same decisions.
+The device alone decides whether a step updates the weights, so the host does not wait for the device. The verdict is
+read while the gradients of the next step are computed, before these gradients are used. The weights are then still the
+same as before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same
+decisions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-i
 
 
 class BadStepError(Exception):
-    """Raised if a step ends the run. `advice` is for the user."""
+    """Raised if a step ends the run. `advice` tells the user how to continue."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -32,8 +33,8 @@ class BadStepError(Exception):
 
 
 class StepGuard:
-    """Policy that judges every step, counts skipped steps and the samples of all other steps in the run's progress, and
-    ends the run after too many bad steps. `say` prints a line on one rank."""
+    """Policy that judges every step and ends the run after too many bad steps. In the run's progress, it counts skipped
+    steps, and the samples of all other steps. `say` prints a line on one rank."""
 
     def __init__(
         self,
@@ -45,21 +46,21 @@ class StepGuard:
         say: Callable[[str], None],
     ) -> None:
         self.checks, self.judge = checks, judge
-        """Judge that the optimizer calls before it updates the weights; None if the run does not check for spikes."""
+        """Judge that the optimizer calls before a weight update; None if the run does not check for spikes."""
 
         self._progress, self._optimizer = progress, optimizer
         self._callbacks, self._say = callbacks, say
         self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
-        """Remember a step that was just launched, for `settle`."""
+        """Store a step that was just launched, for `settle`."""
         assert self._pending is None, f"the verdict on {self._pending} has not been read"
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Read the verdict on the last step, once, and act on it. Waits for the device. Collective if the step was not
-        finite. Returns True if a search may have overwritten the gradient buffers. Raises BadStepError, on every rank,
-        if the step ends the run.
+        """Read the verdict on the last step and act on it, once per step. Waits for the device. Collective if the loss
+        or gradient was not finite. Returns True if a search may have overwritten the gradient buffers. Raises
+        BadStepError, on every rank, if the step ends the run.
         """
         self._optimizer.end_update()
         if self._pending is None:
@@ -94,7 +95,7 @@ class StepGuard:
         progress.skipped_spikes += result.spike and result.skipped
 
     def _findings(self, verdict: Verdict) -> list[StepFinding]:
-        """Return the callbacks' findings about a step that was not finite."""
+        """Return the callbacks' findings about a step with a non-finite loss or gradient."""
         findings = [callback.search(verdict) for callback in self._callbacks]
         return [finding for finding in findings if finding is not None]
 
@@ -112,7 +113,7 @@ class StepGuard:
         raise BadStepError(message, "; ".join(advice))
 
     def store_means(self) -> None:
-        """Copy the running means into the progress, to be saved. Waits for the device."""
+        """Copy the running means into the progress, from which they are saved. Waits for the device."""
         if self.judge is not None:
             self._progress.running_means = tuple(self.judge.state.tolist())
 

@@ -1,9 +1,9 @@
-"""Registry of classes with which extensions replace the objects that perform a training step.
-This module does not import torch.
+"""Registry of classes by which extensions replace the objects that perform a training step. This module does not import
+torch.
 
 Three objects perform a step: the loop's `TrainStep`, the `Pipeline` that runs the passes, and the
-`DistributedOptimizer`. An extension derives a class from one of them, overrides the methods that it changes, and
-registers the class:
+`DistributedOptimizer`. An extension derives a class from one of these classes, overrides methods, and registers the
+derived class:
 
     STEP_PARTS.register(
         "logged", "my_package.logged_step:PARTS", when=lambda config: config.options(MyFlags).log_updates
@@ -29,42 +29,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Classes of the objects that perform a step. None selects the class of another extension if there is one, and
-    otherwise the trunk's class."""
+    """Classes of the objects that perform a step. None selects another extension's class if there is one, and otherwise
+    the trunk's class."""
 
     step: type[TrainStep] | None = None
     pipeline: type[Pipeline] | None = None
     optimizer: type[DistributedOptimizer] | None = None
     pair: type[PassPair] | None = None
-    """Class that runs a forward and a backward pass in turns on a rank."""
+    """Class that alternates between parts of a forward pass and parts of a backward pass on a rank."""
 
 
 class UpdateBytes(NamedTuple):
-    """Sizes in bytes of the tensors on a rank that an update changes or reads."""
+    """Sizes, in bytes, of a rank's tensors that an update changes or reads."""
 
     parameters: int
-    """Bytes of all parameters that the rank keeps, in their own dtype."""
+    """Bytes of all parameters that the rank keeps, in the parameters' dtypes."""
 
     gradients: int
-    """Bytes of gradients of the rank's shards."""
+    """Bytes of the gradients of the rank's shards."""
 
     main: int
-    """Bytes of the main parameters of these shards, in any memory, and of their states."""
+    """Bytes of the main parameters and states of the rank's shards, in any memory."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts for plans and rules. Every section of a run's configuration gives access to the flags of extensions."""
+    """Facts about replaced step parts, for plans and rules. Every section of a run's configuration gives access to the
+    flags of extensions."""
 
     when: Callable[[Section], bool]
-    """(configuration section) -> True if these parts are used."""
+    """Function (configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Function that returns the bytes that these parts keep on the device; None if updates wait for the gradient norm
-    at the end of their step."""
+    """Function that returns the number of bytes that these parts keep on the device; None if updates wait for the
+    gradient norm at the end of the step."""
 
     kept_name: str = ""
-    """Name of these bytes in plans."""
+    """Name of the memory of these parts in plans."""
 
     in_turns: bool = False
     """True if a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
@@ -89,8 +90,8 @@ def step_parts(config: RunConfig) -> StepParts:
 
 
 def late_update(config: Section) -> str | None:
-    """Return the name of the parts whose updates do not wait for the gradient norm at the end of their step; None if
-    all updates wait."""
+    """Return the name of the parts whose updates do not wait for the gradient norm at the end of the step; None if all
+    updates wait."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

@@ -1,5 +1,4 @@
-"""Work of a run between and after steps: the table of periodic tasks, saves, evaluations, and the callbacks'
-`on_end`."""
+"""Work between and after the steps of a run: periodic tasks, saves, evaluations, and the callbacks' `on_end`."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from megatron.training.progress import SAVE, Interval
 from megatron.training.run import TrainingRun
 
 GIVE_BACK_INTERVAL = 100
-"""Iterations after which free pages are returned to the system, on CPU."""
+"""Number of iterations between returns of free pages to the system, on CPU."""
 
 
 def start_run(run: TrainingRun, resources: ExitStack) -> None:
-    """Print a summary, open the logs, and build the tasks. The first step has the time limit of start-up."""
+    """Print a summary, open the logs, and build the tasks. The start-up time limit also covers the first step."""
     watchdog, parallel = run.runtime.watchdog, run.config.parallel
     watchdog.status.executor = run.pipeline.executor
     watchdog.doing("opening the logs")
@@ -41,7 +40,7 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
 
 
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
-    """Return the periodic tasks of a run in execution order, with tasks of extensions before the save."""
+    """Return the periodic tasks of a run in execution order. Tasks of extensions come before the save."""
     config = run.config
     first = run.progress.iteration + 1
     of_callbacks = [task for callback in run.callbacks for task in callback.tasks(run, log)]
@@ -80,7 +79,7 @@ def _step_end(run: TrainingRun) -> None:
 
 
 def _report(run: TrainingRun, log: RunLog) -> None:
-    """Write the record of the interval, and begin the next interval."""
+    """Write the current interval's record, and begin the next interval."""
     run.guard.settle()
     record = summarize(run)
     run.measured["lm_loss"] = record["lm_loss"]
@@ -91,7 +90,7 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def save(run: TrainingRun) -> None:
-    """Start a checkpoint of the current iteration. Collective."""
+    """Start to save a checkpoint of the current iteration. Collective."""
     run.guard.settle()
     run.guard.store_means()
     with run.timers(SAVE):
@@ -101,7 +100,7 @@ def save(run: TrainingRun) -> None:
 
 
 def say_what_starts(run: TrainingRun) -> None:
-    """Print a summary of the run, and the duration of start-up."""
+    """Print a summary of the run and the duration of start-up."""
     runtime = run.runtime
     if runtime.is_main:
         run.say("\n".join(banner(run)))
@@ -111,7 +110,7 @@ def say_what_starts(run: TrainingRun) -> None:
 
 
 def why_untrained(run: TrainingRun) -> str:
-    """Return the reason why a run performed no step."""
+    """Return the reason why the run performed no step."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
     longer = "raise --train-iters, --train-samples or --train-tokens"
@@ -123,7 +122,7 @@ def end_callbacks(run: TrainingRun) -> str:
     """Call `on_end` of all callbacks. Collective.
 
     The run has ended and is saved, so an exception must not change its result. Returns, on every rank, the message of
-    the first exception, which is printed; empty if there was none.
+    the first exception, which is also printed; empty if no exception was raised.
     """
     raised = []
     for callback in run.callbacks:
@@ -140,10 +139,10 @@ def end_callbacks(run: TrainingRun) -> str:
 
 
 class GarbageCollection:
-    """Garbage collection on all ranks at the same steps (--manual-gc); otherwise Python's thresholds apply.
+    """Garbage collection at the same steps on all ranks (--manual-gc). Otherwise, Python's thresholds apply.
 
-    A collection takes tenths of a second in a large run. With Python's thresholds, each rank collects at a different
-    step, and all ranks wait for each collection. Automatic collection is off until `resources` is closed."""
+    In a large run, a collection takes tenths of a second. With Python's thresholds, each rank collects at a different
+    step, and all ranks wait for every rank's collections. Automatic collection is off until `resources` is closed."""
 
     def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:
         self.interval = config.manual_gc_interval if config.manual_gc else 0
@@ -154,7 +153,7 @@ class GarbageCollection:
             gc.collect()
 
     def task(self) -> Task:
-        """Return the task that collects between steps."""
+        """Return the task that collects garbage between steps."""
         return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:

@@ -29,12 +29,12 @@ def train_step(run: TrainingRun) -> None:
 
 
 class TrainStep:
-    """One optimizer step on one global batch: passes, the reduction of gradients, and the update.
+    """One optimizer step on one global batch: forward and backward passes, gradient reduction, and the update.
 
     Extensions may override parts of the step in a subclass (`megatron.training.step_parts`)."""
 
     sums: Sums
-    """Loss and token sums of the current step, for meters that correct the gradient before the update."""
+    """Loss sum and number of tokens of the current step, for meters that correct the gradient before the update."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -63,18 +63,19 @@ class TrainStep:
         return self.prepared(step, batches)
 
     def prepared(self, step: Step, batches: list[Batch]) -> StepInput:
-        """Prepare the micro-batches of a step for its passes."""
+        """Prepare a step's micro-batches for the forward and backward passes."""
         return self.run.forward_backward.prepared(step, batches, self.run.optimizer.loss_scale)
 
     def gradients(self, given: StepInput) -> Sums:
-        """Run the passes, after which the gradient buffers contain the gradients of this rank's micro-batches."""
+        """Run the forward and backward passes. The gradient buffers then contain the gradients of this rank's
+        micro-batches."""
         for meter in self.run.meters:
             meter.begin_step(given.step)
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Update the weights with the gradients times `factor`, at the learning rates for the samples counted so far.
-        The previous step must be settled."""
+        """Update the weights with the gradients, multiplied by `factor`. The samples counted so far determine the
+        learning rates. The previous step must be settled."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)
@@ -91,7 +92,7 @@ class TrainStep:
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Return True if parameters or the result of a step are read before the next step begins; otherwise the update may
+    """Return True if parameters or a step's result are read before the next step begins. Otherwise, the update may
     happen later."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)

@@ -1,7 +1,7 @@
 """The training loop: pretrain -> train -> train_step -> forward_backward -> PipelineExecutor.run.
 
-Metrics stay on the device within a log interval. One reduction then makes them global, so that every rank knows the
-loss and makes the same decisions.
+Metrics stay on the device within a log interval. At a log line, one reduction makes them global, so that every rank has
+the same loss and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.training.train_step import train_step
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    The caller's `parts` are used in addition to those that extensions registered. Returns the exit code. Any exception
-    ends all ranks with one report.
+    The caller's `parts` are used in addition to the parts that extensions registered. Returns the exit code. Any
+    exception ends all ranks with one report.
     """
     watchdog = Watchdog(launch)
     callbacks: Sequence[Callback] = ()
@@ -47,7 +47,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             with phases("start of the ranks"):
                 pass
             folder = config.checkpoint.save_folder
-            if folder is not None:  # the folder belongs to this run, as rank 0 checked before the ranks met
+            if folder is not None:  # rank 0 has checked that the folder belongs to this run
                 watchdog.stacks.open(folder / "stacks", launch.rank)
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
@@ -59,11 +59,12 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run)
         except BaseException as error:
             tell_of_failure(error, callbacks, launch, built)
-            watchdog.fail(error)  # before resources are closed, which could wait for missing ranks
+            watchdog.fail(error)  # before resources are closed, because closing could wait for missing ranks
 
 
 def train(run: TrainingRun) -> ExitCode:
-    """Train until the end of the run, an exit condition, or an error. `run` has been started (`start_run`)."""
+    """Train until the end of the run, an exit condition, or an error. The caller must have started `run`
+    (`start_run`)."""
     while goes_on(run):
         pass
     finish(run)
@@ -83,8 +84,8 @@ def goes_on(run: TrainingRun) -> bool:
 
 
 def next_step(run: TrainingRun) -> bool:
-    """Return True if there is a next step: False at the end of the run, or after a request to stop. Also saves a
-    checkpoint if a request asks for one."""
+    """Return True if there is a next step, and False at the end of the run or after a request to stop. Also saves a
+    checkpoint if one is requested."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")
@@ -101,7 +102,7 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Perform the tasks that are due after the last step or before the next one, and return these tasks."""
+    """Perform the tasks that are due after the last step or before the next step, and return these tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]
@@ -112,8 +113,8 @@ def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
 
 
 def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
-    """Return True if the run exits after these tasks: at --exit-interval, or because a callback on any rank has
-    requested it. The result is equal on all ranks."""
+    """Return True if the run exits after these tasks, because of --exit-interval or because a callback on any rank has
+    requested the exit. The result is equal on all ranks."""
     iteration, interval = run.progress.iteration, run.config.training.exit_interval
     why = f"--exit-interval {interval}" if interval and iteration % interval == 0 else None
     if why is None and run.callbacks and any(task.may_stop for task in after):

@@ -60,7 +60,7 @@ CASES = {
     ),
     "no checkpoint": (
         "--mock-data --load {0}/none --exit-on-missing-checkpoint",
-        "--load {0}/none: does not exist, and is not the folder of --save; correct the path",
+        "--load {0}/none: does not exist and is not the --save folder; correct the path",
     ),
     "paths": (
         "--mock-data --save {0}/file --metrics-file {0} --data-cache-path {0}/file/x --load {0}/file",

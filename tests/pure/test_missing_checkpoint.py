@@ -15,7 +15,7 @@ from megatron.training.reliability.launch import Launch
 
 MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50".split()
 RUN = "--lr 1e-3 --mock-data --train-iters 1 --cpu".split()
-ABSENT = "does not exist, and is not the folder of --save; correct the path, or add --allow-missing-checkpoint to start"
+ABSENT = "does not exist and is not the --save folder; correct the path, or add --allow-missing-checkpoint to start"
 LAUNCH = Launch()
 
 

@@ -1,4 +1,4 @@
-"""Count lines of code without blank lines, comments and docstrings, and the words of docs/.
+"""Count lines of code, without blank lines, comments and docstrings, and the words in docs/.
 
 python tools/bench/code_lines.py                     trunk, each extension, tools, research, tests, docs
 python tools/bench/code_lines.py megatron/core/moe   folders
@@ -24,7 +24,7 @@ LAYOUT = {
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that contain code. A string that forms a statement by itself counts as a docstring."""
+    """Count the lines that contain code. A string that is a statement by itself counts as a docstring."""
     code, docstrings = set[int](), set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -36,7 +36,7 @@ def code_lines(source: str) -> int:
 
 
 def weigh(files: Iterable[Path]) -> tuple[int, int]:
-    """Return (lines of code, modules). An `__init__.py` without code does not count."""
+    """Return (lines of code, modules). An `__init__.py` without code does not count as a module."""
     counts = [code_lines(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"]
     return sum(counts), sum(count > 0 for count in counts)
 

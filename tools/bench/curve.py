@@ -6,12 +6,13 @@ AdamW.
     python tools/bench/curve.py --output runs/curve-trial --cpu --tiny
 
 The first precision trains both programs step by step on the same batches; the others train only this program, from the
-same weights. Further seeds for the initial weights show how much a curve varies on the same samples. transformers
-computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code of this machine, in bytes.
+same weights. Additional seeds for the initial weights show how much a curve varies on the same samples. transformers
+computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code on this machine, tokenized
+into bytes.
 
-Writes one curve per line to curves.jsonl as losses become known, and curves.png at the end. If matplotlib is missing,
-draw the picture later with --draw. Prints the mean losses of the last tenth of the steps. The exit code is 1 if one of
-the first losses differs from that of transformers by more than rounding explains.
+Writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib is
+missing, use --draw later to draw the picture. Prints the mean loss over the last tenth of the steps. The exit code is 1
+if one of the first losses differs from transformers' loss by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FIRST = 5
 """Number of first steps whose losses are compared one by one."""
 
 ROUNDING = {"bf16": 0.005, "fp8": 0.02}
-"""Relative difference of a first loss that rounding explains, by precision."""
+"""Largest relative difference of the first losses that rounding explains, by precision."""
 
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -52,7 +53,7 @@ OURS, THEIRS = "this program", "transformers"
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a GPT-2 model and its batches."""
+    """Sizes of a GPT-2 model and of the batches."""
 
     layers: int
     hidden: int
@@ -65,7 +66,7 @@ class Size:
 
     @property
     def flags(self) -> str:
-        """Training flags; the flags of the model are in the folder that is loaded."""
+        """Training flags. The model flags come from the loaded folder."""
         return (
             f"--seq-length {self.length} --micro-batch-size {self.micro_batch} --eval-iters 0 --num-workers 0 "
             f"--global-batch-size {self.micro_batch * self.micro_batches} --attention-dropout 0 --hidden-dropout 0 "
@@ -151,7 +152,7 @@ class Peer:
 
 @contextmanager
 def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
-    """Append the batches with which the model is called to the yielded list."""
+    """Record the batches with which the model is called in the yielded list."""
     batches: list[Any] = []
     (stage,) = run.stages.values()
     hook = stage.register_forward_pre_hook(lambda _, args: batches.append(args[1]))
@@ -160,7 +161,7 @@ def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
 
 
 def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs: Curve) -> Iterator[None]:
-    """Train step by step, and append the losses to both curves."""
+    """Train both programs step by step, and append the losses to both curves."""
     from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
@@ -178,7 +179,7 @@ def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs
 
 @contextmanager
 def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
-    """Yield the given text, or as much of this machine's Python source code as is needed."""
+    """Yield the given text, or as much of the Python source code on this machine as needed."""
     if given is not None:
         yield given.resolve()
         return
@@ -191,7 +192,7 @@ def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
 
 
 def config_of(size: Size, steps: int, flags: str) -> RunConfig:
-    """Return the resolved configuration. Raises ValueError if the flags are not valid."""
+    """Return the resolved configuration. Raises ValueError if the flags are invalid."""
     from megatron.training.config.arguments import command_line
     from megatron.training.config.validation import resolve_legal
 
@@ -226,7 +227,7 @@ def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], f
 
 
 def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
-    """Return lines about the curves, and True if the first losses agree."""
+    """Return lines about the curves, and whether the first losses agree."""
     theirs = next(curve for curve in curves if curve.program == THEIRS)
     own = [curve for curve in curves if curve.program == OURS]
     alike, lines = True, []
@@ -247,7 +248,7 @@ def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Draw curves whose points are means over a hundredth of the steps."""
+    """Draw the curves. Each point is a mean over a hundredth of the steps."""
     from tools.pictures.drawing import Series, write_picture
     from tools.pictures.drawing import curves as figure_of
 
@@ -267,12 +268,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of the curves")
     add("--corpus", type=Path, help="text, in the form of --data-path")
-    add("--steps", type=positive, help="MB of text; default: 2,000, with --tiny 30")
+    add("--steps", type=positive, help="MB of text; default: 2,000, or 30 with --tiny")
     add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     add("--seeds", type=positive, default=3)
-    add("--draw", action="store_true", help="only draw the folder's curves.jsonl")
+    add("--draw", action="store_true", help="only draw the curves in the folder's curves.jsonl")
     add("--cpu", action="store_true")
-    add("--tiny", action="store_true", help="two layers of 64 channels, for a trial")
+    add("--tiny", action="store_true", help="train two layers of 64 channels, for a trial")
     args = parser.parse_args(argv)
     path = args.output / "curves.jsonl"
     if not args.draw:

@@ -1,8 +1,9 @@
-"""Timing on one device: device time of calls, the limits of a step, and the breakdown of a profiled step.
+"""Timing on one device: device times of calls, upper limits on the speed of a step, and the breakdown of a profiled
+step.
 
-On GPUs, a profile contains kernels and copies; idle is the part of the step in which none of them runs. On CPU, it
-contains torch's operations, each without the operations that it calls. A kernel of another library belongs to the first
-group whose pattern matches its name.
+On GPUs, a profile contains kernels and copies. "Idle" is the part of the step in which no kernel or copy runs. On CPU,
+a profile contains torch's operations, each without the operations that it calls. A kernel of another library belongs to
+the first group whose pattern matches the kernel's name.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Part:
     make: Callable[[RunConfig, torch.device], Call]
     tflop: float = 0.0
     gigabytes: float = 0.0
-    """Gigabytes that a call must at least read and write."""
+    """Minimum number of gigabytes that a call must read and write."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Row:
     gigabytes: float
     failed: str | None = None
     host_milliseconds: float | None = None
-    """Time that the host takes to launch a call."""
+    """Milliseconds that the host takes to launch a call."""
 
     @property
     def rate(self) -> float:
-        """Median rate in TFLOP/s or, without FLOPs, in GB/s."""
+        """Median rate in TFLOP/s, or in GB/s for a part without FLOPs."""
         assert self.milliseconds is not None, self.failed
         return 1e3 * (self.tflop or self.gigabytes) / self.milliseconds.median
 
@@ -90,7 +91,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def timed(part: Part, config: RunConfig, device: torch.device, calls: int, rounds: int) -> Row:
-    """Return the row of a part; if the part fails, the row has the last line of its error."""
+    """Return the row of a part. If the part fails, the row contains the last line of the error."""
     try:
         call = part.make(config, device)
         call()
@@ -110,13 +111,13 @@ def timed(part: Part, config: RunConfig, device: torch.device, calls: int, round
 
 
 MOST_SPUN = 0.1
-"""Longest time in seconds that a GPU is kept busy while the host launches calls."""
+"""Longest time, in seconds, for which a GPU is kept busy while the host launches calls."""
 
 
 def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds of a call on the device and of its launch on the host, which takes about `host` seconds.
-    The GPU is kept busy until all calls have been launched, so that it never waits for the host between short
-    kernels."""
+    """Return the milliseconds that a call takes on the device, and those that its launch takes on the host. The launch
+    takes about `host` seconds. The GPU is kept busy until all calls are launched, so that it never waits for the host
+    between short kernels."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,7 +138,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
 
 
 def products(config: RunConfig) -> dict[str, Size]:
-    """Return the GEMMs of a layer and of the output layer for one micro-batch: name -> (rows, out, in)."""
+    """Return the GEMMs of a layer and of the output layer for one micro-batch, as (rows, out, in) by name."""
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
     h = model.hidden_size
@@ -156,8 +157,8 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat1
 
 
 def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, device: torch.device) -> Call:
-    """Return a call that computes the forward, input gradient and weight gradient of a linear layer from random
-    numbers, into allocated memory."""
+    """Return a call that computes the output, the input gradient and the weight gradient of a linear layer on random
+    numbers. Results are written to preallocated memory."""
     rows, out, size_in = size
     x, dy, weight = (random(device, *shape, dtype=dtype) for shape in ((rows, size_in), (rows, out), (out, size_in)))
     y = torch.empty_like(dy)
@@ -173,8 +174,8 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """Return the same call for fp8 operands in the layout that the kernel requires. On CPU, the
-    program's own fp8 GEMM replaces torch's, which does not run on every CPU."""
+    """Return a call that computes the three GEMMs of a linear layer from fp8 operands, in the layout that the kernel
+    requires. On CPU, the program's own fp8 GEMM replaces torch's, which does not run on every CPU."""
     (rows, out, size_in) = size
     one = torch.ones((), device=device)
     operands = list[tuple[Scaled, Scaled]]()
@@ -198,8 +199,8 @@ def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) 
 
 
 def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
-    """Time a large cube and each GEMM of the model, forward and backward, then a copy within device memory. On CPU, the
-    cube is small and calls are few, because an fp8 GEMM may take a second there."""
+    """Time a large cubic GEMM, each GEMM of the model, forward and backward, and a copy within device memory. On CPU,
+    the cubic GEMM is small and there are few calls, because an fp8 GEMM may take a second."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
     in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}
@@ -212,7 +213,7 @@ def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
 
 
 def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
-    """Return the tokens per second of a step that consists only of its GEMMs, at the measured rates."""
+    """Return the tokens per second that a step would reach if it consisted only of its GEMMs, at the measured rates."""
     rates = {row.name: row.rate for row in found}
     layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
@@ -291,7 +292,7 @@ class Group:
     """Fraction of the whole step."""
     count: int
     longest: tuple[str, ...]
-    """Names of the kernels or operations that take most of the time."""
+    """Names of the kernels or operations that take the most time."""
 
 
 def group_of(name: str) -> str:
@@ -301,7 +302,7 @@ def group_of(name: str) -> str:
 
 
 def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None) -> list[Group]:
-    """Return the breakdown of a step into groups. `keep` is the path of the trace if it is to be kept."""
+    """Return the breakdown of a step into groups. `keep` is a path under which to keep the trace, or None."""
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         step()
@@ -318,7 +319,7 @@ def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None)
 
 
 def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
-    """Return the breakdown of the kernels and copies in a trace that `export_chrome_trace` has written."""
+    """Return the breakdown of the kernels and copies in a trace written by `export_chrome_trace`."""
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES]
     spans = [(float(event["ts"]), float(event["ts"] + event["dur"])) for event in events]
     whole = max((stop for _, stop in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
@@ -326,8 +327,8 @@ def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
-    """Return the breakdown of (name, microseconds, count), the longest group first and idle last; empty for an empty
-    step."""
+    """Return the breakdown of rows (name, microseconds, count). The longest group is first, and idle time is last.
+    Returns an empty breakdown for an empty step."""
     by_name: dict[str, Counter[str]] = defaultdict(Counter)
     counts = Counter[str]()
     for name, microseconds, count in times:

@@ -5,9 +5,9 @@
 Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, for example beyond its limit of
 variants, and with code 2 if torch's CUDA build, Triton or a C++ compiler is missing.
 
-Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU, but two parts
-of it query the driver and get an answer here: the autograd engine asks for the stream of each device, and Inductor
-reads the device's properties.
+Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU, except for two
+parts that query the driver: the autograd engine asks for each device's stream, and Inductor reads the device
+properties. This program answers both queries.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ extern "C" void pretend() {
 
 
 def unavailable() -> str | None:
-    """Return the reason why steps on fake CUDA tensors cannot run here, or None if they can."""
+    """Return the reason why steps on fake CUDA tensors cannot run on this machine; None if they can."""
     if torch.version.cuda is None:
         return f"needs torch's CUDA build (no GPU): this is torch {torch.__version__}"
     if importlib.util.find_spec("triton") is None:
@@ -97,7 +97,7 @@ def unavailable() -> str | None:
 
 
 def _build_guard() -> ctypes.CDLL:
-    """Compile `GUARD` once against the headers of this torch."""
+    """Compile `GUARD` once against the headers of the installed torch."""
     root = Path(torch.__file__).parent
     name = hashlib.sha256(f"{torch.__version__} {root} {GUARD}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"megatron_fake_cuda_{os.getuid()}"
@@ -120,7 +120,7 @@ def _zeros(x: Tensor) -> Any:
 
 
 class _OnHost(TorchDispatchMode):
-    """Mode that creates the real constants that Inductor folds on the host."""
+    """Mode in which constants that Inductor folds on the host are real tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,13 +139,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention with cuDNN's kernel: torch's own choice would query the device."""
+    """Compute F.scaled_dot_product_attention with cuDNN's kernel, because torch's own choice would query the device."""
     assert attn_mask is None and not dropout_p
     return cudnn_attention(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
 
 
 def _properties(device: DeviceFile) -> SimpleNamespace:
-    """Properties that Inductor and Triton read from a device."""
+    """Return the properties that Inductor and Triton read from a device."""
     major, minor = device.capability
     return SimpleNamespace(
         name=device.name,
@@ -167,7 +167,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 
 
 class _Idle:
-    """Stream or event with nothing to wait for."""
+    """Stream or event that never needs to wait."""
 
     device = torch.device("cuda", 0)
 
@@ -179,8 +179,8 @@ class _Idle:
 
 
 def _of_torch_cuda(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return attributes of `torch.cuda` for one device. Operations on fake tensors run in program order, whatever
-    stream they are launched on."""
+    """Return attributes of `torch.cuda` for one device. Operations on fake tensors run in program order, regardless of
+    the stream."""
     stream = _Idle()
     return {
         "device_count": lambda: 1,
@@ -217,10 +217,10 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
-    """Make tensors fake, `cuda:0` the given device, and attention use cuDNN.
+    """Make tensors fake, make `cuda:0` the given device, and make attention use cuDNN.
 
-    Use this context in a separate process, because the autograd engine keeps the first value. Raises RuntimeError if
-    `unavailable`.
+    Use this context in a separate process, because the autograd engine keeps the first value that it reads. Raises
+    RuntimeError if `unavailable`.
     """
     if (problem := unavailable()) is not None:
         raise RuntimeError(problem)
@@ -248,7 +248,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
             for name, value in values.items():
                 stack.enter_context(replaced((target, name, value)))
 
-        # torch.cuda.is_available stays False: FakeTensorMode then touches no driver.
+        # torch.cuda.is_available stays False: FakeTensorMode then does not query the driver.
         patch(torch.cuda, **_of_torch_cuda(properties, capability))
         patch(CudaInterface, **_of_interface(properties, capability))
         target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -265,8 +265,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
 @dataclass
 class RegionUse:
-    """Use of a compiled region: its calls, the graphs compiled for it (forward and backward counted separately), and
-    uncompiled calls."""
+    """Counts for a compiled region: calls, compiled graphs (forward and backward counted separately), and uncompiled
+    calls."""
 
     name: str
     calls: int = 0
@@ -276,7 +276,8 @@ class RegionUse:
 
 @contextmanager
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
-    """Compile the regions to device code, run them on fake tensors, and count their uses by name."""
+    """Compile the regions to device code, run the regions on fake tensors, and count the uses of each region by
+    name."""
     uses: dict[str, RegionUse] = {}
 
     @cache
@@ -291,7 +292,7 @@ def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
 
 
 class _Regions(TorchFunctionMode):
-    """Mode that runs the function that `compiled` returns for a region instead of the region."""
+    """Mode that replaces each region with the function that `compiled` returns for the region."""
 
     def __init__(self, compiled: Callable[[CompiledRegion], Callable[..., Any]]) -> None:
         super().__init__()
@@ -304,7 +305,8 @@ class _Regions(TorchFunctionMode):
 
 
 def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: FakeTensorMode) -> Callable[..., Any]:
-    """Return torch.compile of a region: Inductor generates code for its graphs, and fake tensors run them."""
+    """Return torch.compile of a region. Inductor generates code for the region's graphs, and fake tensors run through
+    the graphs."""
     from torch._inductor import compile_fx
 
     ran = [False]
@@ -343,7 +345,7 @@ def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: F
 
 
 class _Generated(BaseException):
-    """Raised to end a compilation once its code has been generated."""
+    """Raised to end a compilation once the code is generated."""
 
 
 def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
@@ -373,7 +375,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
 
 def _with_given_kernels(config: RunConfig) -> Parts:
-    """Return the parts of a run with fixed kernels, so that nothing is timed."""
+    """Return the parts of a run with fixed kernels, so that no kernel is timed."""
     from megatron.extensions.speed.fusions.hooks import KernelChoice
 
     parts = Parts().with_registered(config)

@@ -1,16 +1,17 @@
-"""Training on one GPU: tokens/s, TFLOP/s, MFU, memory compared with the plan, and the breakdown of a step's time.
+"""Benchmark training on one GPU: tokens/s, TFLOP/s, MFU, memory compared with the plan, and a breakdown of the step
+time.
 
     python tools/bench/gpu.py --config llama-8b-layers --precision bf16
     python tools/bench/gpu.py --config gpt-1.3b --compare "--no-compile" --compare "--cuda-graph-impl local"
     python tools/bench/gpu.py --cpu --config tiny       # a trial in a few seconds, without a GPU
 
-Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s are model FLOPs
-with causal attention, half of the square (docs/performance.md); MFU is their ratio to the peak of the device, which is
-the fp8 peak in fp8. The number of layers (llama-8b-layers) or of samples in a micro-batch (other models) is the largest
-that fits into the free memory by the dry run's plan. The ceilings are measured first: a GEMM of 8192 x 8192 x 8192 and
-the model's own GEMMs, on random numbers, and a copy within memory. Each `--compare FLAGS` also runs the model with
-these additional flags of pretrain_gpt.py. All variants run in separate processes that take turns, each with its part of
-the memory.
+Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s count model FLOPs
+with causal attention, which is half of the full square (docs/performance.md). MFU is the ratio of TFLOP/s to the
+device's peak; in fp8, this is the fp8 peak. The number of layers (llama-8b-layers), or the number of samples in a
+micro-batch (other models), is the largest that fits into free memory according to the dry run's plan. The upper limits
+are measured first: an 8192 x 8192 x 8192 GEMM and the model's own GEMMs, on random numbers, and a copy within device
+memory. Each `--compare FLAGS` also runs the model with these additional flags of pretrain_gpt.py. All variants run in
+separate processes that take turns. Each process has an equal part of the memory.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ WIDE = (
     "--ffn-hidden-size 14336"
 )
 PART = f"{WIDE} --vocab-size 32768"
-"""Flags of models whose layers should take most of the time."""
+"""Flags for models whose layers should take most of the time."""
 
 GROUPED = f"{PART} --group-query-attention --num-query-groups 8"
 LATENT = (
@@ -75,14 +76,15 @@ LATENT = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Model whose size is chosen by available memory: its layers, or otherwise the samples in a micro-batch."""
+    """Model whose size is chosen to fit available memory: its number of layers or, if that is given, the number of
+    samples in a micro-batch."""
 
     flags: str
     layers: int | None
-    """Number of layers; None for as many as fit."""
+    """Number of layers; None for as many layers as fit."""
 
     micro_batches: int
-    """Micro-batches of a step."""
+    """Number of micro-batches in a step."""
 
     most_samples: int = 16
     most_layers: int = 32
@@ -145,7 +147,7 @@ SHAPES = {
 }
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
 CPU_BYTES = 2**26
-"""Assumed memory for a trial without a GPU."""
+"""Assumed memory size for a trial without a GPU."""
 
 
 def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
@@ -165,9 +167,9 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """Return the largest configuration that fits by the plan. If the number of layers is not given, it is maximized
-    first; then the number of samples in a micro-batch, a power of two, is maximized. Raises ValueError if not even one
-    fits."""
+    """Return the largest configuration that fits according to the plan. First, the number of layers is maximized if it
+    is not given. Then, the number of samples in a micro-batch, a power of two, is maximized. Raises ValueError if not
+    even a single layer or sample fits."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
@@ -189,7 +191,7 @@ def gib(size: float) -> str:
 
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
-    """Build the run of one process that pretrain_gpt.py would build, and take this many steps."""
+    """Build the single-process run that pretrain_gpt.py would build, and take this many steps."""
     run = own_run(config)
     take_steps(run, warm_up)
     return run
@@ -207,13 +209,13 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def round_of(run: TrainingRun, steps: int) -> Round:
-    """Return a function that takes this many steps and returns the tokens per second."""
+    """Return a function that takes this many steps and returns tokens per second."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
     return timed(partial(take_steps, run, steps), 1, tokens)
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """Build and warm up in a separate process."""
+    """Build and warm up a variant in a separate process."""
     choose_allocators(os.environ)
     return round_of(built(config, warm_up), steps)
 
@@ -225,8 +227,8 @@ def measure(
     name: str,
     note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Measure ceilings, rounds of steps, then one step with the profiler. Figures are printed as they become known;
-    `note` receives them before the planner and the profiler run."""
+    """Measure the upper limits, then rounds of steps, and then a single step with the profiler. Figures are printed as
+    soon as they are measured. `note` receives them before the planner and the profiler run."""
     from megatron.training.metrics.summary import peak_tflops
 
     found = device_time.ceilings(config, device)
@@ -272,8 +274,8 @@ def say(lines: Iterable[str]) -> None:
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
-    """Predicted speed of a step, by device file. Reports why a file is left out: it lacks a rate, such as one for fp8,
-    or it is the file `own` of another device than `name`."""
+    """Return the predicted speed of a step by device file. Reports why a file is skipped: the file lacks a rate, such
+    as the fp8 rate, or it is the file `own` and describes a device other than `name`."""
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
@@ -294,7 +296,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--fp8-format", default="hybrid")
     parser.add_argument("--fp8-recipe", default="delayed")
-    parser.add_argument("--flags", default="", help="further flags of pretrain_gpt.py, in quotes")
+    parser.add_argument("--flags", default="", help="additional flags of pretrain_gpt.py, in quotes")
     parser.add_argument("--layers", type=positive, help="number of layers (default: the model's, or as many as fit)")
 
 
@@ -307,19 +309,17 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
     add_model_flags(parser)
     add = parser.add_argument
-    add("--compare", action="append", default=[], metavar="FLAGS", help="run with these flags too, in turns")
-    add(
-        "--memory-share", type=float, default=0.80, help="share of the free memory to plan with, as plans are estimates"
-    )
+    add("--compare", action="append", default=[], metavar="FLAGS", help="also run with these flags, in turns")
+    add("--memory-share", type=float, default=0.80, help="fraction of free memory to plan with; plans are estimates")
     add("--warm-up", type=int, default=5, help="steps before the first round")
-    add("--device", nargs="+", default=[], help="device files that the planner predicts the step with")
+    add("--device", nargs="+", default=[], help="device files with which the planner predicts the step")
     add(
         "--calibrated",
         type=Path,
         help="another device file, from tools/calibrate.py; left out if it describes another device",
     )
     add("--cpu", action="store_true", help="trial without a GPU, with --config tiny")
-    add("--trace", type=Path, help="path for the profiler's trace")
+    add("--trace", type=Path, help="path of the profiler's trace")
     return parser
 
 
@@ -334,8 +334,8 @@ def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
-    """Return the configuration that fits into `room` bytes, and the flags of all variants. Raises ValueError if none
-    fits."""
+    """Return the configuration that fits into `room` bytes, and the flags of all variants. Raises ValueError if no
+    configuration fits."""
     flags = f"{model_flags(args)} {'--cpu' if args.cpu else ''}"
     shape = SHAPES[args.config]
     return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags

@@ -1,8 +1,8 @@
 """Write one page of tables from the measurements of a GPU: `python tools/bench/gpu_page.py FOLDER`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
-tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. Missing or unreadable
-files are listed; they are not errors."""
+tests.txt, and the commands of scripts/gpu_first_hour.sh in calls.jsonl. Writes FOLDER/page.md. Missing or unreadable
+files are listed, and are not errors."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ EXPECTED = {
 """Files that scripts/gpu_first_hour.sh writes, with their descriptions."""
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
-"""Errors raised by reading JSON of an unexpected form."""
+"""Exceptions raised when JSON of an unexpected form is read."""
 
 
 @dataclass
 class Found:
-    """Contents of a folder."""
+    """Contents of a folder with measurements."""
 
     machines: dict[str, Figures] = field(default_factory=dict)
     """Device of the measurement, by file."""
 
     runs: list[tuple[str, Figures]] = field(default_factory=list)
-    """Measured models, by file."""
+    """Figures of each measured model, by file."""
 
     compared: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     parts: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
@@ -149,7 +149,7 @@ def _machines(found: Found) -> Iterator[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about: str = "") -> Iterator[str]:
-    """Yield the lines of a section; none if there are no rows."""
+    """Yield the lines of a section; yields nothing if there are no rows."""
     lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
     if lines:
         yield from ("", f"## {title}", *(("", about) if about else ()), "")
@@ -157,7 +157,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about
 
 
 Run = tuple[str, str, Figures]
-"""File, device and figures of a measured model."""
+"""Measured model: file, device and figures."""
 
 RUN = "file|device|model|layers|batch|tokens/s|TFLOP/s|MFU|of the products|plan|peak|peak/plan".split("|")
 
@@ -183,7 +183,7 @@ def planner(runs: Sequence[Run]) -> Iterator[str]:
         for file, _, row in runs
         for known, guess in row.get("planner", {}).items()
     ]
-    yield from _table("Beside the planner (--dry-run --device)", head, rows)
+    yield from _table("Measured and planned (--dry-run --device)", head, rows)
 
 
 def groups(source: str, row: Figures) -> Iterator[str]:
@@ -228,11 +228,11 @@ ENDED = (
     re.compile(rf"(?P<test>\S*::.*?) (?P<outcome>{OUTCOMES})(?: \(.*)?(?: +\[ *\d+%\])$"),
     re.compile(rf"\[gw\d+\] \[ *\d+%\] (?P<outcome>{OUTCOMES}) (?P<test>\S*::.*)"),
 )
-"""Line of `pytest -v`, with or without pytest-xdist, for a test that has ended."""
+"""Pattern of the line that `pytest -v` prints for a finished test, with or without pytest-xdist."""
 
 BEGUN = re.compile(r"(?P<test>[\w/.-]*::\S.*)")
 REASON = re.compile(r"(FAILED|ERROR) \S+")
-"""A line of the summary or of tests/failure_lines.py."""
+"""Pattern of a failure line in pytest's summary or from tests/failure_lines.py."""
 
 
 def _tests(found: Found) -> Iterator[str]:

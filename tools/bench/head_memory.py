@@ -1,11 +1,11 @@
-"""Memory of the output layer and the loss, for all tokens together and in chunks: planned for a GPU and for a CPU, and
-measured on this CPU.
+"""Compare the memory of the output layer and loss for all tokens at once and in chunks. Figures are planned for a GPU
+and a CPU, and measured on this CPU.
 
     python tools/bench/head_memory.py
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128
 
 For each figure, a separate process builds the output layer and measures the peak growth of its resident memory in one
-forward and one backward pass. Weights and their gradients are allocated beforehand. Freed memory returns to the system
+forward and one backward pass. Weights and weight gradients are allocated beforehand. Freed memory returns to the system
 immediately (MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator keeps no reserve.
 """
 
@@ -33,11 +33,11 @@ WIDTH = 512
 
 @dataclass(frozen=True)
 class Row:
-    """Peak bytes of a pass, without weights and gradients."""
+    """Peak bytes of a forward and backward pass, without weights and gradients."""
 
     vocab: int
     chunk: int
-    """Tokens per chunk; 0 for all tokens together."""
+    """Tokens per chunk; 0 for all tokens at once."""
 
     planned_gpu: int
     planned: int
@@ -49,8 +49,8 @@ class Row:
 
 
 def config_of(vocab: int, tokens: int, chunk: int, precision: str) -> RunConfig:
-    """Return the configuration of a model whose last stage has only the output layer, with one sample of this many
-    tokens."""
+    """Return the configuration of a model whose last stage contains only the output layer. The batch is one sample of
+    this many tokens."""
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 
@@ -76,7 +76,7 @@ def planned(config: RunConfig, device: str) -> int:
 
 
 def measured(config: RunConfig) -> int:
-    """Return the peak growth, in bytes, of this process's resident memory in a forward and a backward pass."""
+    """Return the peak growth, in bytes, of this process's resident memory during a forward and backward pass."""
     from dataclasses import replace
 
     import torch
@@ -96,16 +96,16 @@ def measured(config: RunConfig) -> int:
     dtype = getattr(torch, config.parallel.params_dtype)
     few = torch.randn(8, 1, WIDTH).to(dtype).requires_grad_()
     small = replace(Batch.of_tokens(tokens[:, :8]), aux_scale=batch.aux_scale)
-    model(few, small).backward()  # libraries allocate their buffers once
+    model(few, small).backward()  # a first pass, in which libraries allocate their buffers
     hidden = torch.randn(config.model.seq_length, 1, WIDTH).to(dtype).requires_grad_()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the measured peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak that the kernel measures
     before = status("VmRSS")
     model(hidden, batch).backward()
     return status("VmHWM") - before
 
 
 def status(name: str) -> int:
-    """Return the bytes in an entry of /proc/self/status."""
+    """Return an entry of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 

@@ -3,10 +3,11 @@
     python tools/bench/micro.py --config llama-8b-layers --json micro.json
     python tools/bench/micro.py --config tiny --cpu          # a trial in a few seconds, without a GPU
 
-Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median over several rounds
-of calls: the milliseconds of one call on the device, TFLOP/s if it multiplies, and GB/s for the bytes that it must at
-least read and write. If the host takes longer to launch a call, the row also shows that time. A row that fails shows
-its error, and the other rows continue, in another process if this one has lost its device.
+Shapes are those of one layer of the model with one sample in a micro-batch. Each row is a median over several rounds of
+calls: the milliseconds of one call on the device, TFLOP/s for GEMMs, and GB/s for the minimum number of bytes that the
+call must read and write. If the launch on the host takes longer than the call, the row also shows the launch time. A
+row that fails shows the error, and the other rows continue. They continue in another process if this process has lost
+its device.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 def gemms(config: RunConfig) -> Iterator[Part]:
     """Yield the forward GEMMs and the weight-gradient GEMMs.
 
-    There are three kinds of weight gradients: bf16 GEMMs with a bf16 result, bf16 GEMMs that are added to an fp32 sum,
-    and, with each kernel, fp8 GEMMs that are added to an fp32 sum.
+    There are three kinds of weight-gradient GEMMs: bf16 with a bf16 result, bf16 added to an fp32 sum, and fp8 added to
+    an fp32 sum. The last kind is measured with each kernel.
     """
     for name, size in products(config).items():
         rows, out, size_in = size
@@ -88,14 +89,14 @@ def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.devic
     from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size
-    # On CPU, torch's own GEMM stands in for the GPU kernels.
+    # On CPU, torch's own GEMM replaces the GPU kernels.
     run = kernel if device.type == "cuda" else "torch"
     return weight_grad_runs(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
 
 def experts(config: RunConfig) -> Iterator[Part]:
-    """Yield the weight gradients of all experts of `gpu.py --config experts`, with each kernel: with equal row counts,
-    and with half of the rows for one expert."""
+    """Yield the weight gradients of all experts in `gpu.py --config experts` with each kernel, once with equal row
+    counts and once with half of the rows for one expert."""
     from megatron.extensions.speed.fusions.grouped_choice import LISTS, TILES
 
     shapes = expert_shapes(config, torch.device("cpu"))
@@ -121,7 +122,7 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Return the share of the rows that an uneven distribution uses."""
+    """Return the fraction of the rows that an uneven distribution uses."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)
@@ -132,7 +133,7 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
     shapes = expert_shapes(config, device)
     operands = operands_of(shapes, *matrix, even(shapes) if evenly else uneven(shapes))
-    # On CPU, torch's own GEMMs stand in for the GPU kernels.
+    # On CPU, torch's own GEMMs replace the GPU kernels.
     return weight_grad_runs(shapes, *matrix, operands)[kernel if device.type == "cuda" else "torch"]
 
 
@@ -140,10 +141,10 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
 
 def attention(config: RunConfig) -> Iterator[Part]:
-    """Yield forward and backward attention with each kernel, in these forms: whole samples, context-parallel tiles, and
-    documents (--reset-attention-mask), one per sample. Attention with dropout uses its own kernel and plain torch.
-    The TFLOP count only the causal half; both passes together have three and a half times the TFLOP of the forward
-    pass."""
+    """Yield forward and backward attention with each kernel for whole samples, for context-parallel tiles, and for one
+    document per sample (--reset-attention-mask). Attention with dropout is measured with its Triton kernel and with
+    plain torch. The TFLOP figures count only the causal half. Both passes together count 3.5 times the TFLOP of the
+    forward pass."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -156,7 +157,7 @@ def attention(config: RunConfig) -> Iterator[Part]:
     kernels["triton, dropout 0.1, as documents"] = {"documents": True, "dropout": 0.1}
     for name, how in kernels.items():
         call = partial(attention_call, name.partition(",")[0], **how)
-        yield Part("attention", name, call, work / how.get("ranks", 1))  # one of two ranks has half of the queries
+        yield Part("attention", name, call, work / how.get("ranks", 1))  # each of two ranks has half of the queries
 
 
 def attention_call(
@@ -184,12 +185,12 @@ def attention_call(
 
 
 SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
-"""Operations of layers with selected keys other than attention."""
+"""Operations, other than attention, of layers with selected keys."""
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
-    """Yield attention to selected keys, and the selection, with the kernels and in plain torch. The operands are the
-    last queries of a sequence, on which kernels are also compared at the start of a run. The TFLOP figures for
+    """Yield attention to selected keys, and the selection of keys, with the kernels and in plain torch. The operands
+    are the last queries of a sequence, which a run also uses to compare kernels when it starts. The TFLOP figures for
     attention count only the keys that each query attends to, and assume five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
@@ -247,7 +248,7 @@ def layer(config: RunConfig, device: torch.device) -> Call:
     grad = torch.ones_like(x)
 
     def call() -> object:
-        x.grad = None  # otherwise the next gradient would be added to it
+        x.grad = None  # otherwise, the next gradient would be added to this gradient
         return stage(x, batch).backward(grad)
 
     return call
@@ -261,7 +262,7 @@ def memory(config: RunConfig) -> Iterator[Part]:
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of the parts after the first `done`, which another process measures and prints."""
+    """Return the rows of all parts after the first `done` parts. Another process measures and prints these rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]

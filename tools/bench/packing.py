@@ -1,13 +1,13 @@
-"""Compare five packing methods: padding and cut documents, and the balance of work between replicas and between
+"""Compare five packing methods by padding, cut documents, and the balance of work between replicas and between
 context-parallel ranks.
 
     python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
     python tools/bench/packing.py --documents 2000  other numbers
 
 Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, at
-four bytes per token. Packing methods: greedy as in Megatron-LM, first-fit in document order with any number of open
-samples, first-fit as torchtitan configures it (Grain's, with eight open samples), best-fit decreasing as in OLMo-core,
-and this program's best-fit.
+four bytes per token. The packing methods are greedy as in Megatron-LM, first-fit in document order with any number of
+open samples, first-fit as torchtitan configures it (Grain's method with eight open samples), best-fit decreasing as in
+OLMo-core, and this program's best-fit.
 """
 
 from __future__ import annotations
@@ -55,21 +55,22 @@ def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Length
 
 
 def source_files(documents: int) -> Lengths:
-    """Return the lengths of the files of Python's standard library, drawn with replacement."""
+    """Return the lengths of source files in Python's standard library, drawn with replacement."""
     sizes = [path.stat().st_size for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))]
     lengths = np.array([size // 4 for size in sizes if size >= 16], np.int64)
     return np.random.default_rng(1).choice(lengths, documents)
 
 
 def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the fractions of padding and of cut documents if documents are joined and cut wherever a sample ends."""
+    """Return the fractions of padding and cut documents if documents are concatenated and cut wherever a sample
+    ends."""
     ends = np.cumsum(lengths)
     return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
 
 
 def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the same fractions if each document goes, in order, into the first bin with room for it. Longer documents
-    are cut first."""
+    """Return the fractions of padding and cut documents if each document, in order, goes into the first bin with enough
+    room. Documents longer than a sample are first cut."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -79,11 +80,11 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
-    """Return the fraction of padding of first-fit with a few open samples. A document that fits into no open sample
-    closes them all."""
+    """Return the fraction of padding for first-fit with a few open samples. A document that fits into no open sample
+    closes all open samples."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
-    for places in (sizes - 1).tolist():  # input tokens: the last token of a document is only a label
+    for places in (sizes - 1).tolist():  # input tokens only, because the last token of a document is only a label
         fits = next((bin for bin in range(OPEN) if room[bin] >= places), None)
         if fits is None:
             samples += OPEN
@@ -94,8 +95,8 @@ def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
 
 
 def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the same fractions if fragments of at most seq_length tokens, the longest first, go into the fullest bin
-    with room for them."""
+    """Return the fractions of padding and cut documents if fragments of at most seq_length tokens, longest first, go
+    into the fullest bin with enough room."""
     whole, rest = lengths // seq_length, lengths % seq_length
     sizes = np.sort(np.concatenate([np.full(int(whole.sum()), seq_length), rest[rest > 0]]))[::-1]
     rooms: list[int] = []  # ascending
@@ -129,7 +130,7 @@ def print_packing(documents: int, seq_length: int) -> None:
 
 
 def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
-    """Yield the positions at which documents begin in greedy samples; attention restarts at each."""
+    """Yield the positions at which documents begin in greedy samples. Attention restarts at these positions."""
     bounds = np.cumsum(lengths)
     for first in range(0, MICRO_BATCHES * seq_length, seq_length):
         inside = bounds[(bounds > first) & (bounds < first + seq_length)] - first
@@ -137,7 +138,7 @@ def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
 
 
 def packed_documents(packed: Packed, seq_length: int) -> Iterator[Documents]:
-    """Yield the same positions for samples of whole documents."""
+    """Yield the positions at which documents begin in samples of whole documents."""
     for a, b in pairwise([0, *packed.ends[:MICRO_BATCHES].tolist()]):
         yield (starts_of(packed.lengths[a:b].tolist(), seq_length),)
 

@@ -1,12 +1,12 @@
-"""Predicted steps of the models of tools/bench/gpu.py, with all kernels and mechanisms of this revision, and with each
-one turned off.
+"""Predict the step times of the models in tools/bench/gpu.py, with all kernels and mechanisms of this revision and with
+each of them turned off.
 
     python tools/bench/planned_steps.py
     python tools/bench/planned_steps.py --only sparse --device h100 --json steps.json
 
-Nothing is executed: `predict_step` adds up the work of a GPU in a step. A kernel is turned off in the same way as in a
-run that finds it wrong or slow (`megatron.core.kernels.LEFT_OUT`). Kernels that change a step by less than 0.1 % are
-not listed.
+Nothing is executed: `predict_step` adds up the GPU's work in a step. A kernel is turned off in the same way as in a run
+that finds the kernel wrong or slow (`megatron.core.kernels.LEFT_OUT`). Kernels that change a step by less than 0.1 %
+are not listed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 from tools.bench.side_by_side import bench_parser, machine, write_json
 
 LAYERS = {"llama-8b-layers": 8}
-"""Samples per micro-batch, for models that would otherwise use as many as fit."""
+"""Number of layers, for models that would otherwise use as many layers as fit."""
 
 PLANS = {
     "sparse": ("sparse", "--bf16"),
@@ -31,20 +31,20 @@ PLANS = {
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
-"""Shape of tools/bench/gpu.py and flags, by name."""
+"""Model of tools/bench/gpu.py and additional flags, by name."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
-"""Flags that turn mechanisms off or on."""
+"""Flags that turn a mechanism off or on."""
 
 LEAST = 1e-3
-"""Smallest relative change of a step that is listed."""
+"""Smallest relative change of the step time that is listed."""
 
 
 @dataclass(frozen=True)
 class Row:
     model: str
     without: str
-    """The mechanism that is turned off, or the flag that is added; "" for this revision unchanged."""
+    """Mechanism that is turned off, or flag that is added; "" for the unchanged revision."""
 
     milliseconds: float
     tokens_per_second: float
@@ -62,7 +62,7 @@ HEAD = f"{'model':<22}{'without, or with a flag':<32}{'ms':>9}{'tokens/s':>10}{'
 
 
 def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = ()) -> Row:
-    """Predict the step of one model. Raises ValueError if the flags are not valid."""
+    """Predict the step of a model. Raises ValueError if the flags are invalid."""
     from megatron.core.kernels import LEFT_OUT
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -83,7 +83,7 @@ def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = (
 
 
 def variants(model: str, device: str) -> Iterator[Row]:
-    """Yield the predicted steps of this revision, unchanged and with each change."""
+    """Yield the predicted steps of this revision, first unchanged and then with each change."""
     from megatron.core.kernels import KERNELS
     from megatron.extensions.plan.planner.time.expert_products import PLANNED
     from megatron.extensions.speed.fusions.kernel_choice import planned_kernels

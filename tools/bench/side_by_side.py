@@ -1,4 +1,4 @@
-"""Shared parts of benchmarks: contestants in separate processes that take turns, medians, and a record of the
+"""Shared parts of benchmarks: contestants in separate processes that take turns, medians, and a description of the
 machine."""
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
-"""Function that does one round of a contestant's work and returns the compared figure."""
+"""Function that runs one round of a contestant and returns the compared figure."""
 
 Found = dict[str, list[float] | str]
-"""For each contestant, the results of its rounds, or the last line of its error."""
+"""Results of each contestant's rounds, or the last line of the contestant's error."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Contestant whose `build(*args)` returns the function that does one round. It is called in a fresh process, or in
-    `ranks` of them, where it may import packages that the other contestants must not see. RANK, WORLD_SIZE, MASTER_ADDR
+    """Contestant whose `build(*args)` returns the function that runs one round. `build` is called in a new process, or
+    in `ranks` new processes. It may import packages that other contestants must not see. RANK, WORLD_SIZE, MASTER_ADDR
     and MASTER_PORT are set as by torchrun. With several ranks, the smallest result counts."""
 
     name: str
@@ -58,10 +58,10 @@ def positive(text: str) -> int:
 
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
-    """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to its
-    default and help. If measurements are repeated, the parser also has --rounds, with the default `rounds`. Loads the
-    built-in extensions, as every program does before it reads flags."""
-    from megatron.extensions import load  # contestants of other programs import this module without the library
+    """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to a
+    default and a help text. If measurements are repeated, the parser also has --rounds, with the default `rounds`.
+    Loads the built-in extensions, as every program does before it reads flags."""
+    from megatron.extensions import load  # contestants for other programs import this module without the library
 
     load()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,7 +74,7 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
 
 
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
-    """Return a round that runs this many steps and returns tokens per second by a clock."""
+    """Return a round that runs this many steps and returns tokens per second, as measured by `clock`."""
 
     def one_round() -> float:
         start = clock()
@@ -95,8 +95,9 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """Return a training step of this program with the given flags, as its users run it, including callbacks. It imports
-    the program and sets threads, so call it in a contestant's process. Raises ValueError if the flags are not valid."""
+    """Return a training step of this program with the given flags, including callbacks, as users run it. Call this
+    function in a contestant's process, because it imports the program and sets the number of threads. Raises ValueError
+    if the flags are invalid."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -144,11 +145,11 @@ def interleaved(
     warm_up: int = 1,
     note: Callable[[Found], object] = lambda found: None,
 ) -> Found:
-    """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all of
-    them.
+    """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all
+    contestants.
 
-    The result of a contestant that fails is the last line of its error. `note` receives the results so far whenever
-    there are new ones.
+    The result of a contestant that fails is the last line of its error. `note` receives all results so far whenever
+    there is a new result.
     """
     found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
@@ -183,7 +184,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Worker:
-    """Processes that build a contestant in a separate folder and then run a round on request."""
+    """Processes that build a contestant in a separate folder and then run rounds on request."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -200,12 +201,12 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """Return the result of the slowest rank. Raises the error of a rank."""
+        """Return the result of the slowest rank. Raises the error of a failed rank."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
     def close(self) -> None:
-        """Kill the processes, because process groups whose peers are gone would wait for them."""
+        """Kill the processes, because their process groups would wait for peers that are gone."""
         for pid, pool in zip(self._pids, self._pools, strict=True):
             with suppress(Exception):
                 os.kill(pid.result(), signal.SIGKILL)
@@ -214,15 +215,15 @@ class _Worker:
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of all ranks. After an error, it does not wait for the other ranks, which may be waiting for
-    the failed one."""
+    """Return the results of all ranks. After an error, do not wait for the other ranks, which may be waiting for the
+    failed rank."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = [future for future in done if future.exception() is not None]
     return [future.result() for future in failed or futures]
 
 
 _rounds: list[Round] = []
-"""Round that this process has built, kept between calls."""
+"""Round function that this process has built, kept between calls."""
 
 
 def _end_with_parent() -> None:
@@ -249,7 +250,8 @@ def _one_round() -> float:
 
 
 def _free_port() -> int:
-    """Return a port below the ephemeral range, from which a connection could take it before the contestant does."""
+    """Return a port below the ephemeral range. Another connection could take a port in that range before the contestant
+    opens it."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -259,7 +261,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of a contestant relative to each of the others: the median of the rounds' ratios."""
+    """Speed of a contestant relative to each other contestant: the median of the rounds' ratios."""
 
     contestant: str
     result: Spread | None
@@ -268,7 +270,7 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """Return one row per contestant, which compares it with the contestants that `beside` lists for it."""
+    """Return one row per contestant. A row compares a contestant with those that `beside` lists for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():
@@ -281,13 +283,14 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Return the median ratio over the rounds that both have done. Other work on the machine hardly changes it."""
+    """Return the median ratio over the rounds that both contestants have run. Other work on the machine hardly changes
+    this ratio."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 
 
 def forget(*packages: str) -> None:
-    """Unload these packages of this checkout, so that the next import finds them elsewhere."""
+    """Unload packages of this checkout, so that the next import finds them elsewhere."""
     root = Path(__file__).resolve().parents[2]
     sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
@@ -306,7 +309,7 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Return a description of the machine, and print it in two lines."""
+    """Return a description of the machine, and print the description in two lines."""
     from tools.common import processor_name  # contestants may have loaded another megatron
 
     versions = {name: _version(name) for name in ("torch", *packages)}
@@ -335,9 +338,9 @@ def _version(package: str) -> str | None:
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
     """Write figures as JSON for other programs, if a file is given.
 
-    A program may write its figures so far before it has `ended`; the file is complete whenever the program is killed.
-    Print the figures first: a file that cannot be written is named, and makes a program that has `ended` exit with code
-    1. Before that, it does not stop the program.
+    A program may write intermediate figures before it has `ended`. The file is complete even if the program is killed
+    at any time. Print the figures before calling this function. If the file cannot be written, an error names it. The
+    program then exits with code 1 if it has `ended`, and otherwise continues.
     """
     if path is None:
         return
@@ -356,7 +359,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: if that fails with OSError, the file is unchanged."""
+    """Replace a file as a whole. If this fails with OSError, the file is unchanged."""
     from megatron.core.fsync import whole_file  # contestants may have loaded another megatron
 
     with whole_file(path) as new:

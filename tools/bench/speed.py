@@ -1,4 +1,5 @@
-"""Speed of training, parallel layouts and start-up, compared with the limits of the machine or with an older revision.
+"""Compare the speed of training, parallel layouts and start-up with the limits of the machine or with an older
+revision.
 
     python tools/bench/speed.py --list                                               # the cells
     python tools/bench/speed.py --only "llama float32 eager" --rounds 7
@@ -8,23 +9,23 @@
 
 The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. It is compared with the ceiling: the GEMMs of the model's linear
-layers and output layer alone, forward and backward, in the same precision.
+Training in one process includes the optimizer step. It is compared with an upper limit: only the GEMMs of the model's
+linear layers and output layer, forward and backward, in the same precision.
 
-TP, PP and DP: 8 micro-batches of one sequence per step in float32, over gloo processes of one thread, compared with one
-process of as many threads. Two rows show an upper bound on this machine: processes that share the batch but never
-communicate, and tensor parallelism whose layers omit their collectives (its results are wrong, but it does all the
-work).
+TP, PP and DP: 8 micro-batches of one sequence per step in float32, over single-threaded gloo processes, compared with
+one process that has as many threads. Two rows show an upper bound for this machine: processes that share the batch but
+never communicate, and tensor parallelism whose layers omit the collectives (the results are wrong, but all the work is
+done).
 
-Packed CP: documents under context parallelism, most of them short, some about half as long as a sample, which makes the
-default chunks least equal. Attention takes most of the step. The processor time of the busiest rank counts: the other
-ranks wait for it, and other programs change that wait, but hardly the processor time. All contestants train on the same
-samples in a round.
+Packed CP: documents under context parallelism. Most documents are short, and some are about half as long as a sample,
+which makes the default chunks most unequal. Attention takes most of the step. The figure is the processor time of the
+busiest rank, for which the other ranks wait. Other programs on the machine change the wait, but hardly the processor
+time. In a round, all contestants train on the same samples.
 
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
---before compares this program with another checkout of it, round by round, and prints the median of the ratios after /
-before. Higher is better for tokens per second, lower for seconds."""
+--before compares this checkout with another one, round by round, and prints the median of the ratios after / before.
+Higher is better for tokens per second, lower for seconds."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ LAYOUTS = {
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
-    """Return the flags of this program for a style, as a user would give them."""
+    """Return the flags of this program for a model style, as a user would pass them."""
     text = (
         f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
         f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
@@ -122,7 +123,7 @@ def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
-    """Return a round of the GEMMs alone, each into existing memory."""
+    """Return a round of only the GEMMs, which write to preallocated memory."""
     import torch
 
     from tools.bench.device_time import linear_products
@@ -138,8 +139,8 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Return a round of data parallelism without communication: each process is its own world, with its part of the
-    batch."""
+    """Return a round of data parallelism without communication: each process trains on its part of the batch in a world
+    of its own."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -155,7 +156,7 @@ def silent_tensor_parallel(argv: Sequence[str], tokens: int, steps: int) -> Roun
 
 
 def starts(command: Sequence[str], until: str, folder: Path = ROOT) -> Round:
-    """Return a round that measures the wall-clock seconds until a command ends, or until it prints a line that contains
+    """Return a round that measures the wall-clock seconds until a command ends or prints a line that contains
     `until`."""
 
     def one_round() -> float:
@@ -191,8 +192,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""Maps each name to Python's arguments, and to the text of the output line at which timing ends; empty if timing ends
-with the process."""
+"""Arguments of Python and the text in the output at which timing ends, by name of the command. The text is empty if
+timing ends with the process."""
 
 
 # The table
@@ -204,19 +205,19 @@ class Cell:
 
     contestants: list[Contestant]
     baseline: str
-    """Name of the contestant that all others are compared with."""
+    """Name of the contestant with which all others are compared."""
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the contestants that each contestant is compared with, in addition to the baseline."""
+    """Names of the contestants with which each contestant is compared, in addition to the baseline."""
 
     @property
     def ours(self) -> list[Contestant]:
-        """Contestants of this program without the baseline."""
+        """Contestants of this program, without the baseline."""
         return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
-        """Yield the names of the contestants that `name` is compared with."""
+        """Yield the names of the contestants with which `name` is compared."""
         yield from (self.baseline, *self.others.get(name, ()))
 
     def chosen(self, names: Sequence[str]) -> Cell:
@@ -236,7 +237,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
 
 
 def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
-    """Return cells for the output layer and loss of a large vocabulary, for all tokens together and in chunks."""
+    """Return cells for the output layer and loss with a large vocabulary, for all tokens at once and in chunks."""
     style = Style(4, 256, 4, 4, 768, 512, 65536, 4, llama=True)
     found = {}
     for dtype in FORMATS:
@@ -256,11 +257,11 @@ WATCHES = {
     "averages every 10": "--ema-decay 0.999 --ema-interval 10",
     "noise scale": "--log-noise-scale",
 }
-"""Flags, by name, for values kept or measured during training."""
+"""Flags, by name, for values that training keeps or measures."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:
-    """Return a cell with steps of 8 micro-batches, with averaged weights and with the gradient noise scale."""
+    """Return a cell with steps of 8 micro-batches: plain, with averaged weights, and with the gradient noise scale."""
     argv, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.tokens
     members = [
         Contestant(name, ours, ([*argv, *more.split()], tokens, steps), threads) for name, more in WATCHES.items()
@@ -274,7 +275,7 @@ DIVISIONS = {
     "balanced": "--balance-packed-samples",
     "hybrid": "--hybrid-context-parallel",
 }
-"""Flags, by name, that divide the documents of samples over context-parallel ranks."""
+"""Flags, by name, for the division of samples' documents over context-parallel ranks."""
 
 
 def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
@@ -288,8 +289,8 @@ def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
 
 
 def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, folder: str) -> Round:
-    """Return a round that measures the tokens of all ranks per second of this rank's processor time. The documents have
-    mixed lengths, and the first process writes them to `folder`."""
+    """Return a round that measures all ranks' tokens per second of this rank's processor time. The documents have mixed
+    lengths; the first process writes them to `folder`."""
     import numpy as np
 
     from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
@@ -299,7 +300,7 @@ def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, f
         with IndexedDatasetBuilder(f"{own}/text", np.dtype("<u2")) as builder:
             for length in mixed_lengths(seq_length).tolist():
                 builder.add_document(np.append(random.integers(0, 255, length - 1), 255))
-        with suppress(OSError):  # another process has written it
+        with suppress(OSError):  # another process has written the file
             os.rename(own, folder)
     return timed(own_step([*argv, "--data-path", f"{folder}/text"]), steps, tokens, time.process_time)
 
@@ -319,7 +320,8 @@ def packed(n: int, steps: int) -> dict[str, Cell]:
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
-    """Return one cell per kind of parallelism: more would not fit into the memory of a small machine."""
+    """Return one cell per kind of parallelism, because larger cells would not fit into the memory of a small
+    machine."""
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
@@ -336,13 +338,13 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
 
 
 def kind_of(name: str) -> str:
-    """Return the cell of a contestant of the parallel layouts."""
+    """Return the name of the cell to which a contestant of the parallel layouts belongs."""
     return next((kind for kind in ("PP", "TP") if kind in name), "DP")
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """Compare a contestant of this program in another checkout and in this one. Returns the figures before and after
-    and the ratio after / before, round by round, or an error message."""
+    """Compare a contestant in another checkout of this program with the same contestant in this checkout. Returns the
+    figures before and after and the ratio after / before for each round, or an error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(
@@ -356,7 +358,7 @@ def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[
 
 
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
-    """Return `ours` of the program in `checkout`, which replaces the modules that this process has imported from
+    """Return `ours` from the program in `checkout`. Its modules replace those that this process has imported from
     another checkout."""
     own = sys.modules[timed.__module__]
     forget("megatron", "tools")
@@ -368,7 +370,7 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
     for module in (megatron, theirs):
         assert module.__file__ is not None and module.__file__.startswith(str(checkout)), module.__file__
     step = theirs.own_step(list(argv))
-    sys.modules[timed.__module__] = own  # through which this process is asked for rounds
+    sys.modules[timed.__module__] = own  # this process receives requests for rounds through this module
     return timed(step, steps, tokens)
 
 
@@ -386,9 +388,9 @@ def run_cells(
 
     Args:
         about: description for `--help`.
-        cells: (threads, ranks, steps) -> name -> cell.
-        argv: arguments; the program's own if None.
-        packages: packages whose versions are recorded.
+        cells: Function (threads, ranks, steps) -> cells by name.
+        argv: Arguments; None for the program's own.
+        packages: Packages whose versions are recorded.
     """
     parser = bench_parser(about, 5, ranks=(2, "processes for TP, PP and DP"), steps=(1, "steps per round of training"))
     parser.add_argument(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """Sizes of a model that every contestant can build."""
+    """Sizes of a model that each contestant can build."""
 
     layers: int
     hidden: int
@@ -21,7 +21,7 @@ class Style:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
+        """Number of tokens in one step."""
         return self.seq * self.micro_batch
 
     @property

@@ -46,7 +46,7 @@ LAYOUT_FIELDS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Flags that shard the model for generation."""
+"""Configuration fields whose flags shard the model for generation."""
 
 
 PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
@@ -54,21 +54,22 @@ PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser that prints only the reason when it refuses flags, without the usage of all flags."""
+    """Parser that prints only the reason when it refuses flags, without a usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n--help lists the flags\n")
 
 
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a module's docstring, unchanged. It refuses texts and paths that are empty
-    or contain control characters, except those of type `any_text`."""
+    """Return a parser whose help begins with a module's docstring, unchanged. The parser refuses texts and paths that
+    are empty or contain control characters, except texts of type `any_text`."""
     shape = argparse.RawDescriptionHelpFormatter
     return checked_texts(ToolParser(description=about, formatter_class=shape, **more))
 
 
 def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split the arguments into the tool's own and those after `--`, which belong to another program."""
+    """Split the arguments into the tool's own arguments and the arguments after `--`, which belong to another
+    program."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:cut], arguments[cut + 1 :]
@@ -85,13 +86,13 @@ def too_small(args: argparse.Namespace, **least: float) -> list[str]:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise ValueError with every problem, one per line, if there are any."""
+    """Raise ValueError with every problem, one per line, if there are problems."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
-    """Add flags for these configuration fields, with the name, type and help that they have in training."""
+    """Add flags for these configuration fields, with the same names, types and help texts as in training."""
     group = parser.add_argument_group(title)
     for name in names:
         flag = field_table()[name]
@@ -116,7 +117,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
-    """Return a parser for tools that generate text: extensions, model, device, layout, tokenizer."""
+    """Return a parser for tools that generate text, with flags for extensions, model, device, layout and tokenizer."""
     from torch.cuda import is_available
 
     parser = tool_parser(about)
@@ -135,7 +136,7 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """Return the problems of the combined flags of `model_parser`."""
+    """Return the problems with combinations of the flags of `model_parser`."""
     names = [name for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)]
     if not names or args.tokenizer_type:
         return []
@@ -143,8 +144,8 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
-    """Load the model that the flags of `model_parser` name, and keep it until `stack` ends. If it cannot be loaded, the
-    first rank raises ValueError, and the others exit with its code."""
+    """Load the model that the flags of `model_parser` select, and keep it until `stack` ends. If the model cannot be
+    loaded, the first rank raises ValueError, and the other ranks exit with the same code."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.use.inference.model import loaded_model
 
@@ -168,7 +169,7 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 
 def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
     """Add --hf-family, which is read like --extension, if Hugging Face folders are supported. A program that `writes`
-    them also accepts the name of a family, which `family_of_output` returns."""
+    such folders also accepts the name of a family, which `family_of_output` returns."""
     if "hugging_face" not in PATH_KINDS:
         return
     from megatron.extensions.interop.hugging_face.family_files import add_families, is_family_file
@@ -191,7 +192,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
 
 def family_of_output(args: argparse.Namespace) -> str | None:
-    """Return the Hugging Face family that --hf-family names, for writing. Raises ValueError for an unknown one."""
+    """Return the Hugging Face family that --hf-family names, for writing. Raises ValueError for an unknown family."""
     if not (values := getattr(args, "hf_family", [])):
         return None
     from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
@@ -211,7 +212,7 @@ def _read_at_once(
     text: str,
     read: Callable[[list[str]], object],
 ) -> None:
-    """Add a flag whose values are read before the other flags."""
+    """Add a flag whose values are read before all other flags."""
     first = checked_texts(ToolParser(add_help=False, allow_abbrev=False))
     for each in (parser, first):
         each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
@@ -222,7 +223,7 @@ def _read_at_once(
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
-    """Return a configuration section from the parser's flags; other fields keep their defaults."""
+    """Build a configuration section from the parser's flags. Other fields keep their defaults."""
     values: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]
         if hasattr(args, field.name):
@@ -232,7 +233,7 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
 
 
 def why_unreachable(folder: PurePath) -> str | None:
-    """Return the reason why no file can be written under a URL, or None if one can. Leaves no files."""
+    """Return the reason why no file can be written under a URL; None if a file can be written. Leaves no files."""
     probe = folder / f".written-{os.urandom(16).hex()}"
     try:
         storage_of(folder).write(probe, b"")
@@ -243,14 +244,14 @@ def why_unreachable(folder: PurePath) -> str | None:
 
 
 def refuse_unwritable(flag: str, path: Path) -> None:
-    """Raise ValueError, before any work is done, if a file could not be written."""
+    """Raise ValueError if a file cannot be written. Call this function before any work is done."""
     if (why := why_not_written(path)) is not None:
         raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
 
 
 def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
-    """Raise ValueError, before any work is done, if output in one folder or under one URL could not be written, or
-    would replace a file without permission."""
+    """Raise ValueError if output in one folder or under one URL cannot be written, or would replace a file without
+    permission. Call this function before any work is done."""
     folder = paths[0].parent
     why = why_unwritable(folder) if isinstance(folder, Path) else why_unreachable(folder)
     if why:
@@ -264,7 +265,8 @@ def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
 
 
 def dataset_at(prefix: str) -> IndexedDataset:
-    """Open the indexed dataset of a prefix. Raises ValueError if there is none, or if the path is a text file."""
+    """Open the indexed dataset with a prefix. Raises ValueError if there is no such dataset, or if the path is a text
+    file."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if data_kind_of(prefix) is not None:
@@ -273,8 +275,8 @@ def dataset_at(prefix: str) -> IndexedDataset:
 
 
 def refuse_picture(flag: str, path: Path | None) -> None:
-    """Raise ValueError, before any work is done, if a picture could not be written because of its suffix, its folder or
-    missing matplotlib."""
+    """Raise ValueError if a picture cannot be written because of its suffix, its folder or missing matplotlib. Call
+    this function before any work is done."""
     if path is None:
         return
     if path.suffix.lower() not in PICTURES:
@@ -299,7 +301,7 @@ def processor_name() -> str:
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
     """Run a tool's main and exit with its code. User errors give code 2 and one line per problem. An interruption gives
-    code 130, and a termination 143; both raise an exception, so that temporary files are removed."""
+    code 130, and a termination gives code 143. Both raise an exception, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()

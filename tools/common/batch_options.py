@@ -1,4 +1,4 @@
-"""Options of sbatch in the #SBATCH lines of a job script, and the variables that Slurm sets from them."""
+"""Read the sbatch options in the #SBATCH lines of a job script, and derive the variables that Slurm sets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VARIABLES = {
     "--gres": ("SLURM_GPUS_ON_NODE",),
     "--gpus": ("SLURM_GPUS",),
 }
-"""Variables that hold the number of each option."""
+"""Variables that Slurm sets to the number given by each option."""
 
 
 def batch_options(text: str) -> Iterator[list[str]]:
-    """Yield the words of each option in the #SBATCH lines of a script, which precede its first command."""
+    """Yield the words of each option in the #SBATCH lines that precede the first command of a script."""
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
             return
@@ -38,8 +38,8 @@ def batch_options(text: str) -> Iterator[list[str]]:
 
 
 def slurm_variables(batch: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the variables of a job whose values are given by options of sbatch. A range such as --nodes=2-4 gives
-    none."""
+    """Return the job variables whose values sbatch options determine. A range such as --nodes=2-4 determines no
+    variable."""
     numbers: dict[str, int] = {}
     for option in batch:
         found = re.fullmatch(r"(--[\w-]+|-[NncG])(?:[= ]?(.*))", " ".join(option))

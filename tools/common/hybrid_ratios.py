@@ -1,4 +1,4 @@
-"""Conversion of Megatron-LM's older ratios of attention and MLP layers to the layers of a hybrid model."""
+"""Convert Megatron-LM's older ratios of attention and MLP layers to the layer pattern of a hybrid model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PATTERNS = (PATTERN, "--hybrid-override-pattern")
 
 
 def pattern_of(layers: int, attention: float, mlp: float) -> str:
-    """Return the letters of the layers: attention (*) evenly spaced between Mamba layers (M), then MLP layers (-) that
-    replace some of these, evenly spaced up to the end. Raises ValueError if the shares are not fractions that add up to
-    at most 1."""
+    """Return the layer letters. Attention layers (*) are evenly spaced between Mamba layers (M). MLP layers (-) then
+    replace some Mamba layers, evenly spaced up to the end. Raises ValueError if the shares are not fractions that add
+    up to at most 1."""
     if layers < 1 or min(attention, mlp) < 0 or attention + mlp > 1:
         raise ValueError(f"{ATTENTION} {attention:g} and {MLP} {mlp:g}: must be shares that add up to at most 1")
     attentions, mlps = round(layers * attention), round(layers * mlp)
@@ -27,7 +27,7 @@ def pattern_of(layers: int, attention: float, mlp: float) -> str:
 
 
 def _spaced(places: int, gap: float) -> list[bool]:
-    """Return which positions are chosen if `gap` others, possibly a fraction, precede each chosen one."""
+    """Return which positions are chosen if `gap` other positions precede each chosen one. `gap` may be a fraction."""
     found, left = [], gap
     for _ in range(places):
         found.append(left < 0.5)
@@ -36,8 +36,8 @@ def _spaced(places: int, gap: float) -> list[bool]:
 
 
 def computed_pattern(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
-    """Return the pattern flag that replaces the ratios in a command's flags. Returns None if there are no ratios, if
-    there is a pattern already, or if a flag that the pattern depends on is missing."""
+    """Return the pattern flag that replaces the ratios in a command's flags. Returns None if there are no ratios, if a
+    pattern is given, or if a flag on which the pattern depends is missing."""
     last = {name.replace("_", "-"): values for name, values in tokens}
     if last.keys().isdisjoint((ATTENTION, MLP)) or not last.keys().isdisjoint(PATTERNS):
         return None

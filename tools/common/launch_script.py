@@ -1,8 +1,8 @@
 """Read the training command of a shell script without running the script.
 
-Assignments, arithmetic, `if`, `case`, `&&` and `||` are evaluated as far as the script itself determines them. Tests
-read an unset variable as bash does, unless the environment may set it. In words, variables that the script does not
-set, and values that only a shell computes, stay unchanged.
+Assignments, arithmetic, `if`, `case`, `&&` and `||` are evaluated as far as the script itself determines the result.
+Tests read an unset variable as bash does, unless the environment may set it. Words keep variables that the script does
+not set, and values that only a shell can compute, unchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .shell_words import commands, pieces, split
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
-"""Assignment in arithmetic, as in `let` and `((...))`."""
+"""Pattern of an assignment in arithmetic, as in `let` and `((...))`."""
 
 STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
-"""Increment or decrement of a variable in arithmetic."""
+"""Pattern of a variable's increment or decrement in arithmetic."""
 
 ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PRINTERS = ("echo", "printf")
 ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
-"""Words that end a command held by a variable."""
+"""Words that end a command stored in a variable."""
 
 SETS_NONE = re.compile(r"conda|activate$|rc$|profile$")
-"""Names of scripts that prepare a shell and set no variables that a launch script tests."""
+"""Names of scripts that prepare a shell but set no variables that a launch script tests."""
 
 PROGRAM = re.compile(r"[^\s,:]*(?:\.py|pretrain\w*)")
 INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
@@ -37,13 +37,13 @@ INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
 
 @dataclass
 class Branch:
-    """An `if`, `case`, loop or group that is being read."""
+    """State of an `if`, `case`, loop or group that is being read."""
 
     live: float
     """`YES` if the commands of the current branch run."""
 
     taken: float = NO
-    """`YES` if one of the earlier branches has run."""
+    """`YES` if an earlier branch has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
@@ -53,32 +53,32 @@ class Branch:
     """True for a loop."""
 
     def enter(self, chosen: float) -> None:
-        """Begin a branch that runs if no other branch has run and `chosen` holds."""
+        """Begin a branch that runs if no earlier branch has run and `chosen` is true."""
         self.live = min(YES - self.taken, chosen)
         self.taken = max(self.taken, chosen)
 
 
 @dataclass
 class LaunchScript:
-    """Reader of a launch script, which follows its branches. Raises ValueError if `text` is not a shell script, and
-    ExpansionError if its variables expand to more than `MOST` characters."""
+    """Reader of a launch script that follows the branches of the script. Raises ValueError if `text` is not a shell
+    script, and ExpansionError if the variables expand to more than `MOST` characters."""
 
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
     started: dict[str, list[tuple[str, ...]]] = field(default_factory=lambda: {"pretrain": [], "other": [], "any": []})
-    """Words after the program, by kind: training programs, other Python programs, and commands whose flags come from
-    variables."""
+    """Words after the program name, by kind of command: training programs, other Python programs, and commands whose
+    flags come from variables."""
 
     unsure: list[str] = field(default_factory=list)
     """Flags in branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """Values of each variable among which an unknown test chooses; the last one is used in the words."""
+    """Possible values of each variable that depends on an unknown test. Words contain the last of these values."""
 
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
     _tested: bool = False
-    """True if the last command was a test. The exit code of other commands is unknown and assumed to be success."""
+    """True if the last command was a test. The exit codes of other commands are unknown; success is assumed."""
 
     def __post_init__(self) -> None:
         self._run(self.text.replace("\r\n", "\n"))
@@ -111,10 +111,10 @@ class LaunchScript:
             raise ValueError("a branch is not closed")
 
     def _chain(self, words: list[str], before: str, live: float) -> None:
-        """Run a command, and combine its result with those of the earlier commands in a chain of && and ||."""
+        """Run a command, and combine its result with the results of earlier commands in a chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # flags that this run does not give
+            if found and "--" in found[3]:  # flags that this run does not pass
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)
@@ -123,8 +123,8 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
-        """Process the reserved words at the start of a command, which open, change and close branches, and return the
-        rest."""
+        """Process the reserved words at the start of a command. Such words open, change and close branches. Returns the
+        remaining words."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
@@ -173,7 +173,7 @@ class LaunchScript:
             branch.patterns = None
 
     def _simple(self, words: list[str], live: float) -> float:
-        """Run a simple command: assign variables, and keep the words of training commands."""
+        """Run a simple command: assign variables, and store the words of training commands."""
         declared = words[0] in DECLARATIONS
         if declared:
             words = [word for word in words[1:] if ASSIGNMENT.fullmatch(word)]
@@ -245,7 +245,7 @@ class LaunchScript:
 
 
 def _calculations(words: list[str]) -> list[str]:
-    """Convert the assignments of `let` and `((...))` to those of a shell; return other commands unchanged."""
+    """Convert assignments in `let` and `((...))` to shell assignments. Returns other commands unchanged."""
     inner = words[1:] if words[0] == "let" else [words[0][2:-2]] if words[0].startswith("((") else []
     texts = [text for each in inner for text in _between_commas(each.strip("'\""))]
     found = [CALCULATION.fullmatch(STEP.sub(_as_sum, text) if STEP.fullmatch(text) else text) for text in texts]

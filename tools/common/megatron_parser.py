@@ -1,9 +1,10 @@
-"""Print the flags of a Megatron-LM checkout's argument parser as JSON. Runs as a separate program.
+"""Print the flags of a Megatron-LM checkout's argument parser as JSON. This file runs as a separate program.
 
     python tools/common/megatron_parser.py ~/Megatron-LM
 
 It runs the checkout's code, so that it also includes flags made from dataclasses. A missing module, such as
-transformer_engine, is replaced by one whose every attribute is an empty class, because the parser needs only names.
+transformer_engine, is replaced with a module in which every attribute is an empty class, because the parser needs only
+names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import ModuleType
 
 
 class _Absent(type):
-    """Type of the attributes of missing modules: each attribute is again such a type."""
+    """Type of all attributes of missing modules, and of the attributes of such attributes."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -26,7 +27,7 @@ class _Absent(type):
 
 
 class StandIn(ModuleType):
-    """Stand-in for a module that is not installed."""
+    """Placeholder for a module that is not installed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -39,13 +40,13 @@ class StandIn(ModuleType):
 
 
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
-    """Return the checkout's parser. Raises ImportError if one of its own modules is missing."""
+    """Return the checkout's parser. Raises ImportError if a module of the checkout itself is missing."""
     sys.path[0] = str(checkout)  # replaces this file's folder
     stand_ins: dict[str, StandIn] = {}
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             del sys.modules[name]
-        package = ModuleType("megatron")  # their package has no __init__.py, so an installed one would take precedence
+        package = ModuleType("megatron")  # their package has no __init__.py: an installed one would win
         package.__path__ = [str(checkout / "megatron")]
         sys.modules.update({"megatron": package, **stand_ins})
         try:

@@ -17,11 +17,11 @@ WITHOUT_DOCUMENTS = (
     "the samples of this step are not from documents: --mock-data or another --dataset-type made them, so they cannot "
     "be decoded; --sample-log has only their origins and checksums"
 )
-"""Message about samples that belong to none of the given data sets and whose documents are not in the log."""
+"""Message about samples that are in none of the given data sets and whose documents are not in the log."""
 
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:
-    """Return the record of a step. Raises ValueError if the file has none."""
+    """Return the record of a step. Raises ValueError if the file has no such record."""
     steps, number = list[int](), 0
     try:
         with open(log, encoding="utf-8") as stream:
@@ -42,7 +42,7 @@ def record_of_step(log: Path, step: int) -> dict[str, Any]:
 def lines_of_step(
     record: Mapping[str, Any], prefixes: Mapping[str, str], decode: Callable[[NDArray], str] | None
 ) -> Iterator[str]:
-    """Yield lines about each sample of a step: its parts, decoded, and whether their tokens equal those of the training
+    """Yield lines about each sample of a step: the decoded parts, and whether the tokens equal those of the training
     step.
 
     `prefixes` maps the names of data sets in the log to their prefixes. Raises ValueError for an unknown name.

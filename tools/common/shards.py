@@ -1,7 +1,7 @@
-"""Tokenization of a corpus by several machines: assign documents to shards, and join their datasets.
+"""Tokenize a corpus on several machines: assign documents to shards, and join the shards' datasets.
 
-Shard i of n takes consecutive documents, so that the concatenated datasets of all shards equal the dataset that one
-machine would have written. An uncompressed JSON lines file may be divided; any other file belongs to one shard.
+Shard i of n contains consecutive documents, so that the concatenated datasets of all shards equal the dataset that a
+single machine would write. An uncompressed JSON lines file may be divided. Any other file belongs to a single shard.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.extensions.data.text_data.inputs import TextFile
 
 
 class Shard(NamedTuple):
-    """One of `count` parts of a corpus; `number` counts from 0."""
+    """One of `count` parts of a corpus. `number` counts from 0."""
 
     number: int
     count: int
 
     @classmethod
     def of_text(cls, text: str) -> Shard:
-        """Parse `1/8` to `8/8`. Raises ValueError for any other text."""
+        """Parse the number of a shard, such as `1/8`. Raises ValueError for any other text."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"--shard {text}: must be NUMBER/COUNT with NUMBER from 1 to COUNT, such as 1/8")
@@ -59,7 +59,7 @@ def is_divided(file: TextFile) -> bool:
 
 
 def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, int]]:
-    """Return (file, bytes of earlier files) for each file that a shard has a part of."""
+    """Return (file, bytes of earlier files) for each file of which a shard contains a part."""
     total, begin = sum(file.size for file in files), 0
     found = []
     for file in files:
@@ -71,7 +71,7 @@ def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, in
 
 
 def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: int, shard: Shard) -> Iterator[Chunk]:
-    """Yield the chunks of a shard. In a divided file, the text before the shard's part is read and dropped."""
+    """Yield the chunks of a shard. In a divided file, the text before the shard's part is read and discarded."""
     total = sum(file.size for file in files)
     for file, begin in of_shard(files, shard):
         position = 0
@@ -85,14 +85,14 @@ def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: in
 
 
 def corpus_digest(files: Iterable[TextFile], settings: object) -> str:
-    """Return a digest that is equal for shards of the same files, by name and size, with the same settings."""
+    """Return a digest that is equal for shards with the same settings and the same files, compared by name and size."""
     listed = [(PurePath(file.path).name, file.size) for file in files]
     return blake2b(repr((listed, settings)).encode(), digest_size=16).hexdigest()
 
 
 def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
-    """Return the numbers, from 1, of the shards whose dataset is incomplete. Raises ValueError if one belongs to
-    another corpus."""
+    """Return the numbers, counted from 1, of shards with an incomplete dataset. Raises ValueError if a dataset belongs
+    to another corpus."""
     missing = []
     for each in shard.all:
         found = read_sums(each.prefix(prefix))
@@ -107,7 +107,8 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
-    """Join the datasets of all shards and delete them. Returns False if another machine has done so in the meantime."""
+    """Join the datasets of all shards and delete them. Returns False if another machine has joined the datasets in the
+    meantime."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

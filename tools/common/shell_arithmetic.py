@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 TOKEN = re.compile(r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>!~&|^?:()])\s*")
 DEEPEST = 50
-"""Largest nesting depth of parentheses, and of variables that name variables."""
+"""Maximum nesting depth of parentheses, and of variables that refer to variables."""
 
 
 class UnknownNameError(ValueError):
@@ -16,8 +16,8 @@ class UnknownNameError(ValueError):
 
 
 def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -> int:
-    """Return the value of an expression. `value_of` returns the text of a variable, itself an expression, or None if it
-    is unknown. Raises UnknownNameError, or ValueError if the text is not a valid expression."""
+    """Return the value of an expression. `value_of` returns the text of a variable, which is itself an expression, or
+    None for an unknown variable. Raises UnknownNameError, or ValueError if the text is not a valid expression."""
     tokens, at = [], 0
     while at < len(text.rstrip()):
         found = TOKEN.match(text, at)
@@ -90,7 +90,7 @@ class _Expression:
         self.tokens.pop()
 
     def _choice(self) -> int:
-        """Evaluate a conditional expression, or one without ? and :."""
+        """Evaluate an expression with or without a conditional (? and :)."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels")

@@ -1,4 +1,5 @@
-"""Shell parameters in braces, such as `${A[@]:1}` and `${NAME%.json}`: parts of a variable, lengths, replaced text."""
+"""Evaluate shell parameters in braces, such as `${A[@]:1}` and `${NAME%.json}`: parts of variables, lengths, and
+replacements."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PARAMETER = re.compile(
     re.S,
 )
 DEFAULTS = ("-", "=", "+", "?")
-"""Last characters of the operators whose word replaces an unset variable."""
+"""Last characters of operators whose word replaces an unset variable."""
 
 Value = str | list[str]
 Number = Callable[[str], int]
@@ -51,7 +52,7 @@ class Parameter:
         return not self.sign and not self.length and self.index in (None, "@", "*")
 
     def part(self, value: Value, number: Number) -> Value:
-        """Return the part of a variable's value that an index chooses. Raises ValueError if the index is unknown."""
+        """Return the part of a variable's value that an index selects. Raises ValueError if the index is unknown."""
         if self.index in (None, "@", "*"):
             return value
         values = [value] if isinstance(value, str) else value
@@ -59,8 +60,8 @@ class Parameter:
         return values[at] if -len(values) <= at < len(values) else ""
 
     def changed(self, value: Value, word: str, number: Number) -> Value | None:
-        """Return the value changed by the operator and its word. Returns None, or raises ValueError, if the result is
-        unknown."""
+        """Return the value after the operator and its word are applied. Returns None, or raises ValueError, if the
+        result is unknown."""
         texts = [value] if isinstance(value, str) else value
         if any(UNKNOWN.search(text) for text in [word, *([] if self.length and self.index else texts)]):
             return None
@@ -74,7 +75,8 @@ class Parameter:
 
 
 def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
-    """Return a part of a string or an array. A negative start counts from the end, and so does the end of a string."""
+    """Return a part of a string or an array. A negative start counts from the end, as does a negative end in a
+    string."""
     if start < -len(value):
         return value[:0]
     start += len(value) if start < 0 else 0
@@ -85,8 +87,8 @@ def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
 
 
 def _replaced(text: str, sign: str, word: str) -> str:
-    """Return a string without the beginning (#) or end (%) that a pattern matches, with replaced text, or in another
-    case."""
+    """Apply an operator to a string: remove the beginning (#) or end (%) that a pattern matches, replace text, or
+    change the case."""
     if sign in ("^^", ",,", "^", ","):
         change = str.upper if sign[0] == "^" else str.lower
         return change(text) if len(sign) == 2 else change(text[:1]) + text[1:]

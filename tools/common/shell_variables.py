@@ -1,4 +1,4 @@
-"""Replace the variables of a shell script with their values, and evaluate its tests, as far as both are known."""
+"""Replace variables of a shell script with values, and evaluate tests, as far as the values are known."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FROM_ENVIRONMENT = re.compile(
 """Variables that the login, the launcher or the scheduler sets for a script."""
 
 MOST = 500_000
-"""Largest total number of characters that a script's variables may expand to: a variable can double itself in each
-line."""
+"""Maximum total number of characters to which a script's variables may expand. The limit is needed because each line
+can double a variable."""
 
 NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 """Arithmetic operator of each numeric comparison in brackets."""
@@ -30,7 +30,7 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le":
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Value of a test that holds. In tests, `!` is 1 - x, `&&` is the minimum and `||` the maximum."""
+"""Value of a test that is true. In tests, `!` is 1 - x, `&&` is the minimum, and `||` is the maximum."""
 
 
 class ExpansionError(Exception):
@@ -39,7 +39,7 @@ class ExpansionError(Exception):
 
 @dataclass
 class ShellVariables:
-    """Variables of a script. Methods raise ExpansionError if they expand to more than `MOST` characters."""
+    """Variables of a script. Methods raise ExpansionError if the variables expand to more than `MOST` characters."""
 
     values: dict[str, str | list[str]] = field(default_factory=dict)
     read_as_unset: list[str] = field(default_factory=list)
@@ -49,10 +49,10 @@ class ShellVariables:
     """Variables set by loops and by `read`."""
 
     sources: bool = False
-    """True if another script may have set variables."""
+    """True if a script that this script calls may have set variables."""
 
     _expanded: int = 0
-    """Number of characters that variables have expanded to so far."""
+    """Number of characters to which variables have expanded so far."""
 
     def test(self, words: list[str]) -> float:
         """Return the result of a test, as far as its words are known."""
@@ -68,7 +68,7 @@ class ShellVariables:
         return max(min(self._clause(clause, words[0] == "[[") for clause in part) for part in parts)
 
     def _clause(self, words: list[str], doubled: bool) -> float:
-        """Return the result of one comparison, in double brackets or not."""
+        """Return the result of a single comparison, within double brackets or not."""
         match words:
             case ["!", *rest]:
                 return YES - self._clause(rest, doubled)
@@ -96,13 +96,13 @@ class ShellVariables:
             return UNSURE
 
     def _tested_fields(self, word: str) -> list[str]:
-        """Return the fields of a word in single brackets, where an unquoted empty variable yields no word."""
+        """Return the fields of a word within single brackets. An unquoted empty variable yields no field."""
         found = NAME.fullmatch(word)
         absent = found and not self.values.get(name := found[1] or found[2]) and self._unset(name)
         return [] if absent else [self.tested_text(word)]
 
     def tested_text(self, word: str, quoted: bool = False) -> str:
-        """Return a word of a test, in which unset variables are replaced by nothing."""
+        """Return a word of a test, with unset variables removed."""
         return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
 
     def _tested_number(self, name: str) -> str | None:
@@ -119,7 +119,7 @@ class ShellVariables:
         return True
 
     def _may_be_set(self, name: str) -> bool:
-        """Return True if something other than an assignment in the script may set a variable."""
+        """Return True if anything other than an assignment in the script may set a variable."""
         outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
         return outside or name in self._given or self.sources
 
@@ -130,7 +130,8 @@ class ShellVariables:
             self.values.pop(name, None)
 
     def fields(self, word: str) -> list[str]:
-        """Return the fields that a word expands to: unquoted variables, and whole arrays, expand to several."""
+        """Return the fields to which a word expands. Unquoted variables and whole arrays may expand to several
+        fields."""
         fields = [""]
         quotes = False
         for piece in pieces(word):
@@ -147,7 +148,7 @@ class ShellVariables:
         return fields if quotes or fields != [""] else []
 
     def word(self, word: str, quoted: bool = False) -> str:
-        """Return a word without its quotes and with known variables replaced by their values."""
+        """Return a word without quotes, in which known variables are replaced with their values."""
         found = []
         for piece in pieces(word, quoted):
             if piece[0] in "$`" and (value := self.value(piece)) is not None:
@@ -161,8 +162,8 @@ class ShellVariables:
         return "".join(found)
 
     def value(self, piece: str) -> str | list[str] | None:
-        """Return the value of a variable or its default. For a command substitution, return its text with variables
-        replaced. Returns None if the value is unknown."""
+        """Return the value of a variable, or the variable's default. For a command substitution, return the text with
+        variables replaced. Returns None if the value is unknown."""
         found = Parameter.read(piece)
         if found is None:
             return self._computed(piece) if piece.startswith(("$(", "`")) else None
@@ -200,7 +201,8 @@ class ShellVariables:
             return None
 
     def _computed(self, piece: str) -> str:
-        """Return the number that arithmetic evaluates to; for other substitutions, the text with variables replaced."""
+        """Return the value of an arithmetic substitution. For other substitutions, return the text with variables
+        replaced."""
         if piece.startswith("$((") and piece.endswith("))"):
             text = self.word(piece[3:-2], quoted=True)
             try:
@@ -218,12 +220,12 @@ class ShellVariables:
         return piece[0] + inner + NAME.sub(self._named, piece[at:])
 
     def _number(self, name: str) -> str | None:
-        """Return the text that a variable expands to in arithmetic; an array expands to its first value."""
+        """Return the text to which a variable expands in arithmetic. An array expands to its first value."""
         value = self._counted(name, self.values.get(name))
         return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
 
     def _operand(self, found: re.Match[str]) -> str:
-        """Return a known variable within arithmetic whose value is unknown."""
+        """Return a variable that the script sets, within arithmetic whose value is unknown."""
         text = self._number(found[0])
         return found[0] if text is None else text if text.startswith("$") or text.isdigit() else f"({text or 0})"
 
@@ -232,7 +234,7 @@ class ShellVariables:
         return value if isinstance(value, str) else found[0]
 
     def _counted(self, name: str, value: str | list[str] | None) -> str | list[str] | None:
-        """Return the value of a variable. Raises ExpansionError if all values so far are too long."""
+        """Return the value of a variable. Raises ExpansionError if the values so far are too long in total."""
         self._expanded += 1 + sum(1 + len(text) for text in listed(value or ""))
         if self._expanded > MOST:
             raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")
@@ -244,7 +246,7 @@ def listed(value: str | list[str]) -> list[str]:
 
 
 def _parted(words: list[str], *separators: str) -> Iterator[list[str]]:
-    """Yield the words between separators."""
+    """Yield the lists of words between separators."""
     part: list[str] = []
     for word in words:
         if word in separators:

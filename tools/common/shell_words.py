@@ -13,7 +13,7 @@ REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>&|<&|>\||<>|>|<)|&>>?)(?!\()(?:
 PLAIN_VARIABLE = re.compile(r"\$(?:\d|\w+|[@*#?])")
 
 UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
-"""Placeholder of an unknown variable, or of a value that only a shell computes."""
+"""Placeholder for an unknown variable, or for a value that only a shell can compute."""
 
 
 def span_end(text: str, start: int, quoted: bool = False) -> int:
@@ -53,7 +53,7 @@ def pieces(text: str, quoted: bool = False) -> Iterator[str]:
 
 
 def split(value: str) -> list[str]:
-    """Split a variable's value into fields, without the quotes that are for `eval`."""
+    """Split a variable's value into fields, without the quotes meant for `eval`."""
     fields, inside = [""], False
     for piece in pieces(value):
         if piece.isspace():
@@ -65,8 +65,8 @@ def split(value: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
-    """Yield the commands in all branches of a script: the words as written, including reserved words, the operator
-    after them, and here-documents. Raises ValueError if the text is not a script."""
+    """Yield the commands in all branches of a script. A command consists of the words as written, including reserved
+    words, the following operator, and here-documents. Raises ValueError if the text is not a script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0
@@ -110,7 +110,7 @@ def word_end(text: str, at: int) -> int:
 
 
 def quoted(word: str) -> str:
-    """Quote a word so that it can be pasted into a shell that knows the variables in it."""
+    """Quote a word so that it can be pasted into a shell in which the word's variables are set."""
     if not UNKNOWN.search(word):
         return shlex.quote(word)
     escaped = (

@@ -1,1 +1,1 @@
-"""Drawings of runs, layouts and plans with matplotlib; `tools/report.py` puts them into one page."""
+"""Draw runs, layouts and plans with matplotlib. `tools/report.py` combines the pictures on one page."""

@@ -1,5 +1,4 @@
-"""Sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, and flags that
-differ."""
+"""Sections of a page that compares several runs: a ranking, curves over tokens, time and FLOPs, and differing flags."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ AXES = {"tokens": "tokens", "hours": "hours of training", "FLOPs": "FLOPs of the
 
 
 def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
-    """Return (the runs, the best first; the criterion). The criterion is the last validation loss if all runs have one,
+    """Return the runs, best first, and the criterion. The criterion is the last validation loss if all runs have one,
     otherwise the last training loss. Runs without a finite loss come last."""
     key = "valid_loss" if all(run.values("valid_loss") for run in runs) else "lm_loss"
     kind = "validation" if key == "valid_loss" else "training"
@@ -34,7 +33,7 @@ def _last(run: RunFolder, key: str) -> float:
 
 
 def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
-    """Return a table with one row per run, in this order."""
+    """Return a table with one row per run, in the order of `runs`."""
     rows = []
     for name, run in zip(names_of(runs), runs, strict=True):
         ends = {axis: points[-1][1] for axis in AXES if (points := list(spent(run, axis)))}
@@ -48,9 +47,9 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 
 
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
-    """Yield (iteration, resources that the run has used until then) at its log lines. Tokens are those that the model
-    has been trained on. Time and FLOPs are the run's own, without those of a run that it continues; time is the sum of
-    step times, without pauses, evaluations and saves. Yields nothing if records have no such value."""
+    """Yield (iteration, resources used so far) for each log line of a run. Tokens count all tokens on which the model
+    was trained. Time and FLOPs do not include those of a run that this run continues. Time is the sum of step times,
+    without pauses, evaluations and saves. Yields nothing if records have no such value."""
     before, total = _first_iteration(run), 0.0
     for record in run.records:
         tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))
@@ -71,8 +70,8 @@ def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
 
 
 def _first_iteration(run: RunFolder) -> float:
-    """Return the iterations before the run: those at its first start or, if no start is recorded, one log interval
-    before its first log line."""
+    """Return the number of iterations before the run: the iteration at the first start or, if no start is recorded, one
+    log interval before the first log line."""
     starts = [event.get("iteration") for event in run.events if event.get("event") == "start"]
     if starts and (first := number(starts[0])) is not None:
         return first
@@ -81,21 +80,21 @@ def _first_iteration(run: RunFolder) -> float:
 
 
 def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | None:
-    """Return the FLOP/s of all devices."""
+    """Return the FLOP/s of all devices together."""
     of_device = number(record.get("tflops_per_device"))
     return None if of_device is None or run.world_size is None else of_device * 1e12 * run.world_size
 
 
 def along(points: Points, positions: Points) -> list[tuple[float, float]]:
-    """Convert points over iterations to points over used resources, taken from the last log line at or before each
-    point."""
+    """Convert points over iterations to points over used resources. Each point uses the last log line at or before its
+    iteration."""
     at = [iteration for iteration, _ in positions]
     places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
     return [(positions[place][1], value) for place, value in places if place >= 0]
 
 
 def losses(runs: Sequence[RunFolder]) -> Markup:
-    """Draw training losses as lines and validation losses as dots, over each axis."""
+    """Draw charts over each axis, with training losses as lines and validation losses as dots."""
     shown = []
     for axis, words in AXES.items():
         series = []

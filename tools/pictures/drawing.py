@@ -58,21 +58,21 @@ LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-"""Settings that keep text as text; a run's name with a $ is not a formula."""
+"""Settings that keep text as text, so that a run's name with a $ is not a formula."""
 
 IDS = re.compile(r'(\bid="|href="#|url\(#)')
 _numbers = count()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of this many inches. Raises ValueError if matplotlib is not installed."""
+    """Return a figure of this size in inches. Raises ValueError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
-    warnings.filterwarnings("ignore", "Glyph")  # the font that measures text lacks some glyphs; viewers have others
+    warnings.filterwarnings("ignore", "Glyph")  # the measuring font lacks some glyphs, unlike viewers
     return Figure((width, height), layout="constrained")
 
 
@@ -94,16 +94,16 @@ def inline(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Marks:
-    """Iterations of a run that charts mark."""
+    """Events of a run that charts mark."""
 
     restarts: Sequence[float] = ()
     phases: Sequence[tuple[float, str]] = ()
-    """(iterations before it, name) of each phase."""
+    """(iterations before the phase, name) for each phase."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve, or single measurements with `dots`."""
+    """Curve, or single measurements with `dots`."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -122,7 +122,7 @@ def curves(
     along: str = "iteration",
 ) -> Figure | None:
     """Draw a chart over iterations, or over `along`; return None if no series has a drawable value. With `zero`, the
-    axis begins at 0. `text` formats the values on the axis; bytes have ticks at powers of two."""
+    axis begins at 0. `text` formats the values on the axis. Bytes have ticks at powers of two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -148,8 +148,8 @@ def curves(
 
 
 LARGEST = 1e60
-"""Largest drawn value. Charts omit larger values, and nonzero ones below its inverse, because matplotlib's ticks
-overflow."""
+"""Largest drawn value. Largest magnitude that charts show. Larger values, and nonzero values below the inverse of this
+number, are omitted, because matplotlib's ticks would overflow."""
 
 
 def is_drawable(value: float) -> bool:
@@ -157,7 +157,7 @@ def is_drawable(value: float) -> bool:
 
 
 def draw_marks(axes: Axes, marks: Marks) -> None:
-    """Draw vertical lines where a run was restarted, and where a phase begins, with its name."""
+    """Draw vertical lines where a run was restarted, and where a phase begins, with the phase's name."""
     first, last = axes.get_xlim()
     for mark in marks.restarts:
         if first <= mark <= last:
@@ -170,12 +170,12 @@ def draw_marks(axes: Axes, marks: Marks) -> None:
 
 
 def wrapped(text: str, width: float) -> str:
-    """Wrap a title into as many lines as it needs in a figure of `width` inches."""
+    """Wrap a title to fit into a figure of `width` inches."""
     return "\n".join(textwrap.fill(line, max(20, int(13 * (width - 1.4)))) for line in text.splitlines())
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Format the values of an axis with a function; byte values are placed at round numbers of their unit."""
+    """Format the values of an axis with a function. Ticks of byte values are placed at round numbers of the unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))
@@ -188,7 +188,7 @@ def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6)
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name the rows from the top down."""
+    """Label the rows from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
@@ -209,8 +209,8 @@ def draw_actions(
     opacity: Callable[[Action], float] = lambda action: 1.0,
     points: float = 7,
 ) -> None:
-    """Draw a bar for each action of a rank, with its micro-batch number if it fits. A unit of time is `scale` points
-    wide."""
+    """Draw a bar for each action of a rank, with the micro-batch number if there is room. A unit of time is `scale`
+    points wide."""
     times = [(timed.start - start, timed.stop - timed.start) for timed in line]
     fills = [(COLOURS[timed.action.kind.value], opacity(timed.action)) for timed in line]
     axes.broken_barh(times, (row - 0.42, 0.84), facecolors=fills, edgecolors="white", linewidth=0.4)
@@ -222,7 +222,7 @@ def draw_actions(
 
 
 def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
-    """Draw the colour of each name below the figure."""
+    """Draw a legend with the colour of each name below the figure."""
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
@@ -231,7 +231,7 @@ def fill_legend(figure: Figure, fills: Mapping[str, str]) -> None:
 
 
 def short_number(value: float) -> str:
-    """Format a number with three to four digits, with k, M, G or T for large ones."""
+    """Format a number with three to four digits, with the suffix k, M, G or T for large numbers."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (size if size > 1e4 else 1e3):.4g}{unit}"
@@ -239,7 +239,7 @@ def short_number(value: float) -> str:
 
 
 def time_text(microseconds: float) -> str:
-    """Format a time in the unit that fits."""
+    """Format a duration in a suitable unit."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= size:
             return f"{microseconds / size:.4g} {unit}"

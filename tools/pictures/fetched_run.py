@@ -1,4 +1,4 @@
-"""Copy of the files that a report reads, for a run in a storage other than the local disk. This module does not import
+"""Copy the files that a report reads, for a run in a storage other than the local disk. This module does not import
 torch."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.path_kind import EVENTS, LATEST, METADATA, METRICS_FILE, RUN_CONFIG, saved_folders
 
 SMALL = 64 << 20
-"""Largest size in bytes of a file that is copied."""
+"""Maximum size, in bytes, of a copied file."""
 
 
 @contextmanager
 def local_run(root: PurePath) -> Iterator[Path]:
-    """Yield the folder of a run: `root` itself on the local disk, otherwise a temporary copy without tensors. Raises
-    ValueError if the storage does not answer."""
+    """Yield the folder of a run. This is `root` itself on the local disk, and otherwise a temporary copy without
+    tensors. Raises ValueError if the storage does not answer."""
     if isinstance(root, Path):
         yield root
         return

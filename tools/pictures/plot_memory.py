@@ -1,11 +1,10 @@
-"""Memory of each rank by category, as planned and as measured in a traced run.
+"""Draw the memory of each rank by category, as planned and as measured in a traced run.
 
     python pretrain_gpt.py --dry-run --json plan.json FLAGS
     python tools/pictures/plot_memory.py --plan plan.json --trace iterations-11-12.json.gz --output memory.svg
 
 The plan is by pipeline rank. A trace records the memory held by each of its ranks: tensors by category, other memory at
-the peak of the device, and on CPU the whole process, which is not comparable with a plan. Needs neither a GPU nor
-torch.
+the device's peak, and, on CPU, the whole process, which is not comparable with a plan. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ CATEGORIES = {
     "activations and working": HUES[3],
     "host": HUES[5],
 }
-"""Colour of each category. The last one is host memory, shown next to the device's."""
+"""Colour of each category. The last category is host memory, shown next to device memory."""
 
 MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Planned or held memory of one rank, or of all ranks of a pipeline stage."""
+    """Bar of the planned or held memory of a rank, or of each rank of a pipeline stage."""
 
     label: str
     planned: bool
@@ -99,7 +98,7 @@ def planned_bars(memory: Sequence[Mapping[str, int]]) -> list[Bar]:
 
 
 def measured_bars(ranks: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Return one bar for each rank that has recorded its memory."""
+    """Return one bar for each rank that has recorded memory."""
     bars = []
     for number, facts in enumerate(ranks):
         memory = facts.get("memory") or {}
@@ -113,7 +112,7 @@ def measured_bars(ranks: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def in_order(bars: Sequence[Bar]) -> list[Bar]:
-    """Sort the bars: the plan of a pipeline rank precedes the memory held by its ranks."""
+    """Sort the bars so that the plan of a pipeline rank precedes the memory that its ranks hold."""
     return sorted(bars, key=lambda bar: (int(bar.label.split(",")[0].split()[1]), not bar.planned))
 
 
@@ -124,13 +123,13 @@ def told(bar: Bar) -> str:
 
 
 def on_device(bar: Bar) -> int:
-    """Return the bytes of all categories except the host's."""
+    """Return the bytes of all categories except host memory."""
     return sum(size for name, size in bar.sizes.items() if name != "host")
 
 
 def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
-    """Draw one horizontal bar each, by category, with the plan and the measurement of a pipeline rank next to each
-    other. A narrow picture has the sizes below the names."""
+    """Draw each bar horizontally, divided by category. The plan and the measurement of a pipeline rank are next to each
+    other. A narrow picture shows the sizes below the names."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""

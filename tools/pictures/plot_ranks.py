@@ -1,10 +1,10 @@
-"""Map of ranks to nodes: the coordinates and the node of each rank, and the groups that cross nodes.
+"""Draw a map of ranks and nodes: the coordinates and the node of each rank, and the groups that cross nodes.
 
     python tools/pictures/plot_ranks.py --world-size 64 --gpus-per-node 8 --tp 8 --pp 4 --output ranks.svg
     python tools/pictures/plot_ranks.py --trace runs/a/trace/iterations-11-12.json.gz
 
 With flags, the ranks of a node are consecutive, as torchrun and srun number them. With a trace, the hosts are those of
-the run. Needs neither a GPU nor torch.
+the traced run. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 AXES = {"tp": "TP", "cp": "CP", "ep": "EP", "dp": "DP", "pp": "PP", "expt_dp": "expert DP"}
 MOST_NODES = 128
-"""Largest number of nodes that are drawn or listed."""
+"""Maximum number of nodes to draw or list."""
 
 
 @dataclass(frozen=True)
 class RankMap:
-    """A layout and the node of each rank."""
+    """Layout, and the node of each rank."""
 
     dims: ParallelDims
     nodes: Sequence[str]
@@ -62,7 +62,7 @@ class RankMap:
         return len({self.nodes[rank] for rank in group})
 
     def crossing(self, axis: str) -> tuple[int, int, int]:
-        """Return (groups along an axis, groups whose ranks are on several nodes, largest number of nodes of a
+        """Return (number of groups along an axis, groups with ranks on several nodes, largest number of nodes of a
         group)."""
         spans = [self.nodes_of(group) for group in self.dims.groups(axis)]
         return len(spans), sum(span > 1 for span in spans), max(spans)
@@ -104,7 +104,8 @@ def map_of_trace(trace: dict[str, Any]) -> RankMap:
 
 
 def lines(found: RankMap) -> Iterator[str]:
-    """Yield the map as text: nodes and the coordinates of their ranks, then groups and how many of them cross nodes."""
+    """Yield the map as text: nodes with the coordinates of their ranks, then the number of groups that cross nodes for
+    each axis."""
     shown = [axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis in found.axes]
     nodes = found.ranks_of
     yield f"{_count(found)}: " + ", ".join(
@@ -122,7 +123,7 @@ def lines(found: RankMap) -> Iterator[str]:
 
 
 def crossing_line(found: RankMap, axis: str) -> str:
-    """Return a line about the groups along an axis: how many of them cross nodes."""
+    """Return a line with the number of groups along an axis that cross nodes."""
     groups, crossing, most = found.crossing(axis)
     size = found.dims.size(axis)
     many = f"{groups} groups of {size}" if groups > 1 else f"1 group of {size}"
@@ -151,13 +152,13 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 IN_ROW = 8
-"""Number of a node's ranks drawn in one row."""
+"""Number of a node's ranks to draw in one row."""
 
 
 def rank_picture(found: RankMap, most_width: float = 15.0) -> Figure:
-    """Draw a box for each node with a cell for each rank, coloured by pipeline rank, with its coordinates. A red frame
-    marks tensor-parallel ranks on several nodes. Coordinates are in cells. The picture is at most `most_width` inches
-    wide, or as wide as one node."""
+    """Draw a box for each node, with a cell for each rank. A cell is coloured by pipeline rank and shows the rank's
+    coordinates. A red frame marks tensor-parallel groups on several nodes. Drawing coordinates are in cells. The
+    picture is at most `most_width` inches wide, or as wide as one node."""
     from matplotlib.patches import Rectangle
 
     nodes = list(found.ranks_of.items())

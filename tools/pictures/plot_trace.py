@@ -1,9 +1,9 @@
-"""Draw the pipeline of a traced step as planned and as measured, on the same scale, and the phases of each rank's step.
+"""Draw the pipeline of a traced step as planned and as measured, on the same scale, and the phases of the step on each
+rank.
 
     python tools/pictures/plot_trace.py runs/a/trace/iterations-11-12.json.gz --output step.svg
 
-The plan consists of the run's action lists, simulated with the median times of the trace itself. Needs neither a GPU
-nor torch.
+The plan consists of the run's action lists, simulated with the trace's median times. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> MeasuredStep:
-    """Return the pipeline of `rank` in an iteration, or in the last one. Raises ValueError if it is not in the
-    trace."""
+    """Return the pipeline of `rank` in an iteration, by default the last one. Raises ValueError if the trace does not
+    contain that pipeline."""
     steps = [step for step in measured_steps(trace) if rank in step.ranks]
     if not steps:
         raise ValueError(f"--rank {rank}: the trace has no whole step of its pipeline")
@@ -143,7 +143,7 @@ def phase_of(event: Event, iteration: int) -> str | None:
 
 
 def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
-    """Draw the phases of each rank's step, from its data to its update, on the common clock of all ranks."""
+    """Draw the phases of a step on each rank, from reading data to the update, on a common clock."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
     for event in events:
@@ -152,7 +152,7 @@ def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
     parts: dict[int, list[tuple[str, float, float]]] = {rank: [("other", *step)] for rank, step in steps.items()}
     for event in events:
         rank, begin = event.get("pid"), event["ts"]
-        # Events of the training thread; on GPUs, when it launches them.
+        # Events of the training thread. On GPUs, these are the launch times.
         inside = event["tid"] == 0 and rank in steps and steps[rank][0] <= begin <= steps[rank][1]
         if inside and (kind := phase_of(event, iteration)):
             parts[rank].append((kind, begin, begin + event["dur"]))

@@ -1,6 +1,6 @@
-"""Sections of a run's report: each uses as much of the run as could be read, and reports what is missing.
+"""Sections of a run's report. Each section uses the data that could be read, and reports missing data.
 
-The page, page.html, needs no network: styles and pictures are inline, and all text of the run is escaped.
+The page, page.html, needs no network: styles and pictures are inline. All text from the run is escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IN_SIGHT = 20
 
 
 def cell_look(value: Any) -> str:
-    """Return the CSS class of a table cell: short text stays on one line, and only a long word may be broken."""
+    """Return the CSS class of a table cell. Short text stays on one line, and only a long word may be broken."""
     words = str(value).split()
     return "short" if len(str(value)) <= 22 else "long" if max(map(len, words), default=0) > 24 else ""
 
@@ -47,12 +47,12 @@ html: Any = _pages.get_template("page.html").module
 
 
 def figures(pictures: Iterable[Figure | None]) -> Markup:
-    """Place charts next to each other as far as there is room."""
+    """Place charts next to each other if there is room."""
     return html.pictures([inline(picture) for picture in pictures if picture is not None], "pictures")
 
 
 def wide_figures(draw: Callable[[float], Figure]) -> Markup:
-    """Return the figures that `draw` makes for wide windows and for phones; it takes a width in inches."""
+    """Return the figures that `draw` produces for wide windows and for phones. `draw` accepts a width in inches."""
     return html.pictures([inline(draw(WIDE))], "wide") + html.pictures([inline(draw(NARROW))], "narrow")
 
 
@@ -87,7 +87,7 @@ def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def status(run: RunFolder) -> tuple[str, str]:
-    """Return (status of the run, CSS class of its colour)."""
+    """Return the status of the run and the CSS class of the status colour."""
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end")), None)
     name = str(last.get("name", "")) if last is not None and last["event"] == "end" else ""
     name = name or run.outcome.get("name", "")
@@ -104,7 +104,7 @@ COLOURS_OF_RUNS = [f"C{number}" for number in range(10)] * 10
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the names of runs for legends, or their paths if two have the same name."""
+    """Return the names of runs for legends, or the runs' paths if two runs have the same name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else labels_of(runs)
 
@@ -116,7 +116,7 @@ def marks_of(run: RunFolder) -> Marks:
 
 
 def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
-    """Return the curve of a metric for each run that has it, in the run's colour."""
+    """Return the curve of a metric for each run that has the metric, in the run's colour."""
     named = zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False)
     return [Series(name, run.values(key), colour=colour) for run, colour, name in named]
 
@@ -155,7 +155,7 @@ def _cell(value: Any) -> str:
 
 
 def throughput(run: RunFolder, others: Sequence[RunFolder] = ()) -> Markup:
-    """Draw tokens/s, FLOP/s and the time of a step; several runs share a chart."""
+    """Draw tokens/s, FLOP/s and the step time; several runs share a chart."""
     marks = marks_of(run)
     shown = [
         curves(title, unit, of_runs([run, *others], key), text, zero=True, marks=marks)
@@ -183,7 +183,7 @@ ON_CPU = (
 
 
 def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> Markup:
-    """Draw the peak over the run, and bars by rank and category: as planned, and as held when the run was traced."""
+    """Draw the peak memory over the run, and bars of planned and traced memory by rank and category."""
     peak = Series("peak", run.values("peak_memory_bytes"))
     chart = curves("peak memory so far", "of the rank with the most memory", [peak], byte_text, zero=True)
     bars, text = planned_bars(plan or []), Markup()
@@ -221,7 +221,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
 
 
 def timeline(run: RunFolder) -> Markup:
-    """Draw the traced step, planned and measured."""
+    """Draw the traced step as planned and as measured."""
     if run.trace is None and run.trace_path is not None:
         return html.paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
     if run.trace is None:
@@ -254,7 +254,7 @@ def timeline(run: RunFolder) -> Markup:
 
 
 def goodput(run: RunFolder) -> Markup:
-    """Show the wall time of all starts by use, and goodput as logged."""
+    """Show how the wall time of all starts was used, and the logged goodput."""
     from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput does not need the extension
 
     found = accounts.last_account(run.events)
@@ -375,7 +375,7 @@ def audits(run: RunFolder) -> Markup:
     counted = [count for _, count in run.values("audits")]
     if not found and not any(counted):
         return Markup("")
-    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start has its own count
+    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts separately
     steps, times = sum(ends), len(found)
     text = html.paragraph(f"{steps:,.0f} steps were audited; ranks disagreed in {times:,}.")
     rows = []
@@ -390,8 +390,8 @@ KILLED = "no end recorded"
 
 
 def starts_and_ends(run: RunFolder) -> list[list[Any]]:
-    """Return [time, event, its details] of starts and ends. A start that follows another one without an end indicates a
-    run that was killed, or whose machine stopped."""
+    """Return a row [time, event, details] for each start and end. A start that follows another start without an end
+    indicates that the run was killed or its machine stopped."""
     rows: list[list[Any]] = []
     for event in run.events:
         time = when(event.get("time"))
@@ -407,8 +407,8 @@ def starts_and_ends(run: RunFolder) -> list[list[Any]]:
 
 
 def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
-    """Return [iteration, seconds] of the longest times between two log lines beyond the time of their steps:
-    evaluations, saves, restarts."""
+    """Return [iteration, seconds] of the longest pauses between two log lines, such as evaluations, saves and restarts.
+    A pause is the time that steps do not explain."""
     timed = [(r["iteration"], number(r.get("time")), number(r.get("step_time"))) for r in run.records]
     known = [(at, time, step) for at, time, step in timed if time is not None and step is not None]
     found = []
@@ -420,7 +420,7 @@ def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
 
 
 def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
-    """List all values, and the values that differ between runs."""
+    """List all configuration values, and those that differ between runs."""
     if not run.config:
         return html.paragraph(f"{CONFIG} is missing or cannot be read.")
     text = differences([run, *others]) if others else ""
@@ -429,7 +429,7 @@ def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
 
 
 def differences(runs: Sequence[RunFolder]) -> Markup:
-    """List the values that are not equal in all runs."""
+    """List the configuration values that are not equal in all runs."""
     keys = sorted({key for each in runs for key in each.config})
     values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
     differ = [row for row in values if len(set(row[1:])) > 1]

@@ -29,7 +29,7 @@ LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_tp_pp_dp_mapping"),
 )
-"""Flags of the layout."""
+"""Flags that determine the layout."""
 
 AXES = ("tp", "cp", "dp", "pp", "ep")
 MOST_RANKS, MOST_ITERATIONS = 2**20, 2**53
@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 @dataclass
 class RunFolder:
-    """A run, as far as it can be read. `notes` lists what could not be read."""
+    """Readable data of a run. `notes` lists what could not be read."""
 
     path: Path
     records: list[Record] = field(default_factory=list)
@@ -56,7 +56,7 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     phases: list[tuple[float, str]] = field(default_factory=list)
-    """(iterations before it, name) of each phase that has begun, if the run has several."""
+    """(iterations before the phase, name) for each phase that has begun, if the run has several phases."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks of the last start: as recorded, as in the trace, or as given by the saved sizes."""
+        """Number of ranks at the last start, from the recorded start, the trace, or the saved sizes."""
         starts = [event.get("world_size") for event in self.events if event.get("event") == "start"]
         if starts and isinstance(starts[-1], int) and 0 < starts[-1] <= MOST_RANKS:
             return starts[-1]
@@ -79,7 +79,7 @@ class RunFolder:
         return tp * pp * cp * dp
 
     def dims(self) -> ParallelDims | None:
-        """Return the layout, or None if the configuration does not give it or does not fit."""
+        """Return the layout; None if the configuration does not determine it or does not fit the ranks."""
         named = {field: self.config.get(field.replace("_", "-")) for field in LAYOUT}
         sizes = {field: size for field, size in named.items() if isinstance(size, int) and size > 0}
         if self.world_size is None or not self.config:
@@ -91,7 +91,8 @@ class RunFolder:
 
     @property
     def older_trace(self) -> str:
-        """Layout of the trace in words, if it differs from the last start's because the run was resumed elsewhere."""
+        """Description of the trace's layout if it differs from that of the last start, because the run was resumed
+        under another layout."""
         dims = self.dims()
         if self.trace is None or dims is None:
             return ""
@@ -101,20 +102,20 @@ class RunFolder:
         return ", ".join(f"{axis.upper()} {traced[axis]}" for axis in AXES if traced[axis] > 1) or "one rank"
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return (iteration, value) of the records with a number of this name."""
+        """Return (iteration, value) for each record that has a number with this name."""
         found = [(float(record["iteration"]), number(record.get(key))) for record in self.records]
         return [(iteration, value) for iteration, value in found if value is not None]
 
 
 def named_folder(path: Path) -> Path:
-    """Return the folder that names a run: the folder of its checkpoints, or the parent of a folder called
+    """Return the folder from which a run gets its name: the checkpoint folder, or the parent of a folder called
     `checkpoints`."""
     path = path.resolve()
     return path.parent if path.name in ("checkpoints", "save") and path.parent.name else path
 
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
-    """Return a name for each run: its folder, without the prefix common to all of them."""
+    """Return a name for each run: the run's folder, without the prefix that is common to all runs."""
     folders = [named_folder(run.path) for run in runs]
     if len(set(folders)) < len({run.path.resolve() for run in runs}):
         folders = [run.path.resolve() for run in runs]
@@ -124,7 +125,7 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a record, even if it is stored as "NaN", and None for everything else."""
+    """Return a number from a record, even if it is stored as "NaN"; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -134,8 +135,8 @@ def number(value: Any) -> float | None:
 
 
 def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
-    """Read the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if a run has left
-    nothing there."""
+    """Read the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if the folder contains
+    no files of a run."""
     if path.is_file():
         path, metrics = path.parent, metrics or path
     if not (path.is_dir() if metrics else kind_of(path) in RUNS):
@@ -151,7 +152,7 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
 
 
 def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
-    """Yield the beginnings of the phases that the newest readable checkpoint has recorded."""
+    """Yield the beginnings of the phases recorded in the newest readable checkpoint."""
     saved = path_kind.saved_folders(run.path) if run.path.is_dir() else {}
     for _, folder in sorted(saved.items(), reverse=True):
         try:
@@ -171,7 +172,7 @@ def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
 def read_run(
     path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
 ) -> RunFolder:
-    """Read everything that a run has left. Raises ValueError like `read_metrics`."""
+    """Read all files of a run. Raises ValueError under the same conditions as `read_metrics`."""
     run = read_metrics(path, metrics)
     path = run.path
     _read_config(run)
@@ -189,7 +190,7 @@ def read_run(
 
 
 def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
-    """Yield the objects of a file, one per line; a line that is not an object is skipped and noted."""
+    """Yield the objects in a file that has one object per line. A line that is not an object is skipped and noted."""
     if not path.is_file():
         if required:
             run.notes.append(f"{path.name}: is missing, so the run's metrics are unknown")
@@ -213,8 +214,8 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
-    """Build one record per iteration, with everything that training, validation and tasks have logged for it. If a
-    resumed run has logged an iteration twice, the later record counts."""
+    """Build one record per iteration, with all values that training, validation and tasks have logged for the
+    iteration. If a resumed run has logged an iteration twice, the later record counts."""
     by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
         at = record.get("iteration")
@@ -248,7 +249,7 @@ def _read_checkpoints(run: RunFolder) -> None:
     except ValueError:
         latest = None
     for iteration, folder in sorted(path_kind.saved_folders(run.path).items()):
-        try:  # by their sizes only; `tools/inspect_checkpoint.py` verifies checksums
+        try:  # checks only file sizes; `tools/inspect_checkpoint.py` verifies checksums
             wrong = misfits(folder, read_manifest(folder))
         except ValueError as error:
             wrong = [str(error)]
@@ -282,7 +283,7 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
 
 
 def _traces(run: RunFolder) -> list[Path]:
-    """Return the traces in the run's folder and in its --tensorboard-dir, wherever the folder has been moved."""
+    """Return the traces in the run's folder and in its --tensorboard-dir, even if the folder was moved."""
     folders = [run.path]
     if isinstance(board := run.config.get("tensorboard-dir"), str):
         own = Path(board)

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what they contain, when they are saved, and whether one fits the run that loads it."""
+"""Checkpoints of a run: their contents, their saves, and checks that a checkpoint fits the run that loads it."""

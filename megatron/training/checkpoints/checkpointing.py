@@ -1,9 +1,9 @@
-"""Saving and loading of a run's state, and checks that a checkpoint fits the run that loads it.
+"""Save and load a run's state, and check that a checkpoint fits the run that loads it.
 
 The state consists of the parameters, the optimizer's tensors, its update count and loss scale, the `Progress`, and the
-states of extensions' callbacks. Nothing else is needed: the learning rate follows from the progress. Initial values,
-dropout and data order follow from the seed and a position, so there are no generator states to save. With the seed of
-its checkpoint, a run resumes exactly, under any layout.
+states of extensions' callbacks. No other state is needed: the learning rate is computed from the progress. Initial
+values, dropout and data order are functions of the seed and a position, so there is no random generator state to save.
+A run that keeps the seed of its checkpoint resumes exactly, under any layout.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 Fingerprint = Callable[[int], str | None]
-"""Function that returns the fingerprint of the data from which a number of consumed samples came; None if the data have
-no fingerprint."""
+"""Function that maps a number of consumed samples to the fingerprint of the data that these samples came from. It
+returns None if the data have no fingerprint."""
 
 
 def no_fingerprint(consumed_samples: int) -> None:
@@ -70,8 +70,8 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """Contents of a run's checkpoint on one rank, and functions that load them. `CheckpointWriter` writes checkpoints,
-    in the foreground or in the background, and deletes older ones. All methods are collective."""
+    """Contents of a run's checkpoint on one rank, and methods that load them. `CheckpointWriter` writes checkpoints, in
+    the foreground or in the background, and deletes older ones. All methods are collective."""
 
     config: RunConfig
     state: ParallelState
@@ -93,7 +93,7 @@ class RunCheckpoint:
     ) -> tuple[StateDict, dict[str, object]]:
         """Return (tensors, other values) of a checkpoint of `progress.iteration`. The tensors are not copied.
 
-        `metrics` holds values measured at this iteration, by which cleanups choose checkpoints.
+        `metrics` contains values measured at this iteration. Cleanups use them to choose checkpoints.
         """
         config = self.config
         optimizer = self.optimizer
@@ -127,10 +127,10 @@ class RunCheckpoint:
         return tensors, payload
 
     def save(self, progress: Progress) -> PurePath:
-        """Write a checkpoint of `progress.iteration` into --save and make it the latest.
+        """Write a checkpoint of `progress.iteration` into the --save folder and make it the latest.
 
-        Raises CheckpointError on every rank if it cannot be written; the latest checkpoint is then still the previous
-        one.
+        Raises CheckpointError on every rank if the checkpoint cannot be written. The previous checkpoint then remains
+        the latest.
         """
         root = self.config.checkpoint.save_root
         assert root is not None
@@ -143,11 +143,12 @@ class RunCheckpoint:
         optimizer.
 
         Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
-        of the run, which is the start if there is no checkpoint, and with --finetune or --reset-iteration.
+        of the run. The run starts from the beginning if there is no checkpoint, or with --finetune or
+        --reset-iteration.
 
         Args:
-            say: Prints a line.
-            data: Returns the fingerprint of the run's data at a number of consumed samples.
+            say: Function that prints a line.
+            data: Function that returns the fingerprint of the run's data at a number of consumed samples.
             why: Reason for loading from this folder, for the log.
 
         Raises:
@@ -232,7 +233,8 @@ class RunCheckpoint:
 
 @runtime_checkable
 class LoadsModels(Protocol):
-    """Path kind, registered in `PATH_KINDS`, for models in formats of other programs. Both methods are collective."""
+    """Path kind for models in the formats of other programs, registered in `PATH_KINDS`. Both methods are
+    collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
         """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
@@ -249,7 +251,7 @@ class LoadsModels(Protocol):
 
 
 def _loader_of(path: PurePath | str, state: ParallelState) -> LoadsModels | None:
-    """Return the loader of a model in a format of another program; None for this program's checkpoints."""
+    """Return the loader of a model in another program's format; None for this program's checkpoints."""
     kind = PATH_KINDS[on_first_rank(lambda: kind_of(path), state.world)]
     return kind if isinstance(kind, LoadsModels) else None
 
@@ -304,7 +306,7 @@ def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback],
 
 
 def load_whole_model(path: PurePath | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
-    """Load the whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
+    """Load a checkpoint's whole model into one process, in the stored number format or in another, such as "bf16"."""
     stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), "cpu", number_format)
     return stages[0], config
 
@@ -316,15 +318,16 @@ def load_stages(
     device: torch.device | str = "cpu",
     number_format: str | None = None,
 ) -> tuple[dict[int, GPTModel], RunConfig]:
-    """Load this rank's pipeline stages of a checkpoint's model, or of a model that an extension loads, and its
-    configuration. Collective.
+    """Load this rank's pipeline stages of a model, and the model's configuration, from a checkpoint or through an
+    extension. Collective.
 
     Multi-token prediction modules are omitted, because only training uses them.
 
     Args:
-        path: The checkpoint or model.
-        layout_of: Returns the layout of a configuration for any number format, or refuses it.
-        state: Process groups.
+        path: Path of the checkpoint or model.
+        layout_of: Function that returns the layout for a configuration, whatever its number format. It raises
+            ValueError if the configuration does not allow a layout.
+        state: Process groups of the ranks that load the model.
         device: Device of the model.
         number_format: Number format of the weights; None keeps the stored one.
     """

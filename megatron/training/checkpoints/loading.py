@@ -1,5 +1,4 @@
-"""Selection of the newest complete and undamaged checkpoint, checks that it fits the run, and the choice of tensors to
-load."""
+"""Select the newest complete and undamaged checkpoint, check that it fits the run, and choose the tensors to load."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def choose_checkpoint(
 
 
 def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
-    """Raise ValueError on every rank if only some ranks see the checkpoints, because hosts have separate disks.
+    """Raise ValueError on every rank if only some ranks see the checkpoints, as happens when hosts have separate disks.
 
     Complete copies of the checkpoints on every host are accepted like a shared folder.
     """
@@ -94,8 +93,8 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
 
 
 def verify(folder: PurePath, world: Axis) -> list[str]:
-    """Compare files with the manifest; each rank reads some of the files. Returns the problems, the same on all
-    ranks."""
+    """Compare a checkpoint's files with its manifest; each rank reads some of the files. Returns the same problems on
+    all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
@@ -117,11 +116,12 @@ def verify(folder: PurePath, world: Axis) -> list[str]:
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Metadata entries, by type, that a checkpoint needs so that a run can resume from it."""
+"""Metadata entries that a run needs to resume from a checkpoint, with their types."""
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
-    """Return the configuration of the run that saved a checkpoint. Raises ValueError if this version cannot read it."""
+    """Return the configuration of the run that saved a checkpoint. Raises ValueError if this version cannot read the
+    checkpoint."""
     version = checkpoint.payload.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -144,7 +144,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def check_may_start(options: CheckpointConfig) -> None:
-    """Raise ValueError if --load has no checkpoint and the run may not start from scratch."""
+    """Raise ValueError if the --load folder has no checkpoint and the run must not start from scratch."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
     if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(
@@ -154,7 +154,7 @@ def check_may_start(options: CheckpointConfig) -> None:
     load = options.load_root
     if load is not None and not options.may_be_missing and not storage_of(load).exists(load):
         raise ValueError(
-            f"--load {options.load} does not exist, and is not the folder of --save; correct the path, or add "
+            f"--load {options.load} does not exist and is not the --save folder; correct the path, or add "
             "--allow-missing-checkpoint to start from scratch"
         )
 
@@ -206,8 +206,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return a remedy for changed data or sequence length: the flags that divide a run into phases. Empty if the run
-    already has phases."""
+    """Return a remedy for a change of data or sequence length: the flags that divide a run into phases. The text is
+    empty if the run already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -227,7 +227,7 @@ def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str],
 
 
 def converted(checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint was converted from another format, and no run of this program has trained it."""
+    """Return True if a checkpoint was converted from another format and has not been trained since."""
     return checkpoint.payload.get("converted") is True
 
 
@@ -244,10 +244,10 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
 
 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """Drop from the targets the histories that the checkpoint lacks or stores with another length.
+    """Drop the histories that the checkpoint lacks, or stores with another length, from the targets.
 
-    These histories start empty, because a run may turn on fp8, or change its recipe, at any time. Missing optional
-    states are dropped too.
+    These histories start empty: a run may turn on fp8, or change the fp8 recipe, at any time. Missing optional states
+    are dropped too.
     """
 
     def saved(key: str) -> bool:
@@ -257,14 +257,14 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Return True if a checkpoint may lack a state and a run may ignore it."""
+    """Return True for the key of an optional state, which a checkpoint may lack and a run may ignore."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
 
 def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
-    """Drop from the targets the optimizer states of parameters that were frozen when the checkpoint was saved but are
-    trained now. These states start at zero."""
+    """Drop optimizer states from the targets if their parameters were frozen in the saved run but are trained now.
+    These states start at zero."""
     saved = saved_config(checkpoint)
     missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
     frozen = frozen_names(saved) if missing else frozenset()
@@ -278,14 +278,14 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
 
 
 def _frozen_by(saved: RunConfig) -> Iterator[str]:
-    """Yield the flags that froze parameters in the saved run, each followed by its values."""
+    """Yield each flag that froze parameters in the saved run, followed by its values."""
     for flag in all_flags():
         if flag.spec.chooses_trained and (values := value_of(saved, flag)):
             yield " ".join([flag.name, *values])
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
-    """Return the remedy if only optimizer states do not match, for example because another version of the program
+    """Return the remedy if only optimizer states do not match. For example, another version of the program may have
     updated some parameters with another optimizer. Empty otherwise."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
@@ -314,7 +314,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
 
 
 def _parameter_of(key: str) -> str:
-    """Return the parameter name in a key: `decoder.layers.0.mlp.linear_fc1.weight` of
+    """Return the parameter name in an optimizer key: `decoder.layers.0.mlp.linear_fc1.weight` of
     `optimizer.exp_avg.decoder...`."""
     return key.removeprefix(OPTIMIZER).partition(".")[2]
 
@@ -324,8 +324,8 @@ def unused_tensors(
 ) -> Callable[[str], bool]:
     """Return a predicate that is true for keys of a checkpoint that the run may leave unused.
 
-    These are parameters that are loaded from their main copy, histories, optional states, callback states, and
-    optimizer states of parameters that the run freezes.
+    The run may ignore histories, optional states, callback states, optimizer states of frozen parameters, and
+    parameters that are loaded from their main copies.
     """
     frozen = frozenset() if config is None else frozen_names(config)
 
@@ -341,8 +341,8 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's JSON; missing fields have their defaults. If the checkpoint has no separate
-    position of the schedule, the schedule followed the consumed samples."""
+    """Return the progress in a checkpoint's JSON; missing fields get their defaults. A checkpoint without a separate
+    schedule position comes from a run whose schedule followed the consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

@@ -1,4 +1,4 @@
-"""Checkpoints during training: start a save, report its outcome, wait for it before the process exits."""
+"""Checkpoints during training: start each save, report its outcome, and wait for it before the process exits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron.training.reliability.visible_text import visible
 
 
 class RunSaver:
-    """Save checkpoints of a run and report on them. Without --save it does nothing. Collective."""
+    """Save checkpoints of a run and report the outcome of each save. Without --save, no checkpoint is written.
+    Collective."""
 
     def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpoint.config.checkpoint
@@ -39,7 +40,7 @@ class RunSaver:
         """Iteration of the last printed failure, and its reason without numbers."""
 
         self._given_up = ""
-        """Reason why the newest checkpoint is not on disk; empty if it is, or if it is being written."""
+        """Reason why the newest checkpoint is not on disk; empty if it is on disk or being written."""
 
         self.exporters: list[Exporter] = []
         if self.writer is not None:
@@ -64,12 +65,13 @@ class RunSaver:
             self.writer.prepare(self.checkpoint.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
-        """Start a checkpoint of the current iteration; with --no-async-save it is written on return."""
+        """Start to save the current iteration. With --no-async-save, the checkpoint is complete when this method
+        returns."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last, self._given_up = iteration, ""
         self._runtime.watchdog.doing(f"saving iteration {iteration}")
-        if self.exporters:  # exporters first receive the previous save, whose checkpoint must then not be deleted
+        if self.exporters:  # export the previous checkpoint before a new save can delete it
             self.writer.wait()
             self.report()
         self.writer.save(iteration, *self.checkpoint.contents(self._progress, metrics))
@@ -78,7 +80,7 @@ class RunSaver:
         self.report()
 
     def report(self) -> None:
-        """Print the outcome of saves that ended since the last call, on the first rank.
+        """Print, on the first rank, the outcome of each save that ended since the last call.
 
         Raises CheckpointError if a save was given up under --fatal-save-errors.
         """
@@ -91,7 +93,7 @@ class RunSaver:
                 continue
             message = _failure(report)
             self._record(report)
-            if self._runtime.is_main:  # every rank has the same report
+            if self._runtime.is_main:  # all ranks have the same report
                 self._say_failure(report, message)
             if report.complete or report.attempts_left:
                 continue
@@ -102,12 +104,13 @@ class RunSaver:
         self._say_exported()
 
     def _say_failure(self, report: SaveReport, message: str) -> None:
-        """Print the reason of a failed save, and only the iteration of further saves that fail for the same reason."""
+        """Print the reason for a failed save. If further saves fail for the same reason, print only their
+        iterations."""
         failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # numbers such as the free bytes change
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
         self._told = failure
-        # One write, because other ranks print at the same time.
+        # A single write keeps lines of different ranks apart.
         sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {visible(message)}\n")
 
     def _record(self, report: SaveReport) -> None:
@@ -136,8 +139,8 @@ class RunSaver:
             self.writer.wait()
 
     def finish(self, hurry: bool = False) -> None:
-        """Wait for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
-        failed, because the end of the run is then not on disk."""
+        """Wait for the save in progress and, unless the process must exit quickly, for exports. Raises CheckpointError
+        if the last save failed, because the run's final state is then not on disk."""
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()

@@ -1,7 +1,7 @@
 """Conversion of a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
 
 Nothing is ignored silently, and all problems are reported together: unknown flags with a suggestion, values of the
-wrong type, flags for features that are not built, and the problems that `validate` finds.
+wrong type, flags for features that are not implemented, and the problems that `validate` finds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CommandLine:
     config: RunConfig
     world_size: int | None = None
     notes: tuple[str, ...] = ()
-    """Lines to print about flags without effect and flags that are read as others."""
+    """Lines to print about flags that have no effect and flags that are read as other flags."""
 
     command: Command | None = None
     """Command that runs instead of training; None to train."""
@@ -66,10 +66,10 @@ class CommandLine:
     """File for the command's JSON; "" for standard output, None for no JSON."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """Every flag as it was given, alone and with its first value, including flags that no field has."""
+    """Every given flag, both alone and with its first value, including flags that have no configuration field."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
-    """Flags that were not given but are determined by another program's model in --load."""
+    """Flags that were not given, because another program's model in --load determines them."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -118,7 +118,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             reader.notes.append(note)
     if reader.problems:
         ranks = world_size or launch.world_size
-        unread = any(problem.flag == "--config" for problem in reader.problems)  # the file may contain what is missing
+        unread = any(problem.flag == "--config" for problem in reader.problems)  # it may set missing flags
         found = [] if unread else validate(resolve(config, ranks), ranks)
         found = with_legal_values(found, config, partial(validate, world_size=ranks))
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
@@ -128,7 +128,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
 
 
 def _options() -> list[tuple[str, str]]:
-    """Return (spelling, help) of flags that are not configuration."""
+    """Return (spelling, help text) pairs of the flags that are not configuration."""
     return [
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
         (
@@ -155,15 +155,15 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Path kind, registered in `PATH_KINDS`, for models that determine some flags of a run that loads them with
-    --load."""
+    """Path kind for models that determine some flags of a run when --load names them. Such kinds are registered in
+    `PATH_KINDS`."""
 
     def __call__(self, path: str, /) -> bool: ...
 
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         """Return the configuration with the flags that the model in --load determines.
 
-        Problems and notes are added to the reader. The implementation must not import torch.
+        The method adds problems and notes to the reader. The implementation must not import torch.
         """
 
 
@@ -182,8 +182,8 @@ def changed_by_start(config: RunConfig) -> set[str]:
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """Return the configuration with the flags that are determined by another program's model in --load. The model's
-    folder may also hold checkpoints of a run that started from the model."""
+    """Return the configuration with the flags that another program's model in --load determines. The model's folder may
+    also contain checkpoints of a run that started from the model."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]
@@ -197,21 +197,22 @@ def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
-    """Return `config` with the flags in `argv` changed, not validated. Raises ValueError with every problem, one per
-    line."""
+    """Return `config` updated with the flags in `argv`, without validation. Raises ValueError with every problem, one
+    per line."""
     reader = read_flags(argv)
     reader.raise_problems()
     return config_of(flat_values(config) | reader.values)
 
 
 def config_of(values: dict[str, object]) -> RunConfig:
-    """Return the configuration with these field values, not resolved."""
-    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # zeros replace the missing values
+    """Return the unresolved configuration with these field values."""
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # zero replaces missing values
     return replace(config_of_sections({"": values}), given=zeros)
 
 
 def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
-    """Read a command line: first the extensions that it names, then --config files in order, then flags, which win.
+    """Read a command line: first the extensions that it names, then --config files in order, then flags, which override
+    the files.
 
     `script` is the file from which the flags were read, if the user did not type them. Raises ExtensionError.
     """
@@ -240,7 +241,8 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
-    """Import extensions named on the command line, and permitted ones named in files; return absolute paths.
+    """Import the extensions that the command line names and the permitted extensions that files name. Returns absolute
+    paths.
 
     An extension on the command line replaces one in a file that has moved. Raises ExtensionError.
     """
@@ -258,7 +260,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
 
 
 def _extensions_in(path: str) -> list[str]:
-    """Return the extensions that a flag file names. Empty if the file cannot be read, which is reported later."""
+    """Return the extensions that a flag file names. Returns an empty list if the file cannot be read, because that
+    error is reported later."""
     try:
         node = compose(path)
     except (OSError, ValueError):
@@ -299,7 +302,7 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
 
 
 def _yaml_lines(flag: Flag, value: object) -> list[str]:
-    """Format a flag and its value as YAML lines; empty for None."""
+    """Format a flag and its value as YAML lines; returns no line for None."""
     import yaml
 
     if value is None:

@@ -19,17 +19,17 @@ START: tuple[Point, ...] = ((0, 0),)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Global batch size at every point of a run.
+    """Global batch size at each point of a run.
 
     Sizes depend on the samples consumed before the step, so a resumed run continues with the same sizes."""
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()
-    """(consumed samples at which the batch size ends, batch size) for each size before the final one, in order."""
+    """(end position in consumed samples, batch size) for each batch size before the final one, in order."""
 
     past: tuple[Point, ...] = START
-    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. `earlier`
-    and `final` apply from the last position on."""
+    """Positions, in order, of batch-size changes in the part of the run that was trained with other flags. `earlier`
+    and `final` apply from the last of these positions."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
@@ -42,7 +42,7 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """Return the batch sizes of a run that has passed these positions; it resumes at the last one."""
+        """Return the batch sizes of a run that has passed these positions and resumes at the last of them."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)
@@ -50,7 +50,8 @@ class BatchSizes:
         return begun if begun.samples(iterations) == consumed else replace(begun, past=(*begun.past, past[-1]))
 
     def points(self, iterations: int, consumed_samples: int) -> tuple[Point, ...]:
-        """Return `past` for a run that resumes at this position: the batch-size changes so far, and the position."""
+        """Return `past` for a run that resumes at this position: the positions of earlier batch-size changes, and this
+        position."""
         found, (done, consumed) = [point for point in self.past if point[1] <= consumed_samples], self.past[-1]
         for end, size in self.earlier:
             steps = -(-(end - consumed) // size) if end > consumed else 0
@@ -112,8 +113,8 @@ def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """Return the batch sizes of a configuration that may be invalid: at least 1, and constant if the schedule is
-    invalid."""
+    """Return the batch sizes of a configuration that may be invalid. Sizes are at least 1, and constant if the schedule
+    is invalid."""
     size = config.training.global_batch_size or 0
     try:
         return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)
@@ -128,7 +129,8 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 
 
 def samples_of_run(config: RunConfig) -> int | None:
-    """Return the samples of a run whose length is given in samples or tokens, whichever is smaller.
+    """Return the number of samples of a run whose length is given in samples or tokens; if both are given, the smaller
+    number.
 
     Returns None if the length is given in iterations, or if the run is one epoch.
     """
@@ -140,7 +142,7 @@ def samples_of_run(config: RunConfig) -> int | None:
 
 
 def shape_line(m: TransformerConfig) -> str:
-    """Describe layers, width, heads and MLP of a model."""
+    """Describe the layers, width, heads and MLP of a model."""
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
     if m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"

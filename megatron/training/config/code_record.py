@@ -1,8 +1,8 @@
-"""Record of the code that the user's runs have used, so that files of these runs may name it again. This module does
-not import torch.
+"""Record of the code that the user's runs have used, so that files of these runs may name that code again. This module
+does not import torch.
 
-Code runs only because the command line names it. A checkpoint or configuration that names code is not trusted, because
-it may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
+Code runs only if the command line names it. A checkpoint or configuration that names code is not trusted, because it
+may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
 starts, `record_code` writes the folder, the names of the code and digests of its content to the user's state folder,
 outside the run. `standing` compares a name in a file with that record. A checkpoint cannot extend the record, and code
 that has changed since is refused.
@@ -28,7 +28,7 @@ from megatron.training.config.run_config import RunConfig
 Standing = Literal["recorded", "changed", "unknown"]
 
 CODE_SUFFIXES = (".py", ".yaml", ".yml")
-"""Suffixes of the files in a folder whose content counts: Python files, and YAML files that name them."""
+"""Suffixes of the files that enter a folder's digest: Python files, and YAML files that name Python files."""
 
 MOST_FILES = 10_000
 """Maximum number of files; a folder with more files is not recorded."""
@@ -43,7 +43,8 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def record_named_code(config: RunConfig) -> str | None:
-    """For a run with --save, record the code that its flags name. Returns a line to print if that fails."""
+    """Record the code that the flags of a run name, if the run has --save. Returns a line to print if the code cannot
+    be recorded."""
     save, names = config.checkpoint.save, list(config.extensions.extension or ())
     for flag in all_flags():
         if flag.spec.names_code is not None:
@@ -61,8 +62,8 @@ def record_named_code(config: RunConfig) -> str | None:
 
 
 def record_code(run: str | Path, names: Iterable[str]) -> None:
-    """Record that the user's run with this --save folder uses the code of these names, in addition to the records of
-    earlier starts. Raises OSError if the record cannot be written."""
+    """Record that the user's run with this --save folder uses the code of these names. Records of earlier starts are
+    kept. Raises OSError if the record cannot be written."""
     found = {_whole(name): digest for name in names if (digest := code_digest(name)) is not None}
     if not found:
         return
@@ -74,7 +75,7 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 
 
 def standing(source: str | PurePath, name: str) -> Standing:
-    """Return a verdict on whether code that the file or folder `source` names may run.
+    """Return a verdict: whether code that the file or folder `source` names may run.
 
     "recorded": the source is in the folder of one of the user's runs, which used this code with the same content.
     "changed": the content was different.
@@ -87,7 +88,7 @@ def standing(source: str | PurePath, name: str) -> Standing:
 
 
 def code_exists(name: str) -> bool:
-    """Return True if a name refers to files, found as for `code_digest`."""
+    """Return True if a name refers to files that `code_digest` would find."""
     try:
         return next(_code_files(_whole(name)), None) is not None
     except OSError:
@@ -128,7 +129,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _module_files(name: str) -> Iterator[Path]:
     """Return the files of package.module, of its parent packages, and of the whole innermost package, whose modules it
-    may import. They are found as an import of the extension would find them."""
+    may import. The search is the same as when the extension is imported."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     package: list[str] = []
@@ -147,8 +148,8 @@ def _module_files(name: str) -> Iterator[Path]:
 def _recorded(run: Path) -> dict[str, str]:
     """Return the digests recorded for a folder by code name.
 
-    Empty unless the record belongs to this user and nobody else could have written it, even if the record is in the
-    folder itself.
+    The result is empty unless the record belongs to this user and nobody else could have written it. This also holds
+    for a record in the folder itself.
     """
     path = _record_file(run)
     try:

@@ -1,8 +1,7 @@
 """Commands that `pretrain_gpt.py` runs instead of training. Extensions add commands together with their options.
 This module does not import torch.
 
-An option is given on the command line and is not configuration: files do not contain it, and checkpoints do not store
-it.
+An option is not configuration: it is given on the command line, never in a file, and checkpoints do not store it.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ class GivenOptions:
     """Options on a command line, and the problems found in them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
-    """Option -> its values, one for each time that it is given; "" if it has no value."""
+    """Values of each option: one entry for each time that the option is given, which is "" if the option has no
+    value."""
 
     problems: list[Problem] = field(default_factory=list)
 
     def last(self, name: str) -> str | None:
-        """Return the last value of an option, which is the effective one; None if the option is not given."""
+        """Return the last value of an option, which overrides earlier values; None if the option is not given."""
         values = self.options.get(name)
         return values[-1] if values else None
 
@@ -78,13 +78,13 @@ class Prepared:
     config: RunConfig
     world_size: int
     problems: Sequence[Problem]
-    """Problems that prevent a run from starting, except problems with the files that it reads or writes."""
+    """Problems that prevent a run from starting, except problems with the run's input and output files."""
 
     inputs: Sequence[Problem]
-    """Problems with data lists that cannot be read; `missing_inputs` finds the problems with other inputs."""
+    """Problems with data lists that cannot be read. `missing_inputs` finds the problems with other inputs."""
 
     given: frozenset[str]
-    """Every flag as it was given, alone and with its first value."""
+    """Every given flag, both alone and with its first value."""
 
     json_file: str | None
     """File for the command's JSON; "" for standard output, None for no JSON."""
@@ -101,11 +101,11 @@ class Command:
     """Base class of commands that run instead of training."""
 
     reads_data: ClassVar[bool] = True
-    """True if flags must select the data; otherwise synthetic data are the default."""
+    """True if flags must select the data. Otherwise, synthetic data are the default."""
 
     def note(self, world_size: int) -> str | None:
-        """Return a line to print if the number of ranks follows from the layout, because neither flags nor a launcher
-        set it."""
+        """Return a line to print if the number of ranks is derived from the layout. This happens if neither flags nor a
+        launcher set the number."""
         return f"planned for {world_size} ranks; --world-size sets another number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
@@ -122,7 +122,7 @@ class CommandFacts:
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command, imported when one of these options is given."""
+    """Function that reads the options of a command. It is imported when one of these options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the `Command` that the options select, or None. Add problems with the options to `given.problems`.
@@ -142,7 +142,7 @@ def options() -> dict[str, Option]:
     return {
         "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),
         **of_commands,
-        "--world-size": Option("Ranks to validate and plan for, if no launcher sets their number.", "INT"),
+        "--world-size": Option("Number of ranks to validate and plan for, if no launcher sets it.", "INT"),
     }
 
 

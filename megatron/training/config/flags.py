@@ -28,7 +28,7 @@ class StandInError(ValueError):
     def __init__(self, text: str, config: RunConfig) -> None:
         super().__init__(text)
         self.config = config
-        """The configuration with placeholders for these values, so that their absence is not reported as a second
+        """Configuration with placeholders for these values, so that their absence is not reported as a second
         problem."""
 
 
@@ -48,7 +48,7 @@ def parse_int(text: str) -> int:
 
 def parse_float(text: str) -> float:
     value = float(text)
-    if math.isnan(value) or "_" in text:  # float() also takes 1_000
+    if math.isnan(value) or "_" in text:  # float() also accepts 1_000
         raise ValueError("not a number")
     return value
 
@@ -76,13 +76,13 @@ class Flag:
     section: str
     field: str
     kind: type
-    """bool, int, float or str."""
+    """Type of a single value: bool, int, float or str."""
 
     default: object
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """`NO_EFFECT_WITHOUT` of the dataclass: flags without which none of its flags has an effect."""
+    """`NO_EFFECT_WITHOUT` of the dataclass: flags without which no flag of the dataclass has an effect."""
 
     @property
     def name(self) -> str:
@@ -137,10 +137,10 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""(resolved configuration, world size) -> problems. The function must not raise for any values."""
+"""Function (resolved configuration, world size) -> problems. The function must not raise for any values."""
 
 Resolve = Callable[[RunConfig], RunConfig]
-"""Configuration -> the configuration with derived values filled in. The function must not raise for any values."""
+"""Function that fills in the derived values of a configuration. The function must not raise for any values."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,17 @@ class ExtensionSection:
     """Flags that an extension defines."""
 
     cls: type
-    """A frozen dataclass: each field is a flag."""
+    """Frozen dataclass in which each field is a flag."""
 
     may_change: bool = False
     """True if the flags may differ between a checkpoint and the run that loads it."""
 
     rules: Rules | str | None = None
-    """Rules about the flags, or their location "module:function", which is imported if one of the flags is given."""
+    """Rules about the flags, or the location "module:function" of the rules, which is imported if one of the flags is
+    given."""
 
     always: bool = False
-    """True if the rules are called in every run, because they concern a part that other flags choose."""
+    """True if the rules are called in every run, because they concern a part that other flags select."""
 
     resolve: Resolve | str | None = None
     """Function that fills in values of other flags, given directly or as "module:function"."""
@@ -170,12 +171,11 @@ class ExtensionSection:
     """Section of `RunConfig` to which the flags belong.
 
     Flags of section "model" describe a model: they are compared with a checkpoint's values, taken from the checkpoint,
-    and converted like that section's fields. Flags of section "data" name data.
+    and converted like that section's fields. Flags of section "data" select data.
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration in which one of the flags is set or
-        given."""
+        """Return the problems that the rules find in a resolved configuration if one of the flags is set or given."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -183,13 +183,13 @@ class ExtensionSection:
         return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the values that follow from these flags, if any flag is given."""
+        """Return the configuration with the values derived from these flags, if any of them is given."""
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the values in the files that these flags name.
+        """Return the configuration with the values read from the files that these flags name.
 
-        Raises ValueError, also for files that cannot be opened.
+        Raises ValueError if a file cannot be opened or read.
         """
         try:
             return self._filled(config, self.reads)
@@ -213,7 +213,7 @@ EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 
 
 def add_section(title: str, section: ExtensionSection) -> None:
-    """Make flags from the fields of an extension's frozen dataclass, in a separate section of `--help`.
+    """Create flags from the fields of an extension's frozen dataclass, in a separate section of `--help`.
 
     Raises ValueError if the class or a flag is invalid.
     """
@@ -265,7 +265,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """Format a value as it appears after its flag in a message; None for a switch."""
+    """Format a flag's value for a message; None for a switch."""
     return None if isinstance(value, bool) else value
 
 
@@ -285,7 +285,7 @@ def _is_given(config: RunConfig, spelling: str, *rest: str) -> bool:
 
 
 def flags_of(section: str) -> tuple[Flag, ...]:
-    """Return the flags of a section of `RunConfig`, and of extensions that belong to it."""
+    """Return the flags of a section of `RunConfig`, including those that extensions add to the section."""
     extensions = {title for title, extension in EXTENSION_SECTIONS.items() if extension.part_of == section}
     return tuple(flag for flag in all_flags() if flag.section == section or flag.section in extensions)
 
@@ -300,7 +300,7 @@ def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
 
 
 def named_value(config: RunConfig, field: str) -> Any:
-    """Return the value of a configuration's field by its name; None if the flag's extension is not installed."""
+    """Return the value of the configuration field `name`; None if the flag's extension is not installed."""
     flag = field_table().get(field)
     return None if flag is None else value_of(config, flag)
 
@@ -337,7 +337,8 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
 
 
 def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
-    """Return section -> field -> value, with extensions under their titles, as checkpoints store them in JSON."""
+    """Return the values by section and field, as checkpoints store them in JSON. The section of an extension is its
+    title."""
     values: dict[str, dict[str, object]] = {section: {} for section in sections()}
     own = _values_of_sections(config)
     for flag in all_flags():
@@ -353,7 +354,7 @@ def _without_credentials(flag: Flag, value: Any) -> Any:
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """Hide the credentials of URLs in a configuration; this process remembers them."""
+    """Hide the credentials of URLs in a configuration; this process keeps the credentials."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
@@ -367,9 +368,9 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Return the configuration of `values_by_section`, even if a field was in another section.
+    """Return the configuration that `values_by_section` stored, even if a field was then in another section.
 
-    Unknown fields are dropped, and missing ones get their default.
+    Unknown fields are dropped, and missing fields get their defaults.
     """
     built = {}
     saved = {field: value for fields in values.values() for field, value in fields.items()}
@@ -377,7 +378,7 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
         known = {flag.field: flag for flag in all_flags() if flag.section == section and flag.field in saved}
         built[section] = cls(**{field: _as_field(flag, saved[field]) for field, flag in known.items()})
     given = [(section.cls(), built.pop(title)) for title, section in EXTENSION_SECTIONS.items()]
-    options = tuple(options for default, options in given if options != default)  # `Section.options` knows the others
+    options = tuple(options for default, options in given if options != default)  # `Section.options` has the rest
     return RunConfig(**built, extension_options=options)
 
 
@@ -395,7 +396,7 @@ def _as_field(flag: Flag, value: object) -> object:
 
 
 def _fields_in_order(cls: type) -> list[Field]:
-    """Fields of a section; inherited fields come after its own."""
+    """Return the fields of a section, with inherited fields last."""
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
     return sorted(fields(cls), key=lambda field: field.name in inherited)
 
@@ -418,7 +419,7 @@ def home_of(spelling: str) -> str | None:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a single value in a type hint: str for `tuple[str, ...] | None`."""
+    """Return the type of a single value in a type hint, such as str for `tuple[str, ...] | None`."""
     if get_origin(hint) in (UnionType, Union):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:

@@ -1,4 +1,4 @@
-"""Construction of the `--help` text from the string below each field. This module does not import torch."""
+"""Build the `--help` text from the string below each field. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECTION_TITLES = {
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field, inherited fields included; empty if the source is not available."""
+    """Return the docstring of each field, including inherited fields; empty if the source is not available."""
     return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _own_docs(base).items()}
 
 
@@ -61,8 +61,8 @@ def help_text(
 ) -> str:
     """Return the help text of flags by section, with defaults.
 
-    Without words, it lists flags for a first run; with the word "all", every flag. Other words select the section with
-    that title, or flags whose name or help contains all of them.
+    Without words, the text lists the flags for a first run. The word "all" selects every flag. Other words select the
+    section with that title, or the flags whose name or help text contains all the words.
 
     Args:
         extra: (spelling, help) of options that are not configuration.
@@ -99,7 +99,7 @@ def help_text(
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """Return spelling and help text of a flag, including the descriptions of its choices."""
+    """Return the spelling and help text of a flag, including the descriptions of its choices."""
     default = " (required)" if flag.field in required else _default(flag)
     text, choices = field_docs(cls).get(flag.field, ""), flag.spec.choices
     if isinstance(choices, Registry):

@@ -1,4 +1,4 @@
-"""Checks before start-up that all input files of a run exist. This module does not import torch."""
+"""Check before start-up that all input files of a run exist. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each file that a run needs but a plan does not.
+    """Return the problems with files that a run needs but a plan does not.
 
-    These are output folders that cannot be written, missing data sets, and a missing checkpoint to load. Values with a
-    `known` problem are not reported again.
+    The problems are output folders that cannot be written, missing data sets, and a missing checkpoint to load. Values
+    with a `known` problem are not reported again.
     """
     wrong = {(problem.flag, problem.value) for problem in known}
     return [problem for problem in _missing(config) if (problem.flag, problem.value) not in wrong]
@@ -48,7 +48,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
     """Return a problem if --load does not exist or is a file, unless the run may start from scratch.
 
-    Unless the flags or the checkpoint describe the model (`has_model`), a folder must contain one too.
+    If neither flags nor the checkpoint describe the model (`has_model` is False), a folder must also contain a model.
     """
     options = config.checkpoint
     load, kind = str(options.load), kind_of(options.load or "")
@@ -61,7 +61,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
         remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
         remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
-    return [Problem("--load", load, "does not exist, and is not the folder of --save", remedy)]
+    return [Problem("--load", load, "does not exist and is not the --save folder", remedy)]
 
 
 def absent_checkpoint(config: RunConfig) -> Problem | None:
@@ -88,7 +88,7 @@ def missing_data(data: DatasetConfig) -> Iterator[Problem]:
         words = [word.partition("=")[2] for word in words] if field == "valid" else words
         try:
             paths = [split_share(prefix)[0] for prefix in parse_blend(flag, words).prefixes] if words else []
-        except ValueError:  # a rule reports it
+        except ValueError:  # a rule reports this problem
             continue
         for path in paths if data.dataset == "gpt" else ():
             try:

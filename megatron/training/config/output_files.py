@@ -1,5 +1,5 @@
-"""Checks that output paths in flags are writable, and reports of full disks and closed standard output. This module
-does not import torch.
+"""Check that output paths in flags are writable, and report full disks and closed standard output. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
-"""Error numbers of failed writes to an open output."""
+"""Error numbers of failed writes to an open output file."""
 
 
 class OutputError(OSError):
@@ -49,7 +49,7 @@ def write_json(content: Mapping[str, object], json_file: str) -> None:
 
 
 def why_unwritten(error: OSError) -> str | None:
-    """Return a line about output that could not be written; None for any other error."""
+    """Return a line that reports output that could not be written; None for any other error."""
     if isinstance(error, OutputError):
         return str(error)
     if error.errno not in UNWRITABLE or error.filename is not None:
@@ -58,11 +58,11 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Return True if standard output fails; unwritten output remains buffered."""
+    """Return True if a write to standard output fails; unwritten output remains buffered."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
-    except io.UnsupportedOperation:  # not a file, so never full
+    except io.UnsupportedOperation:  # not a file, so it is never full
         return False
     except OSError:
         return True
@@ -70,7 +70,7 @@ def _output_fails() -> bool:
 
 
 def open_closed_streams() -> bool:
-    """Reopen standard streams that the shell has closed (`>&-`) and that are therefore None in Python.
+    """Reopen standard streams that the shell has closed (`>&-`), which Python represents as None.
 
     Writes to standard output then fail as on a full disk; messages on standard error are lost. Returns whether standard
     output was closed.
@@ -84,14 +84,14 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discard everything that is printed from now on, and buffered output that would otherwise make the process fail at
-    exit."""
+    """Discard all further output, and buffered output that would otherwise make the process fail at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return why no file can be created in a folder, which may not exist yet; None if one can. Leaves no files."""
-    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # s3://bucket as a Path
+    """Return the reason why no file can be created in a folder, which may not exist yet; None if a file can be created.
+    Leaves no files."""
+    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # s3://x as a Path
         return f"{folder} {NO_URL[0]}"
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
@@ -107,7 +107,7 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def why_not_written(path: Path) -> str | None:
-    """Return why a file, whose folder may not exist yet, cannot be written; None if it can."""
+    """Return the reason why a file cannot be written; None if it can. The file's folder may not exist yet."""
     if path.exists():
         return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
     return why_unwritable(path.parent)

@@ -1,4 +1,4 @@
-"""Conversion of a command line to a valid configuration. If there are problems, all of them are reported at once.
+"""Convert a command line to a valid configuration. All problems are reported at once.
 
 This module does not import torch.
 """
@@ -28,14 +28,14 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.url_credentials import redacted
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
-"""Flags that select the tokenizer; if one of them is wrong, no tokenizer can be read."""
+"""Flags that select the tokenizer. If one of these flags is wrong, no tokenizer can be read."""
 
 
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """Return the resolved configuration for the world of this process.
 
-    Raises SystemExit with code 2 after printing every problem, or with the exit code of a command after running the
-    command. Only one rank prints.
+    If there are problems, prints all of them and raises SystemExit with code 2. If the command line selects a command,
+    runs it and raises SystemExit with the command's exit code. Only one rank prints.
     """
     try:
         return _prepared(command, launch)
@@ -66,7 +66,7 @@ def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunC
 
 
 class _LoadError(ValueError):
-    """Raised if the checkpoint or model that --load names cannot be read."""
+    """Raised if the checkpoint or model in --load cannot be read."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -116,7 +116,7 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
 
 
 def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """Resolve and validate a command line, and let errors in an extension's code propagate."""
+    """Resolve and validate a command line. Errors in an extension's code propagate."""
 
     def tell(said: str) -> None:
         if launch.rank == 0:
@@ -133,7 +133,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:  # a run that can start prints these notes itself
+        if launch.rank == 0:  # a run that can start prints these notes later
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config
@@ -142,10 +142,10 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
 def _vocabulary(
     config: RunConfig, resolved: RunConfig, line: CommandLine, world_size: int
 ) -> tuple[int | None, list[Problem]]:
-    """Return the vocabulary size and the problems of reading the tokenizer.
+    """Return the vocabulary size and the problems found while reading the tokenizer.
 
     The size is None if it is not specified, or if tokenizer flags are wrong. If the tokenizer cannot be read, a command
-    plans with the size that flags or the checkpoint state.
+    plans with the vocabulary size in the flags or the checkpoint.
     """
     wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
@@ -163,7 +163,7 @@ def _vocabulary(
 
 
 def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
-    """Return a notice if --vocab-size has no effect because the tokenizer has more `tokens`."""
+    """Return a notice if --vocab-size has no effect, because the tokenizer has more tokens than that (`tokens`)."""
     stated = config.model.vocab_size
     if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
         return []
@@ -172,7 +172,7 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
-    """Return the problems, plus one if --load cannot be used to determine missing model flags.
+    """Return the problems, plus a problem if missing model flags cannot be read from --load.
 
     `together` means that the flags describe the model. A missing folder is then reported later, by a command or by the
     ranks, because only some hosts may have it.
@@ -197,7 +197,7 @@ def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Probl
 
 
 def tokenizer_vocabulary(config: RunConfig) -> int | None:
-    """Return the vocabulary size of the tokenizer that the flags name; None if they name none."""
+    """Return the vocabulary size of the tokenizer that the flags select; None if they select no tokenizer."""
     if config.tokenizer.tokenizer_type is None:
         return None
     return build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size

@@ -46,20 +46,21 @@ MEMORY, NULL = 1, 3
 
 @dataclass(frozen=True)
 class Problem:
-    """A violated rule: the flag, its value (None if it has none), the rule, and the remedy."""
+    """Violated rule: the flag, the flag's value (None if there is none), the rule, and the remedy."""
 
     flag: str
     value: object
     rule: str
     remedy: str
     harmless: bool = False
-    """True if the run can start regardless: the flag has no effect, which is only reported."""
+    """True if the run can start regardless, because the flag merely has no effect."""
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
         """Return a problem for each line of an error message, for example from reading a file.
 
-        A line of the form `--flag value: rule; remedy` names its own flag; any other line is attributed to `flag`.
+        A line of the form `--flag value: rule; remedy` is attributed to the flag that it names, and any other line to
+        `flag`.
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:
@@ -89,7 +90,7 @@ class Problem:
 
     @property
     def record(self) -> dict[str, str]:
-        """Problem as an object for the output of --json."""
+        """Problem as an object for the JSON output of a command."""
         about = {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
         return {key: redacted(text) for key, text in about.items()}
 
@@ -100,7 +101,8 @@ class Problem:
 
 
 def problems_of(found: Iterable[object]) -> Iterator[Problem]:
-    """Yield the problems that the rules of a registered part yield. Raises TypeError for any other object."""
+    """Yield the problems that the rules of a registered part find. Raises TypeError if a rule yields any other
+    object."""
     for problem in found:
         if not isinstance(problem, Problem):
             raise TypeError(f"rules must yield Problem, and yield {problem!r}")
@@ -108,7 +110,7 @@ def problems_of(found: Iterable[object]) -> Iterator[Problem]:
 
 
 def _shown(value: object) -> str:
-    """Format a value in a message, in quotes if it would be invisible otherwise."""
+    """Format a value for a message, in quotes if it would otherwise be invisible."""
     text = visible_value(value)
     return text if str(value).strip() else f"'{text}'"
 
@@ -116,7 +118,8 @@ def _shown(value: object) -> str:
 def text_rule(text: str) -> tuple[str, str] | None:
     """Return (rule, remedy) for a text that no flag accepts as its value; None for any other text.
 
-    Such texts are empty, as from an unset shell variable, or white space, or contain a control character.
+    Flags refuse texts that are empty (as from an unset shell variable), are only white space, or contain a control
+    character.
     """
     if not text.strip():
         rule = "is only white space" if text else "is empty"
@@ -128,11 +131,11 @@ def text_rule(text: str) -> tuple[str, str] | None:
 
 
 def checked_texts(parser: ArgumentParser) -> ArgumentParser:
-    """Make the parser of a tool refuse texts and paths that violate `text_rule`, and return the parser.
+    """Make a tool's parser refuse texts and paths that violate `text_rule`, and return the parser.
 
     Use the type `any_text` for arguments that accept any text, and the type `located` for paths in any storage.
     """
-    from argparse import ArgumentTypeError  # imported here because runs do not need it
+    from argparse import ArgumentTypeError  # imported here because runs do not need argparse
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:
@@ -153,20 +156,21 @@ def checked_texts(parser: ArgumentParser) -> ArgumentParser:
 
 
 def any_text(text: str) -> str:
-    """Argument type of a tool's flag whose value may be empty or contain control characters."""
+    """Return the text unchanged: the argument type of a tool's flag that accepts empty values and control
+    characters."""
     return text
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
-    """Print a line with the number of problems and one line for each, as the last lines of the screen.
+    """Print the number of problems, then one line per problem, as the last lines on the screen.
 
-    With --json, an object with the "problems" is also written to `json_file` ("" is standard output)."""
+    With --json, an object with the "problems" is also written to `json_file`, or to standard output if it is ""."""
     if json_file is not None:
         text = json.dumps({"problems": [each.record for each in problems]}, indent=1) + "\n"
         if not json_file:
             print(text, end="", flush=True)
         else:
-            with suppress(OSError):  # one of the printed problems describes the file
+            with suppress(OSError):  # a printed problem describes the unwritable file
                 Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
@@ -181,9 +185,9 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of `divisor`, which the flags `name` determine.
+    """Yield a problem if a value is not a multiple of `divisor`, which is the value of the flags `name`.
 
-    The remedy names the nearest multiples of `step`, by default of the divisor.
+    The remedy names the nearest multiples of `step`, which defaults to the divisor.
     """
     if not divides(divisor, value):
         yield Problem(flag, value, f"must be a multiple of {name} {divisor}", multiples(value or 0, step or divisor))
@@ -201,13 +205,14 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Return True if `divisor` divides `value`, or if either is missing or not positive, because another rule reports
-    that."""
+    """Return True if `divisor` divides `value`. Also return True if either is missing or not positive, because another
+    rule reports that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a path that no file can have, or for a device that never ends; None for any other path.
+    """Return (rule, remedy) for a path that no file can have, or for a device with endless content; None for any other
+    path.
 
     `kind` is as in `FlagSpec.path`.
     """

@@ -1,7 +1,7 @@
-"""Conversion of flags from a command line or a YAML file to field values. This module does not import torch.
+"""Convert flags from a command line or a YAML file to field values. This module does not import torch.
 
 Every flag has one of four outcomes: it sets a field, it is replaced with other flags, it has no effect, or it is a
-problem. Each outcome is kept as a `Reading`, which notes and `tools/translate_flags.py` print."""
+problem. Each outcome is stored as a `Reading`, which notes and `tools/translate_flags.py` print."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.yaml_text import compose, plain, texts_of
 
 SAID_OF_SWITCHES = {"true": True, "false": False}
-"""Values that a switch accepts on a command line, as in a file."""
+"""Values that a switch accepts, both on a command line and in a file."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Reading:
     """Outcome of reading one given flag."""
 
     given: tuple[str, ...]
-    """The flag and its values."""
+    """Given flag, followed by its values."""
 
     ours: tuple[str, ...]
-    """Flags and values that replace the given flag; empty if it has no effect or is a problem."""
+    """Flags and values that replace the given flag; empty if the given flag has no effect or is a problem."""
 
     why: str = ""
-    """Reason why `ours` differs from `given`; empty if it does not."""
+    """Reason why `ours` differs from `given`; empty if they are equal."""
 
     problem: bool = False
 
@@ -44,35 +44,36 @@ class Reading:
 
 
 class ForeignProgram(Protocol):
-    """Another program: its flags that no field here corresponds to, values that no field accepts, and results that
-    differ.
+    """Another program: its flags and values that no field here accepts, and differences between its results and this
+    program's.
 
     @FOREIGN_PROGRAMS.register("Theirs")
     class Theirs(ForeignProgram): ...
     """
 
     def spellings(self) -> Collection[str]:
-        """Return the program's flags that no field corresponds to."""
+        """Return the program's flags that have no corresponding field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Report the flag or value to the reader; return False if it is unknown."""
+        """Add the outcome of a flag or value to the reader; return False if this program does not have it."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
-        """Return the unsupported feature that these values of a field's flag select; None if there is none."""
+        """Return the unsupported feature that these values of a field's flag select; None if they select none."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
         """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
-        """Yield lines about differences between the results of a resolved configuration and the other program's
-        results.
+        """Yield lines about differences between this program's results for a resolved configuration and the other
+        program's results.
 
-        `given` contains every flag as it was given, alone and with its first value, including flags that no field has.
+        `given` contains every given flag, both alone and with its first value, including flags that have no field.
         """
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are known. Their modules are imported only for a flag or value that no field accepts."""
+"""Other programs whose flags are recognized. The module of such a program is imported only for a flag or value that no
+field accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -96,24 +97,25 @@ class FlagReader(GivenOptions):
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
-    """Field -> the spelling or location that set it last."""
+    """Spelling or file location that set each field last."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """Field -> the file that set it last."""
+    """File that set each field last."""
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
-    """Flags that are not reported as missing, because they were given with an invalid value or probably misspelled."""
+    """Flags that are not reported as missing, because they were probably given, but misspelled or with an invalid
+    value."""
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
-    """Every flag that was given, alone and with its first value."""
+    """Every given flag, both alone and with its first value."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Functions called after all flags of a source are read, for flags that can only then be interpreted."""
+    """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions called after all sources are read, for switches that replace values from any source, in any order."""
+    """Functions to call after all sources are read, for switches that replace values from any source, in any order."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -154,7 +156,8 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read the flag of a field; the values in `given` may be converted first."""
+        """Read the flag of a field. `texts` are the values, which may have been converted from the values in
+        `given`."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -181,16 +184,16 @@ class FlagReader(GivenOptions):
 
     @property
     def world_size(self) -> int | None:
-        """Value of --world-size. A value that is not an integer above 0 is reported as a problem and discarded."""
+        """Value of --world-size. Any value other than an integer above 0 is reported as a problem and discarded."""
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
-        """Add a problem with a flag that no field has."""
+        """Add a problem with a flag that has no field."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """Report an unknown flag. A known name is suggested only if it is close to the given name, as for a typing
+        """Report an unknown flag. A known name is suggested only if it resembles the given name, as after a typing
         error, or completes it."""
         import difflib
 
@@ -219,8 +222,8 @@ class FlagReader(GivenOptions):
             self.set(flag, name, value)
 
     def set(self, flag: Flag, name: str, value: object) -> None:
-        """Set a field's value. If a flag is given several times, the last value wins, because launch scripts append
-        overrides; a note reports differing values.
+        """Set a field's value. If a flag is given several times, the last value applies, because launch scripts append
+        overrides. A note reports differing values.
 
         The values of a repeatable flag accumulate.
         """
@@ -263,8 +266,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value in a file that names code that none of the user's runs has recorded. Fields in
-        `replaced` are skipped."""
+        """Add a problem for each value in a file that names code without a record from one of the user's runs. Fields
+        in `replaced` are skipped."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -277,7 +280,7 @@ class FlagReader(GivenOptions):
                 self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
     def read_entry(self, path: str, key: str, value: object) -> None:
-        """Read one key of a mapping and its plain value; `path` is the file."""
+        """Read one key of the mapping in the file `path`, and the key's plain value."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))
@@ -308,7 +311,7 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Map each field to the fields for the same setting in other units, including itself."""
+    """Map a field to all fields for the same setting in different units, including the field itself."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:
@@ -317,17 +320,18 @@ def settings_in_other_units() -> dict[str, list[str]]:
 
 
 def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    """Merge the values of two sources of flags. `later` wins, even over the same setting in another unit."""
+    """Merge the values of two sources of flags. `later` overrides `earlier`, even if a setting is given in another
+    unit."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later
 
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (flag, its values): all tokens up to the next flag, and the text after `=`.
+    """Yield each flag with its values: the text after `=`, if any, and all tokens up to the next flag.
 
-    A token before the first flag is yielded without values and does not begin with two dashes. Quoted blanks are
-    ignored, unless they are a flag's first value.
+    A token before the first flag does not begin with two dashes and is yielded without values. Quoted blanks are
+    ignored unless they are a flag's first value.
     """
     current: tuple[str, list[str]] | None = None
     for token in argv:
@@ -347,8 +351,8 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """Return `name` if it is known; otherwise return the known spelling, with dashes for underscores and `--no-` for
-    `--disable-`."""
+    """Return `name` if it is a known flag. Otherwise, return the known spelling with dashes for underscores and `--no-`
+    for `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():
@@ -358,12 +362,12 @@ def known_spelling(name: str) -> str:
 
 
 def _is_switch(flag: Flag | None, name: str) -> bool:
-    """Return True if this program knows that a flag takes no value."""
+    """Return True if a flag of this program accepts no value."""
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 
 class IllegalValueError(ValueError):
-    """Raised for strings that are not a legal value of a field."""
+    """Raised if the strings after a flag are not a legal value of its field."""
 
     def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
         super().__init__(rule)
@@ -383,7 +387,7 @@ def legal_value(flag: Flag, texts: Sequence[str]) -> object:
     except ValueError as error:
         example = "2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4"
         raise IllegalValueError(texts, str(error), f"for example {example}") from None
-    if flag.spec.path is not None:  # checked before anything opens the path
+    if flag.spec.path is not None:  # checked before the path is opened
         _check_each(texts, partial(path_rule, flag.spec.path))
     if flag.spec.choices is not None:
         values = value if isinstance(value, tuple) else (value,)
@@ -412,7 +416,7 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
     """Return the error for a value that is not a choice of a flag.
 
-    The value may be known to another program, belong to an extension that is not installed, or be unknown.
+    The value may be a choice in another program, belong to an extension that is not installed, or be unknown.
     """
     import difflib
 
@@ -432,7 +436,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that values select; None if there is none."""
+    """Return the unsupported feature of another program that the values select; None if they select none."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

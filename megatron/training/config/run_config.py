@@ -1,6 +1,6 @@
 """Configuration of a training run: batches, length, checks, logging, checkpoints, and the library's sections.
 
-`RunConfig` gathers every section; `megatron.training.config.arguments` turns it into flags and back. This module does
+`RunConfig` contains all sections. `megatron.training.config.arguments` converts it to flags and back. This module does
 not import torch.
 """
 
@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.file_storage import located
 from megatron.training.metrics.log_formats import LOG_FORMATS
 
 Point = tuple[int, int]
-"""(iterations, consumed samples) of a position in a run."""
+"""Position in a run: (iterations, consumed samples)."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,18 @@ class TrainingConfig:
     """Round global-batch-size down to a multiple of micro-batch-size * data-parallel size."""
 
     num_microbatches: int | None = None
-    """Derived: global-batch-size / (micro-batch-size * dp). A given value must be equal to this."""
+    """Micro-batches per optimizer step and replica; derived: global-batch-size / (micro-batch-size * dp). A given value
+    must be equal to this."""
 
     train_iters: int | None = flag(None, first_run=True)
-    """Iterations to train. If the batch size varies, all lengths in iterations are converted to samples."""
+    """Iterations to train. Iterations to train. If the batch size varies, all lengths in iterations are converted to
+    samples."""
 
     train_samples: int | None = flag(None, first_run=True, same_setting_as="train_iters")
     """Samples to train, instead of train-iters."""
 
     train_tokens: int | None = flag(None, same_setting_as="train_iters")
-    """Tokens to train, instead of train-iters. If another length is given too, the shorter one applies. Without any
+    """Tokens to train, instead of train-iters. If another length is also given, the shorter length applies. Without any
     length, the run trains one epoch."""
 
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
@@ -113,7 +115,7 @@ class ChecksConfig:
     the run."""
 
     iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
-    """Iterations whose samples are skipped without training, numbered from 1 as in the log."""
+    """Iterations, numbered from 1 as in the log, whose samples are skipped without training."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,14 @@ class LoggingConfig:
     """Iterations between progress lines."""
 
     log_format: str = flag("default", choices=LOG_FORMATS)
-    """Format of console lines about progress, validation and saving: this program's own, or Megatron-LM's for scripts
-    that parse its logs."""
+    """Format of console lines about progress, validation and saving: this program's format, or Megatron-LM's for
+    scripts that parse Megatron-LM's logs."""
 
     metrics_file: str | None = flag(None, path="stored", writes="file")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
 
     peak_tflops: float | None = None
-    """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""
+    """Peak TFLOP/s of a device, for MFU; default: derived from the device name, unknown on CPU."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,10 @@ class CheckpointConfig:
     """Do not load random-number state."""
 
     finetune: bool = flag(False, no_effect_without="--load")
-    """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
+    """Load only the weights, and start at iteration 0 with a fresh optimizer, schedule and data order."""
 
     reset_iteration: bool = flag(False, no_effect_without="--load")
-    """Load weights and optimizer state, and start at iteration 0 with fresh schedule and data order."""
+    """Load weights and optimizer state, and start at iteration 0 with a fresh schedule and data order."""
 
     load_lr_state: bool = flag(True, name="--no-load-lr-state")
     """Do not load the position of the learning-rate and weight-decay schedules; they restart."""
@@ -174,11 +176,11 @@ class CheckpointConfig:
     """Resume from a checkpoint that was saved with other training data."""
 
     use_checkpoint_args: bool = False
-    """Take the model's flags from the checkpoint in --load, if there is one, and the tokenizer unless flags name
+    """Take the model flags from the checkpoint in --load, if there is one. Also take the tokenizer, unless flags select
     one."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
-    """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""
+    """Take the learning rate, the weight decay and their schedules from the checkpoint in --load, if there is one."""
 
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""
@@ -198,7 +200,7 @@ class CheckpointConfig:
 
     @property
     def save_folder(self) -> Path | None:
-        """Path of --save for files that must be on a local disk; None if --save is in another storage."""
+        """Path of --save for files that need a mounted file system; None if --save is in another storage."""
         root = self.save_root
         return root if isinstance(root, Path) else None
 
@@ -209,7 +211,7 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if --load need not exist, as at the first start of a run that resumes from its own --save."""
+        """True if --load need not exist, as at the first start of a run whose --load is its --save folder."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
@@ -245,16 +247,16 @@ class RunConfig(Section):
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, metadata={"flag": None})
-    """Field -> value before `resolve` derived it from other fields."""
+    """Values of fields before `resolve` derived new values from other fields."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
-    """(iterations, consumed samples) at each earlier change of the batch size and, as the last entry, at the point
-    where the run resumes. Empty for a new run."""
+    """Positions of earlier batch-size changes, followed by the position at which the run resumes. Empty for a new
+    run."""
 
     @property
     def restarts_positions(self) -> bool:
-        """True if samples need their own position ids. --reset-position-ids affects position tables only: a rotary
-        embedding depends on distances, which do not change when positions restart at a document."""
+        """True if each sample needs position ids of its own. --reset-position-ids affects only position tables: a
+        rotary embedding depends on distances, which do not change when positions restart at a document."""
         return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:

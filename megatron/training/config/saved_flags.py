@@ -33,12 +33,12 @@ from megatron.training.config.run_config import CheckpointConfig, Point, RunConf
 from megatron.training.plan import PLANS, History
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
-"""Optimizer fields that form the schedule, in addition to the fields whose names start with lr_."""
+"""Optimizer fields of the schedule, in addition to the fields whose names start with lr_."""
 
 
 def training_only() -> frozenset[str]:
-    """Return the fields that affect how a model is trained or stored, but not its outputs. These include
-    `extension_options`, because they belong to components that other fields name.
+    """Return the fields that affect the training or storage of a model, but not its outputs. `extension_options` is one
+    of them, because it belongs to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -47,10 +47,10 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
     """Return the configuration with the flags that the run takes from its checkpoint, and a line for each changed flag.
 
     Args:
-        given: Flags as the user gave them.
+        given: Flags as the user spelled them.
 
     Raises:
-        ValueError: The checkpoint cannot be read.
+        ValueError: Raised if the checkpoint cannot be read.
     """
     config, notes = _with_saved_modules(config)
     config, of_defaults = _with_former_defaults(config, given)
@@ -64,7 +64,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
-        return config, notes  # the checkpoint determines the model's flags anyway
+        return config, notes  # a foreign model determines the model flags anyway
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags apply"]
     before = config_of_sections(saved)
@@ -76,7 +76,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # other flags were not given
+            if named_value(config, field) != field_table()[field].default  # a flag that has its default was not given
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -90,10 +90,10 @@ TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_fi
 
 
 def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tuple[dict[str, str | None], list[str]]:
-    """Return the checkpoint run's values of the tokenizer fields, and a line for each file that is read from the run's
+    """Return the saved run's values of the tokenizer fields, and a line for each file that is read from that run's
     copy.
 
-    Returns nothing if a tokenizer flag is given.
+    Both are empty if a tokenizer flag is given.
     """
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
         return {}, []
@@ -106,7 +106,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
 
 
 def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str, str, str]]:
-    """Return (field, path, saved copy) of files that are no longer at the run's paths."""
+    """Yield (field, path, saved copy) for each file that is no longer at the saved run's path."""
     name = values["tokenizer_type"]
     in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
     for field in TOKENIZER_FIELDS[1:]:
@@ -121,9 +121,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return (configuration, notes) with the layer kinds of multi-token prediction modules from the checkpoint at which
-    the run resumes. These kinds matter if layers differ: a module that was trained with the kind of the last layer must
-    keep that kind."""
+    """Return the configuration with the checkpoint's layer kinds of multi-token prediction modules, and notes. These
+    kinds matter if layers differ: a module that was trained with the kind of the last layer must keep that kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -137,8 +136,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with the checkpoint's values of fields whose default has changed, unless the run gives
-    them, and notes. A checkpoint that cannot be read is reported when it is loaded."""
+    """Return the configuration with the checkpoint's values of fields whose default has changed, and notes. Given
+    fields keep their values. An unreadable checkpoint is reported when it is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -161,7 +160,7 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
-    """Return the contents other than tensors of the checkpoint from which a run continues; None if it starts at
+    """Return the contents, except tensors, of the checkpoint from which a run continues; None if the run starts at
     iteration 0.
 
     Raises ValueError under the same conditions as `saved_metadata`.
@@ -173,8 +172,8 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """Return the batch-size history in the checkpoint from which a run resumes; None if the run starts at sample 0, or
-    with other data.
+    """Return the batch-size history in the checkpoint from which a run resumes; None if the run starts at sample 0 or
+    with different data.
 
     Raises ValueError if no checkpoint can be read.
     """
@@ -185,7 +184,7 @@ def read_history(options: CheckpointConfig) -> History | None:
         return None
     config = config_of_sections(metadata["config"])
     phases = metadata.get("stages")
-    if phases is None:  # as in one that was converted
+    if phases is None:  # as in a converted checkpoint
         samples = samples_of_run(config)
         if config.training.train_iters is not None and config.training.global_batch_size:
             samples = BatchSizes.from_config(config).samples(config.training.train_iters)
@@ -203,9 +202,9 @@ def with_past_batches(config: RunConfig) -> RunConfig:
 
 
 def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
-    """Return the positions at which the checkpoint's run changed its batch size, and the checkpoint's own position.
+    """Return the positions at which the saved run changed its batch size, and the position of the checkpoint.
 
-    A checkpoint that does not record them had a constant batch size.
+    A checkpoint without such positions comes from a run with a constant batch size.
     """
     here = metadata.get("iteration"), metadata.get("consumed_samples")
     if not all(isinstance(value, int) for value in here):
@@ -217,8 +216,8 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    Flags that the checkpoint's phase had changed have the values that were given to the run. Raises ValueError under
-    the same conditions as `saved_metadata`.
+    Flags that a phase changed have the values that were given for the whole run. Raises ValueError under the same
+    conditions as `saved_metadata`.
     """
     metadata = saved_metadata(load)
     if metadata is None:
@@ -228,10 +227,10 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 
 
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
-    """Return the contents other than tensors of the latest checkpoint in a folder; None if there is no checkpoint.
+    """Return the contents, except tensors, of the latest checkpoint in a folder; None if there is no checkpoint.
 
-    As in loading, an unreadable checkpoint is skipped in favor of the previous one. Raises ValueError if none is
-    readable, or if another program wrote the checkpoints.
+    An unreadable checkpoint is skipped in favor of the previous one, as when loading. Raises ValueError if no
+    checkpoint is readable, or if another program wrote the checkpoints.
     """
     damaged = []
     try:
@@ -261,7 +260,8 @@ def _read(metadata: PurePath) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, object], metadata: PurePath) -> None:
-    """Raise ValueError, which names the file and the entry, if a value of a checkpoint's metadata has a wrong type."""
+    """Raise ValueError if a value in a checkpoint's metadata has a wrong type. The message names the file and the
+    entry."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")
 
@@ -271,8 +271,7 @@ LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
 
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
-    """Describe the flags for length and learning-rate schedule that differ from the checkpoint's run; None if they are
-    all equal."""
+    """Describe the length and learning-rate schedule flags that differ from the saved run's; None if all are equal."""
     changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():
@@ -295,8 +294,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the model fields that a run may set freely when it starts from converted weights, because they do not
-    change outputs."""
+    """Return the model fields that a run that starts from converted weights may set freely, because they do not change
+    outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}
@@ -313,11 +312,10 @@ def changed_fields(
     ignored: Collection[str] = (),
     where: tuple[str, str] = ("in the checkpoint", "in the run"),
 ) -> list[str]:
-    """Return the flags that change a result and in which two runs differ, with both values.
+    """Return the flags that affect results and differ between two runs, with both values.
 
-    These are flags of the model, or of an extension in the checkpoint's `sections`, that were given or follow from
-    other fields. A field that was not given and differs together with others is not reported, nor are fields in
-    `ignored`.
+    Only flags of the model, and of the extensions in the checkpoint's `sections`, are compared. A field that is derived
+    from another field, and differs only because that field does, is not reported.
 
     Args:
         saved: Configuration of the checkpoint.
@@ -351,7 +349,8 @@ def _model_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield the schedule's fields and values. A decay over the whole saved run keeps the length of that run."""
+    """Yield the fields of the schedule with their values. A decay over the whole saved run keeps the saved run's
+    length."""
     for flag in all_flags():
         if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):
             value = getattr(saved.optimizer, flag.field)

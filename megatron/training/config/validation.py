@@ -43,11 +43,12 @@ S = TypeVar("S", bound="DataclassInstance")
 
 
 MOCK_VOCAB_SIZE = 50257
-"""Default vocabulary size of a run on synthetic data, GPT-2's, if the flags give neither a tokenizer nor a size."""
+"""Vocabulary size of a run on synthetic data if the flags set neither a tokenizer nor a vocabulary size: GPT-2's."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
+    """Return every problem of a configuration, resolved or not, on `world_size` ranks; empty if the configuration can
+    run."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
@@ -57,14 +58,16 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = None) -> list[Problem]:
-    """Return the results of `validate` and `notices` in one pass. `resolved` is the result of `resolve`, if known."""
+    """Return the results of `validate` and `notices`, computed in one pass. `resolved` is the result of `resolve`, if
+    known."""
     plan = plan_class(config)
     judge = partial(_own_findings, world_size=world_size, known=(config, resolved))
     return plan.findings(config, world_size, judge, resolved)
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Return the findings for a configuration without phases. `known` holds a configuration and its resolved form."""
+    """Return the findings for a configuration without phases. `known` contains a configuration and its resolved
+    form."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known
@@ -72,7 +75,8 @@ def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, Ru
         resolved = resolve(config, world_size)
     problems += [p for p in needs_and_exclusions(resolved) if p.flag not in flagged]
     for rule in RULES:
-        # A value that is wrong on its own is reported only once: rules that relate it to other values are skipped.
+        # If a value is wrong by itself, rules that relate it to other values are skipped, so that it is reported only
+        # once.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for section in EXTENSION_SECTIONS.values():
         problems += [p for p in _of_extension(section, config, resolved, world_size) if p.flag not in flagged]
@@ -90,7 +94,7 @@ def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig
 
 
 def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
-    """Yield (field, its new value, notice)."""
+    """Yield (field, new value, notice) for each field that other flags turn off."""
     single_expert = _is_dense(c)
     if single_expert:
         rule, remedy = (
@@ -110,8 +114,8 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 
 def _is_dense(c: RunConfig) -> bool:
-    """Return True if the only expert of each layer is equivalent to a dense MLP: its weight is 1, the softmax of a
-    single logit. Megatron-DeepSpeed describes dense models in this way."""
+    """Return True if each layer's only expert is equivalent to a dense MLP, because its weight, the softmax of a single
+    logit, is 1. Megatron-DeepSpeed describes dense models in this way."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
     weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
@@ -130,9 +134,10 @@ def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
-    """Return the configuration with derived values filled in; given values stay unchanged, even if they are illegal.
+    """Return the configuration with derived values filled in. Given values remain unchanged, even if they are illegal.
 
-    `vocab_size` is the tokenizer's. A larger --vocab-size takes precedence, to leave room for more tokens.
+    `vocab_size` is the tokenizer's vocabulary size. A larger --vocab-size takes precedence, which leaves room for more
+    tokens.
     """
     given = config
     config = with_named(config, {field: value for field, value, _ in switched_off(config)})
@@ -159,7 +164,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """Return a resolved configuration with its tokenizer's vocabulary size, if known, as `resolve` would set it. A
+    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would set it. A
     larger --vocab-size takes precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
@@ -179,7 +184,7 @@ def _with(section: S, values: Mapping[str, object]) -> S:
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """Fill in values that only training needs and that the flags of an evaluation omit: a learning rate, a length and,
+    """Fill in values that only training needs, because an evaluation omits their flags: a learning rate, a length and,
     if only callbacks evaluate, data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
@@ -190,7 +195,7 @@ def _without_training(config: RunConfig) -> RunConfig:
 
 
 def names_data(config: RunConfig) -> bool:
-    """Return True if the flags name data for training or evaluation."""
+    """Return True if the flags select data for training or evaluation."""
     data = config.data
     files = data.data_path or data.per_split or listed(config) or data.valid
     return bool(files) or data.dataset != "gpt" or plan_class(config) is not RunPlan
@@ -246,8 +251,7 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
     """Convert lengths in tokens to samples, or to iterations if the run's length is given in iterations.
 
-    If the run's length is given in tokens and the batch size varies, lengths in iterations are also converted to
-    samples.
+    If the run's length is given in tokens and the batch size varies, also convert lengths in iterations to samples.
     """
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":

@@ -1,7 +1,7 @@
-"""Reader for untrusted YAML: only plain values of bounded size. This module does not import torch.
+"""Reader for untrusted YAML that accepts only plain values of bounded size. This module does not import torch.
 
 A few lines of YAML can represent billions of values (aliases of aliases), a list that contains itself, or Python
-objects. Everything that settings files do not need is refused with its line number.
+objects. The reader refuses everything that settings files do not need, and reports the line number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Node = ScalarNode | SequenceNode | MappingNode
 
 Plain = None | bool | str | list[str] | dict[str, str]
-"""A YAML value as returned by `plain`; an empty mapping for anything that `plain` does not convert."""
+"""YAML value that `plain` returns; an empty mapping represents anything that `plain` does not convert."""
 
 MOST_BYTES = 16 * 2**20
 """Maximum file size in bytes."""
@@ -33,8 +33,8 @@ TAG = "tag:yaml.org,2002:"
 
 
 def read_yaml_file(path: str | Path) -> str:
-    """Return the text of a YAML file. Raises OSError or ValueError if it cannot be read."""
-    with Path(path).open("rb") as file:  # the path may be a shell pipe
+    """Return the text of a YAML file. Raises OSError or ValueError if the file cannot be read."""
+    with Path(path).open("rb") as file:  # the path may be a pipe from the shell
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
@@ -42,12 +42,12 @@ def read_yaml_file(path: str | Path) -> str:
 
 
 def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
-    """Parse YAML text to nodes; None for an empty text.
+    """Parse YAML text to nodes; returns None for an empty text.
 
-    Raises ValueError, in one line, unless it is YAML of plain values; `any_tag` also permits values with application
-    tags, which remain nodes.
+    Raises ValueError with a one-line message unless the text is YAML of plain values. `any_tag` also permits values
+    with application tags, which remain nodes.
     """
-    import yaml  # imported here because most runs do not need it
+    import yaml  # imported here because most runs do not need yaml
 
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -63,7 +63,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
 
 
 def load_yaml(text: str) -> object:
-    """Return the value of a YAML text. Raises ValueError, in one line, if the text is invalid."""
+    """Return the value of a YAML text. Raises ValueError with a one-line message if the text is invalid."""
     import yaml
 
     node = compose_yaml(text)
@@ -76,7 +76,7 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measure the size and height of nodes. Each node is measured once, no matter how often aliases repeat it."""
+    """Measure the size and height of nodes. Each node is measured once, however often aliases repeat the node."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag
@@ -120,14 +120,14 @@ def _refused(node: Node, why: str) -> ValueError:
 
 
 def compose(path: str) -> Node | None:
-    """Parse a YAML file to nodes with string keys. Raises OSError or ValueError if it cannot be read."""
+    """Parse a YAML file to nodes with string keys. Raises OSError or ValueError if the file cannot be read."""
     return compose_yaml(read_yaml_file(path))
 
 
 def plain(node: Node) -> Plain:
-    """Convert a YAML node to None, a bool, a list of strings, or a string, which fields convert to their own types.
+    """Convert a YAML node to None, a bool, a string, or a list of strings. Fields convert strings to their own types.
 
-    Returns {} for a mapping and for a list of anything but single values.
+    Returns {} for a mapping, and for a list that contains anything but single values.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [item.value for item in node.value]

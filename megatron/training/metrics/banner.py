@@ -14,7 +14,7 @@ from megatron.training.run import TrainingRun
 
 
 def banner(run: TrainingRun) -> Iterator[str]:
-    """Yield the lines: one for each subject."""
+    """Yield one line for each subject."""
     config = run.config
     dims = run.runtime.state.dims
     device = run.runtime.device
@@ -39,14 +39,15 @@ def banner(run: TrainingRun) -> Iterator[str]:
 
 
 def _state_bytes(run: TrainingRun) -> int:
-    """Return the bytes of this rank's weights (frozen ones included), gradients and optimizer on the device."""
+    """Return the number of bytes that this rank's weights, gradients and optimizer state occupy on the device. Frozen
+    weights are included."""
     frozen = {p for stage in run.stages.values() for p in stage.parameters() if not p.requires_grad}
     parameters, gradients, _ = run.ddp.nbytes
     return sum(p.nbytes for p in frozen) + parameters + gradients + run.optimizer.nbytes[0]
 
 
 def _layout(run: TrainingRun) -> Iterator[str]:
-    """Yield a text for each parallelism axis of size above 1."""
+    """Describe each parallelism axis of size above 1."""
     parallel, dims = run.config.parallel, run.runtime.state.dims
     ranks = run.runtime.launch.world_size
     yield f"{ranks} rank{'s' if ranks > 1 else ''}"

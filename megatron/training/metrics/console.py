@@ -11,7 +11,7 @@ from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
-"""Largest duration in seconds that is printed, about thirty years; a longer duration is capped to it."""
+"""Largest duration to print, in seconds, about thirty years. Longer durations are capped."""
 
 
 class LogLines:
@@ -27,15 +27,15 @@ class LogLines:
         self.config, self.train_iters = config, train_iters
 
     def start(self, run: RunView) -> Iterator[str]:
-        """Yield the lines before the first step, which follow the description of the run."""
+        """Yield the lines that are printed before the first step, after the description of the run."""
         yield from ()
 
     def progress(self, record: Record) -> str:
-        """Return the line of a log interval."""
+        """Return the console line for a log interval."""
         return progress_line(record, self.train_iters, self.metrics)
 
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
-        """Yield the lines of an evaluation.
+        """Yield the console lines for an evaluation.
 
         Args:
             iteration: Iteration of the evaluation.
@@ -47,7 +47,7 @@ class LogLines:
         yield f"{line} | perplexity: {perplexity(loss):.6E}"
 
     def saving(self, iteration: int, stalled: float) -> str:
-        """Return the line about the start of a save, for which training waited `stalled` seconds."""
+        """Return the line about a started save. Training waited `stalled` seconds for the start."""
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:
@@ -61,7 +61,7 @@ def perplexity(loss: float) -> float:
 
 
 def mtp_losses(record: Record) -> list[tuple[str, float]]:
-    """Return (key, loss) for each multi-token prediction depth with a loss."""
+    """Return (key, loss) for each multi-token prediction depth that has a loss."""
     return [(key, loss) for key, loss in record.items() if key.startswith("mtp_loss_") and loss is not None]
 
 
@@ -71,7 +71,7 @@ def duration(seconds: float | None) -> str:
 
 
 def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> str:
-    """Format a record as one line of a log file, with all digits of the loss. The metrics file has every field."""
+    """Format a record as one line of a log file, with all digits of the loss. The metrics file contains every field."""
     _, loss, *others = parts_by_weight(record, train_iters, metrics)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"
@@ -79,7 +79,7 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """Return the parts of a console line: errors of the interval, then the other values in order of importance, then
+    """Return the parts of a console line: the interval's errors, then other values in order of importance, then
     `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]
@@ -110,4 +110,4 @@ def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = (
 
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
-"""Counts in a record that are shown only if they are not 0."""
+"""Counts in a record that are shown only if they are nonzero."""

@@ -1,4 +1,4 @@
-"""Numbers, names and sizes of the data sets of a run."""
+"""Numbers, names and sizes of a run's data sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.datasets.build import parse_blend
 
 
 class SourceNames:
-    """Numbers and names of the data sets of a run. A path is one source, regardless of phase and split."""
+    """Numbers and names of a run's data sets. A path is one source, regardless of phase and split."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -19,14 +19,14 @@ class SourceNames:
         """Tokens per epoch of each training source, by source number."""
 
     def numbers(self, config: DatasetConfig, split: str) -> list[int]:
-        """Return the source numbers of a split's blend, in order."""
+        """Return the source numbers of a split's blend, in the order of the blend."""
         values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
         paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
         return [self._number(path) for path in paths]
 
     def sized(self) -> tuple[list[str], list[int]]:
-        """Return (names, tokens per epoch) of all sources; nothing if there are no epochs. A source that is not used
-        for training counts as one token."""
+        """Return (names, tokens per epoch) of all sources; both are empty if there are no epochs. A source that is not
+        used for training counts as one token."""
         if not self.tokens:
             return [], []
         return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]

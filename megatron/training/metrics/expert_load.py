@@ -1,7 +1,7 @@
 """Expert load and auxiliary losses, per step and for the log.
 
-Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, as
-balancing needs them. The log accumulates them over an interval.
+Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, because
+load balancing needs the sums. The log accumulates the sums over an interval.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ExpertLoad(Meter):
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         columns = config.moe_choices + EXTRA_COLUMNS
         self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
-        """Sums over the interval for this rank's layers. They are zero except on the first rank of the stage, so that a
-        sum over the world counts everything once."""
+        """Sums over the interval for this rank's layers. On all ranks except the first of the stage, the sums are zero,
+        so that a sum over the world counts everything once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Yield the numbered micro-batches with the factor of their auxiliary gradients."""
+        """Return the micro-batches with their numbers and the factor for auxiliary gradients."""
         if not self.totals.shape[0]:
             return batches
         for balance in self.balances:
@@ -78,7 +78,8 @@ class ExpertLoad(Meter):
         return totals
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return expert loads relative to an even share, and losses without coefficients, per token and layer."""
+        """Return expert loads relative to an even share, and auxiliary losses without coefficients, per token and
+        layer."""
         table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
         if not table.shape[0] or not interval.results:
             return {}

@@ -1,4 +1,4 @@
-"""Built-in meters other than expert load: losses of multi-token prediction, custom metrics, and memory."""
+"""Built-in meters for multi-token prediction losses, custom metrics, and memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.training.progress import Interval
 class Tallies(Meter):
     """Sum of the tallies of a rank's modules over the steps of a log interval.
 
-    `tallies` are tensors of equal shape to which the modules add. `counts` is True if this rank's tallies count,
-    because tensor-parallel ranks have equal tallies.
+    `tallies` are tensors of equal shape, to which the modules add their counts. `counts` is True on the one
+    tensor-parallel rank whose tallies are counted, because all tensor-parallel ranks have equal tallies.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
         self.tallies, self.counts = list(tallies), counts
         self.totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
-        """Loss sum and tokens, by row, since the last record."""
+        """Loss sum and number of tokens of each row since the last record."""
 
     def end_step(self, skip: Tensor) -> None:
         """Add the tally of a step to the totals, unless `skip` is 1."""
@@ -49,7 +49,7 @@ class Tallies(Meter):
 
 
 def means(summed: Tensor) -> list[float | None]:
-    """Return the mean of each row of `take` summed over the world; None if no token counted."""
+    """Return each row's mean, given `take` summed over the world; None if no token counted."""
     return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
@@ -63,18 +63,18 @@ class MultiTokenLosses(Tallies):
         super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
 
     def weighted_sum(self) -> Tensor:
-        """Return the sum that the step so far has added to the trained loss but not to the reported one: a float64
-        scalar, 0 on ranks whose tallies do not count."""
+        """Return the sum that the step has so far added to the trained loss but not to the reported loss. The sum is a
+        float64 scalar, and 0 on ranks whose tallies are not counted."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean loss by depth from 1; None if no token counted."""
+        """Return the mean loss of each prediction depth, starting at depth 1; None if no token counted."""
         return {f"mtp_loss_{depth}": mean for depth, mean in enumerate(means(summed), 1)}
 
 
 class UserMetrics(Tallies):
-    """Sums of the values of custom metrics. The meter costs nothing if there are no metrics."""
+    """Sums of the values of custom metrics. Without metrics, the meter costs nothing."""
 
     def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)
@@ -84,7 +84,7 @@ class UserMetrics(Tallies):
         return bool(self.metrics)
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Add a step, unless it was skipped."""
+        """Add the values of a step, unless the step was skipped."""
         if not self.metrics:
             return
         with torch.no_grad():
@@ -107,13 +107,14 @@ class UserMetrics(Tallies):
 
 
 class PeakMemory(Meter):
-    """Largest peak memory of a rank so far."""
+    """Meter of the largest peak memory of any rank so far."""
 
     def __init__(self, world: Axis, device: torch.device) -> None:
         self.world, self.device = world, device
 
     def take(self) -> Tensor:
-        """Return [ranks] with this rank's bytes at its own position, so that a sum contains the bytes of every rank."""
+        """Return a tensor [ranks] with this rank's bytes at its own index, so that the sum over ranks contains every
+        rank's bytes."""
         row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
         row[self.world.rank] = peak_memory_bytes(self.device)
         return row
@@ -123,7 +124,7 @@ class PeakMemory(Meter):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory in bytes so far: of the CUDA allocator, or of the process on CPU."""
+    """Return the peak memory so far in bytes: the CUDA allocator's on GPUs, the process's on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024

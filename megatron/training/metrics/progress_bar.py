@@ -26,8 +26,8 @@ class Bar(Protocol):
 
 
 class ProgressBar:
-    """Show how much of `total` is done: as a tqdm bar on a terminal, and otherwise as a line passed to `say` every 30
-    seconds, so that short operations print nothing."""
+    """Show how much of `total` is done. On a terminal, this is a tqdm bar. Otherwise, a line is passed to `say` every
+    30 seconds, so that short operations print nothing."""
 
     def __init__(
         self,

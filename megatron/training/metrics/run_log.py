@@ -1,4 +1,4 @@
-"""Output of the training loop: metric records to the sinks, progress lines or a progress bar to the console."""
+"""Output of the training loop: metric records for the sinks, and progress lines or a progress bar for the console."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.run import TrainingRun
 
 SCHEMA = 1
-"""Version of the keys and units of records, documented in docs/getting_started.md. It increases when a key changes its
-meaning or is removed; new keys may be added within a version."""
+"""Version of the keys and units of records, documented in docs/getting_started.md. The version increases when a key is
+removed or changes its meaning. New keys may be added within a version."""
 
 
 class RunLog:
-    """Write records and progress on the first rank, and nothing on the others.
+    """Write records and progress on the first rank, and nothing on other ranks.
 
-    Also create --save and write the resolved configuration into it, unless the run only evaluates an existing
-    checkpoint in it. Everything is closed with `resources`, or when the process ends after a failure.
+    Also create the --save folder and write the resolved configuration into it, unless the run only evaluates a
+    checkpoint in that folder. All files are closed with `resources`, or when the process ends after a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
@@ -67,7 +67,7 @@ class RunLog:
             sink.close()
 
     def go_back(self, iteration: int) -> None:
-        """Drop the records after an iteration, as if the run had resumed there."""
+        """Drop the records after an iteration, as if the run had resumed at that iteration."""
         if self._sinks:
             self._close_sinks()
             self._sinks = self._open(iteration)
@@ -75,13 +75,13 @@ class RunLog:
             self._bar.n = iteration
 
     def write(self, record: Record) -> None:
-        """Write a record to every sink, with the time and the version of the schema."""
+        """Write a record to every sink, with the time and the schema version."""
         stamped = record | {"time": round(time.time(), 3), "schema": SCHEMA}
         for sink in self._sinks:
             sink.write(stamped)
 
     def report(self, record: Record, meters: Sequence[Meter]) -> None:
-        """Write and print the record of an interval, with the additions of the meters."""
+        """Write and print an interval's record, to which the meters have added their values."""
         self._restore_config()
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)
@@ -91,7 +91,7 @@ class RunLog:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
 
     def _restore_config(self) -> None:
-        """Write the configuration again if --save was deleted during the run and a save has created it again."""
+        """Write the configuration again if the --save folder was deleted during the run and a save has recreated it."""
         for config, file in self._config_file:
             with suppress(OSError):
                 if file.parent.is_dir() and not file.exists():

@@ -49,7 +49,7 @@ class SinkFacts:
 
 
 SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
-"""Registered sinks, to which records are written in addition to `metrics.jsonl`:
+"""Registered sinks, which receive records in addition to `metrics.jsonl`:
 
     @SINKS.register("losses", when=lambda config: config.options(LossFile).loss_file is not None)
     class LossSink:
@@ -58,17 +58,17 @@ SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
 
 
 class JsonLinesSink:
-    """Sink that appends each record as one line of JSON. NaN and infinities are the strings "NaN", "Infinity" and
-    "-Infinity", which `float` parses; null means that a value was not measured.
+    """Sink that appends each record as one line of JSON. NaN and infinities are written as the strings "NaN",
+    "Infinity" and "-Infinity", which `float` parses. A value of null was not measured.
 
-    A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run had
-    never stopped. An existing record of the checkpoint's iteration is not repeated, for example the test record when a
-    finished run is started again. If lines other than the last one are damaged, the file is copied first. A new run
-    renames an existing file instead of overwriting it. If a write fails, for example on a full disk, one warning is
-    printed and the record is written together with a later one.
+    A resumed run continues the file. Records later than the checkpoint are dropped, so that the file reads as if the
+    run had never stopped. An existing record of the checkpoint's iteration, such as the test record of a finished run
+    that is started again, is not repeated. If lines other than the last one are damaged, the file is copied first. A
+    new run renames an existing file instead of overwriting it. If a write fails, for example on a full disk, one
+    warning is printed and the record is written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
-    `check` raises OSError if the run must not create files there now.
+    `check` raises OSError if the run must not create files in that folder now.
     """
 
     def __init__(self, path: Path, resume_iteration: int, check: Callable[[], None] = lambda: None) -> None:
@@ -123,7 +123,7 @@ class JsonLinesSink:
         self._unwritten, self._failing = b"", False
 
     def _follow_path(self) -> None:
-        """Open the file again if its path now refers to another file, or to none. Raises OSError."""
+        """Reopen the file if its path now refers to another file or to no file. Raises OSError."""
         with suppress(FileNotFoundError):
             if os.path.samestat(self._opened, self._path.stat()):
                 return
@@ -151,7 +151,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """Counterpart of `JsonLinesSink` for a storage other than the local disk, to which each line is appended."""
+    """Counterpart of `JsonLinesSink` that appends lines to a file in a storage other than the local disk."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path
@@ -185,7 +185,7 @@ class StoredLinesSink:
 
 
 class RecordsUntil:
-    """Filter that selects the lines of records up to an iteration."""
+    """Filter that selects the lines with records up to an iteration."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
@@ -193,11 +193,10 @@ class RecordsUntil:
         """Number of lines that are not records."""
 
         self.last = set[bytes]()
-        """Records of `iteration` itself, without their times (`_without_time`)."""
+        """Records of `iteration` itself, without times (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the lines to keep. A last line without a line break is dropped, because the writing process was
-        killed."""
+        """Yield the lines to keep. A last line without a line break is dropped, because its writer was killed."""
         for line in filter(str.strip, lines):
             if line.lstrip().startswith("{") and not line.endswith("\n"):
                 continue
@@ -215,7 +214,8 @@ class RecordsUntil:
 
 
 def records_until(text: str, iteration: int) -> tuple[list[str], RecordsUntil]:
-    """Return the lines of records up to an iteration in a file's text, and the `RecordsUntil` that selected them."""
+    """Return the lines with records up to an iteration in a file's text, and the `RecordsUntil` that selected these
+    lines."""
     found = RecordsUntil(iteration)
     return list(found.of(StringIO(text))), found
 
@@ -229,7 +229,8 @@ def _json_line(record: Record) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    """Return `value`, or the name of a number that JSON lacks: NaN, Infinity or -Infinity. None means not measured."""
+    """Return `value`, or its name if JSON cannot represent the number: NaN, Infinity or -Infinity. None means that the
+    value was not measured."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -242,7 +243,7 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
     """Open every sink that the configuration enables, in a run that starts after `iteration`. Call this function on one
-    rank only. `check` is the same function as for `JsonLinesSink`."""
+    rank only. `check` is passed to `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

@@ -1,4 +1,4 @@
-"""Record of a log interval: loss, gradient norm, throughput, MFU, and the reports of all meters."""
+"""Record of a log interval: loss, gradient norm, throughput, MFU, and the values that meters report."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ PEAK_TFLOPS_16BIT = {
     "GeForce RTX 5090": 209.5,
     "MI300X": 1307.4,
 }
-"""Dense matrix-multiply peaks in TFLOP/s, with fp32 accumulation, by device model, from the vendors' data sheets."""
+"""Peak TFLOP/s of dense matrix multiplication with fp32 accumulation, by device model, from the vendors' data
+sheets."""
 
 OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
-"""Words that make a device name refer to another model than the one in the table."""
+"""Words in a device name that denote a different model from the one in the table."""
 
 
 def summarize(run: TrainingRun) -> Record:
-    """Return the record of the current interval, equal on every rank. Collective: one reduction makes all values
-    global, and the host waits for the device."""
+    """Return the record of the current interval, equal on every rank. Collective: a single reduction makes all values
+    global. The host waits for the device."""
     device, interval = run.runtime.device, run.interval
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
     taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]
-    # The first rank counts for all ranks, because the first count can take seconds.
+    # Only the first rank counts FLOPs, because the first count can take seconds.
     flops = flops_per_token(run) if run.runtime.launch.rank == 0 else 0.0
     parts = [losses, losses.new_full((1,), flops), *(sums for _, sums in taken)]
     summed = all_reduce_(torch.cat(parts), run.runtime.state.world).split([part.numel() for part in parts])
@@ -91,7 +92,7 @@ def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
 
 
 def flops_per_token(run: TrainingRun) -> float:
-    """Return model FLOPs per token according to the last callback that counts them; 0 if none does."""
+    """Return model FLOPs per token from the last callback that counts them; 0 if no callback does."""
     counts = [callback.flops_per_token(run.config.model) for callback in run.callbacks]
     return next((count for count in reversed(counts) if count is not None), 0.0)
 
@@ -99,8 +100,8 @@ def flops_per_token(run: TrainingRun) -> float:
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
-    """Return the peak TFLOP/s of one device; None if it is unknown. The peak is --peak-tflops, the data sheet's value
-    for 16-bit training, or the value of a format in `LINEAR_FORMATS`.
+    """Return the peak TFLOP/s of one device; None if it is unknown. The peak comes from --peak-tflops, from a format in
+    `LINEAR_FORMATS`, or from the data sheet for 16-bit training.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops
@@ -111,13 +112,13 @@ def peak_tflops(
 
 
 def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
-    """Return the peak in TFLOP/s of the device that torch calls `name`, from `peaks`, which maps models to peaks; None
-    if the device is not in `peaks`."""
+    """Return the peak in TFLOP/s of the device that torch calls `name`; None if `peaks` does not contain the device.
+    `peaks` maps device models to peaks."""
     return next((peak for model, peak in peaks.items() if re.search(rf"\b{model}\b{OTHER_MODELS}", name)), None)
 
 
 def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:
-    """Return a record of TFLOP/s per device and MFU; empty if FLOPs are not counted."""
+    """Return the record entries for TFLOP/s per device and MFU; empty if FLOPs are not counted."""
     if not tflops:
         return {}
     dtype = getattr(torch, config.parallel.params_dtype)

@@ -1,1 +1,1 @@
-"""Signals, failures and hangs of a run, over all its ranks."""
+"""Handling of signals, failures and hangs on all ranks of a run."""

@@ -1,4 +1,4 @@
-"""End of child processes when a rank ends, and of threads before a fork. This module does not import torch.
+"""End child processes when a rank ends, and await the end of threads before a fork. This module does not import torch.
 
 An extension ends its processes in `on_end`, which is not called if the run fails.
 """
@@ -14,20 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE = 0.5
-"""Seconds between the signals SIGTERM and SIGKILL."""
+"""Seconds to wait after SIGTERM before sending SIGKILL."""
 
 DAEMON_GRACE = 5.0
-"""Seconds that daemonic multiprocessing processes have to end after SIGTERM when a rank ends normally."""
+"""Seconds within which daemonic multiprocessing processes must end after SIGTERM when a rank ends normally."""
 
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
-    """End daemonic multiprocessing processes, for which Python would wait without a limit after SIGTERM. Prints a line
-    for each process that must be killed."""
+    """End daemonic multiprocessing processes. Python itself would wait for them without a limit after SIGTERM. Prints a
+    line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None:  # no process was started
         return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
-    daemons = [child for child in own if child.daemon]  # a fork of this process also lists them, but must not end them
+    daemons = [child for child in own if child.daemon]  # a fork inherits the list but not the children
     for child in daemons:
         child.terminate()
     limit = time.monotonic() + grace
@@ -35,13 +35,13 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
         child.join(max(0.0, limit - time.monotonic()))
         if child.is_alive():
             child.kill()
-            child.join(grace)  # bounded, because the kernel may be unable to end the process now
+            child.join(grace)  # wait with a limit, because the kernel may be unable to end the process now
             told = f"process {child.pid} ({child.name}), a daemonic child, ignored SIGTERM for {grace:g} s"
             print(f"{told}: killed; an extension ends its processes in on_end", file=sys.stderr, flush=True)
 
 
 def end_children() -> None:
-    """End the child processes of this process, except those in their own session, which are meant to survive."""
+    """End the child processes of this process. Children in a session of their own are meant to survive."""
     with suppress(OSError):
         session = os.getsid(0)
         children = [pid for pid in _children() if os.getsid(pid) == session]
@@ -56,7 +56,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Return the children of all threads of this process; none if the kernel does not list them."""
+    """Return the child processes of all threads of this process; empty if the kernel does not list them."""
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 
 
@@ -66,7 +66,8 @@ def _is_running(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state of a process, `R`, `S`, ...; `T` if a signal has stopped it, empty if it is gone."""
+    """Return the kernel's state of a process, such as `R` or `S`. The state is `T` if a signal has stopped the process,
+    and empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -74,9 +75,9 @@ def process_state(pid: int) -> str:
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
-    """Wait until the kernel has ended a thread that has run, and return whether it did within `seconds`.
+    """Wait until the kernel has ended a thread that has run. Returns whether the thread ended within `seconds`.
 
-    Python reports a thread as ended a moment earlier, while glibc still frees the thread's data under locks, such as
+    Python reports the end of a thread slightly earlier, while glibc still frees the thread's data under locks, such as
     the lock of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so
     the child would wait for the lock forever.
     """

@@ -1,4 +1,4 @@
-"""End of all ranks after one fails: the first failed rank reports for all; the others report their positions and exit.
+"""End all ranks after one fails. The first failed rank reports for all; the others report their positions and exit.
 
 A rank whose error may be the consequence of another rank's end first waits for the original error. Every public method
 of `FailureHandler` except `connect` ends the process.
@@ -39,16 +39,16 @@ from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
 
 GRACE = 3.0
-"""Seconds that a rank with a consequential error waits for the cause."""
+"""Seconds that a rank waits for the original error if its own error may be a consequence."""
 
 GATHER = 2.0
-"""Seconds that the other ranks have to report their positions."""
+"""Seconds within which the other ranks must report their positions."""
 
 STORE_ANSWER = 1.5
 """Seconds within which a reachable store answers."""
 
 PARTING = 5.0
-"""Maximum number of seconds that a rank waits until the others have seen why it leaves."""
+"""Maximum number of seconds that a rank waits until the others have read its reason for leaving."""
 
 LAST_RESORT = 30.0
 """Seconds after which an exiting process is killed if the store, the terminal or a disk blocks it."""
@@ -67,16 +67,16 @@ class FailureHandler:
         """Folders from which the run loads checkpoints and to which it saves them."""
 
         self.saved: int | None = None
-        """The last iteration that the run has saved."""
+        """Last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Function that describes the in-memory state from which the same command resumes; empty if there is none."""
+        """Function that describes the in-memory state from which the same command resumes; "" if there is none."""
 
         self.reported: Failure | None = None
-        """The failure that ends this rank, for `at_exit` functions; None if it ends for another reason."""
+        """Failure that ends this rank, for `at_exit` functions; None if the rank ends for another reason."""
 
         self.left = False
-        """True if this rank no longer needs the store, whose process may end at any time."""
+        """True if this rank no longer needs the store, so that the store's process may end at any time."""
 
         self._launch = launch
         self._status = status
@@ -87,7 +87,7 @@ class FailureHandler:
         self._ending = threading.Lock()
 
     def connect(self, board: Board) -> None:
-        """Connect to the store: from now on, failures of this rank reach all ranks."""
+        """Connect to the store. From then on, failures of this rank reach all ranks."""
         self._store = board
 
     @property
@@ -96,7 +96,7 @@ class FailureHandler:
         return self._store
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on the training thread. If not connected, re-raise the exception."""
+        """End all ranks because of an exception on the training thread. Re-raise the exception if not connected."""
         status = self._status
         rank = self._launch.rank
         here = socket.gethostname()
@@ -104,7 +104,7 @@ class FailureHandler:
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             if self._launch.local_rank == 0:
-                self._outcome.recorded = False  # another run may own --save, because the ranks have not met to check
+                self._outcome.recorded = False  # another run may own --save: the ranks have not met to check this
                 self._outcome.end(alone.code, f"{alone.who}: {error}")
             tell_last(alone.text())
             self._exit(alone.code)
@@ -119,10 +119,10 @@ class FailureHandler:
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
-        """End all ranks because the process of another rank is gone. It was last `seen` at this time."""
+        """End all ranks because another rank's process is gone. `seen` is the time of its last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # the store may have been in that process
+            with suppress(RuntimeError):  # the store may have been in the ended process
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
@@ -139,7 +139,7 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End because `ranks` on other hosts cannot be reached; the store and the reporting rank may be among them."""
+        """End because `ranks` on other hosts, perhaps with the store or the reporting rank, cannot be reached."""
         if self.ending:
             time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store blocks it
             self._end_alone(failure)
@@ -171,12 +171,12 @@ class FailureHandler:
             with suppress(RuntimeError):
                 board.post_cause(failure)
                 board.post_report(failure)
-                # The store may be in this process, so wait until the others have seen the failure.
+                # The store may be in this process, so wait until the other ranks have read the failure.
                 board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks, to be restarted, before there is anything to save."""
+        """End all ranks before there is anything to save. The run is to be restarted."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -193,7 +193,7 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report for this host and end without messages to or from other hosts, which may share files with this
+        """Report for this host and end, without messages to or from other hosts. Those hosts may share files with this
         host."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -204,7 +204,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
-        """End because the process of the store has ended: the launcher, or rank 0 if there is none."""
+        """End because the store's process, which is the launcher or else rank 0, has ended."""
         with self._only_once():
             title = str(error).partition("\n")[0]
             if self._signals.first_at is None and (lost := self._first_gone(title)):
@@ -225,12 +225,12 @@ class FailureHandler:
 
     @property
     def ending(self) -> bool:
-        """True if a thread of this process is about to end it."""
+        """True if a thread is about to end this process."""
         return self._ending.locked()
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Let only the first thread end this process, even if an error prevents its report; other threads wait here
+        """Let only the first thread end this process, even if an error prevents the report. Other threads wait here
         until the process ends."""
         if not self._ending.acquire(blocking=False):
             while True:
@@ -243,7 +243,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Wait for the cause of a consequential error. Returns the ranks that did not answer in time."""
+        """Wait for the original error that may have caused `error`. Returns the ranks that did not answer in time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -255,7 +255,7 @@ class FailureHandler:
             def known() -> bool:
                 if board.cause() is not None or self.ending:
                     return True
-                # If the silent ranks are stopped, or if there are none, ranks waited for one another: stop waiting.
+                # If all silent ranks are stopped, or if no rank is silent, ranks waited for one another: stop waiting.
                 return hung(error) and all(board.state(rank) == "T" for rank in silent())
 
             board.wait(known, GRACE)
@@ -264,8 +264,8 @@ class FailureHandler:
             return []
 
     def _end(self, failure: Failure, silent: Collection[int] = (), waited: bool = False) -> NoReturn:
-        """Report and end, unless another rank already reports. `silent` are ranks that will not report their
-        position."""
+        """Report and end, unless another rank already reports. `silent` contains the ranks that will not report their
+        positions."""
         board, rank = self._board, self._launch.rank
         try:
             first = board.post_cause(failure)
@@ -286,13 +286,13 @@ class FailureHandler:
             self._exit(failure.code)
         with suppress(RuntimeError):
             self._kill_silent(failure)
-            # The store may be in this process, which therefore ends after the others have used it.
+            # The store may be in this process, so end only after the other ranks have used the store.
             board.wait(lambda: len(board.get_all("left")) >= len(others), 1.0)
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """Return the failure of rank 0 if its process, which held the store, is gone. `noticed` is the error that
-        revealed it."""
+        """Return the failure of rank 0 if its process, which contained the store, is gone. `noticed` is the error that
+        revealed the failure."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -311,7 +311,7 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """End because of a failure that ranks cannot communicate: one rank of each host reports it."""
+        """End because of a failure that ranks cannot communicate. One rank of each host reports the failure."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -351,7 +351,7 @@ class FailureHandler:
         return replace(failure, who=who, phase=guilty.phase, title=found.title, what=what).advised("collective")
 
     def _absent(self, failure: Failure, ranks: Collection[int], noticed: str) -> Failure:
-        """Attribute the failure of a rank that waited at start-up to the ranks that do not answer, if there are any."""
+        """Attribute the failure of a rank that waited at start-up to the ranks that do not answer, if any."""
         if not ranks:
             return failure
         lines, names = list[str](), list[str]()
@@ -382,8 +382,8 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # otherwise the launcher must learn of the failure
-                time.sleep(0.5)  # the launcher first learns of the failed rank
+            if START not in os.environ:  # no starter will report to the launcher
+                time.sleep(0.5)  # let the launcher notice the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)
@@ -395,7 +395,7 @@ class FailureHandler:
             print(cause.line(), file=sys.stderr, flush=True)
 
     def _kill_silent(self, cause: Failure) -> None:
-        """Kill the processes of this machine that are stopped or stuck and cannot end themselves."""
+        """Kill the processes on this machine that are stopped or stuck and therefore cannot end themselves."""
         said = self._board.get_all("place")
         for rank, peer in self._board.neighbours().items():
             if rank not in said and peer.state() and rank != cause.reporter:
@@ -407,9 +407,9 @@ class FailureHandler:
         )
 
     def _deliver(self, failure: Failure, text: str) -> None:
-        """Print the report last."""
+        """Print the report as the last text on the screen."""
         self.reported = failure
-        # torchrun signals the other processes when one is gone, and then prints their reports
+        # When a process is gone, torchrun signals the other processes and then prints their reports.
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
@@ -429,8 +429,8 @@ class FailureHandler:
 def end_within(seconds: float) -> None:
     """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
 
-    Calls after the first one have no effect. Neither step needs Python: a C thread ends the process, and
-    the kernel does if that thread hangs.
+    Calls after the first one have no effect. Python need not run for this: a C thread ends the process, and if that
+    thread hangs, the kernel ends the process.
     """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)
@@ -438,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Return True if a call that may hang returned in time and without an error of the store."""
+    """Return True if a call that may hang returned in time and without a store error."""
     done = threading.Event()
 
     def run() -> None:

@@ -34,7 +34,7 @@ CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|time-?out|gloo|nccl|failed to (recv|send)",
     re.IGNORECASE,
 )
-"""Pattern of error messages that the failure of another rank may have caused."""
+"""Pattern of error messages that another rank's failure may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
 """Advice by kind of failure. `{again}` is replaced by `start_again`."""
@@ -42,21 +42,21 @@ ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.
 OPEN_FILES = {errno.EMFILE, errno.ENFILE}
 TOO_MANY = os.strerror(errno.EMFILE).lower()
 ENOUGH = 65536
-"""Open-file limit that suffices for any run."""
+"""Open-file limit that is sufficient for any run."""
 
 GONE = "process is gone"
-"""Title of the failure of a process that ended silently."""
+"""Failure title for a process that ended silently."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The root cause of a failed run, sent between ranks as JSON."""
+    """Root cause of a failed run, which ranks send to each other as JSON."""
 
     reporter: int
     """Rank that prints the report."""
 
     who: str
-    """The failed rank, the number of ranks, and the host."""
+    """Name of the failed rank, with the number of ranks and the host."""
 
     phase: str
     title: str
@@ -100,7 +100,7 @@ class Failure:
             return cls(rank, who, phase, title, "".join(traceback.format_exception(error)), advice)
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
-        if hasattr(error, "advice"):  # the message is complete
+        if hasattr(error, "advice"):  # the error needs no traceback
             return cls(rank, who, phase, title, str(error), str(error.advice))
         if is_of_disk(error):
             why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
@@ -118,12 +118,12 @@ class Failure:
         return cls(rank, who, phase, title, what, advice + perhaps_open_files())
 
     def advised(self, kind: str) -> Failure:
-        """Return a copy of the failure with the advice for another kind."""
+        """Return a copy of the failure with the advice for another kind of failure."""
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """Return the printed report. `others` are the positions of the other ranks, which the report of a configuration
-        error omits."""
+        """Return the printed report. `others` contains the positions of the other ranks. The report of a configuration
+        error omits them."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -134,7 +134,7 @@ class Failure:
         return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
-        """Return one line about the failure, for ranks that end because of it."""
+        """Return one line about the failure, for ranks that end because of another rank's failure."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
@@ -148,7 +148,7 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Map each place to the ranks at that place; places with the fewest ranks come last."""
+    """Map each place in the code to the ranks at that place. Places with the fewest ranks come last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -172,26 +172,27 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
     if options.save and latest_text(located(options.save)):
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
-    if saved is not None:  # the checkpoint is gone: its disk was unmounted, or its folder deleted
+    if saved is not None:  # the checkpoint is gone: its disk was unmounted or its folder was deleted
         there = "" if folder == options.save and not anew else f" with --load {options.save}"
         return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
     return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """Return the advice for a process that ended silently; see `start_again` for the arguments."""
+    """Return the advice for a process that ended silently. The arguments are those of `start_again`."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 
 MANY_OPEN = 0.75
-"""Share of the open-file limit above which the limit may have caused a failure."""
+"""Fraction of the open-file limit above which the limit may have caused a failure."""
 
 
 def perhaps_open_files() -> str:
-    """Return advice for a failure that the open-file limit may have caused; empty if far fewer files are open.
+    """Return advice for a failure that the open-file limit may have caused; empty if the number of open files is far
+    below the limit.
 
-    Libraries hide this cause behind other errors. Gloo aborts the process, but the process's peers have about as many
-    open files.
+    Libraries report other errors in place of this cause. Gloo aborts the process, but the surviving ranks have about as
+    many open files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -211,7 +212,7 @@ def _more_open_files() -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return True if an error is about a user's value: a ValueError raised by this package itself."""
+    """Return True if an error concerns a user's value, which means that this package itself raised a ValueError."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -219,9 +220,9 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if the failure of another rank may have caused this error."""
+    """Return True if another rank's failure may have caused this error."""
     if is_of_open_files(error):
-        return False  # gloo reports this about the current process
+        return False  # gloo's message then concerns the current process
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
@@ -236,8 +237,8 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return True if a file could not be written: a save was given up, or the disk had no space for a file that the
-    error names."""
+    """Return True if a file could not be written. Either a save was given up, or the disk had no space for the file
+    that the error names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
     return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None
@@ -250,7 +251,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def hung(error: BaseException) -> bool:
-    """Return True if the error is a timeout of ranks that waited for one another, rather than the end of a rank."""
+    """Return True if the error is a timeout of ranks that waited for one another, and not the end of a rank."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 

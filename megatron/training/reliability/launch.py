@@ -1,4 +1,4 @@
-"""Rank and world size from the launcher's environment (torchrun or srun), and messages to the launcher.
+"""Read rank and world size from the launcher's environment (torchrun or srun), and send messages to the launcher.
 
 This module does not import torch.
 """
@@ -26,16 +26,17 @@ remains ignored."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
-"""Patterns of the ranges in a SLURM node list, and of a comma-separated part of the list."""
+"""Patterns of a range and of a comma-separated part in a SLURM node list."""
 
 START = "START_IN_JOB"
-"""Environment variable with the number of this start, from 0, if a launcher process restarts its rank itself."""
+"""Environment variable with the number of this start, counted from 0, if the launched process itself restarts its
+rank."""
 
 BEGAN = "JOB_BEGAN"
-"""Environment variable with the `time.monotonic()` of the first start."""
+"""Environment variable with the `time.monotonic()` value of the first start."""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Environment variables in which mpirun states the number of started processes."""
+"""Environment variables that mpirun sets to the number of launched processes."""
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
@@ -51,11 +52,11 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
 
 
 def quiet_torch(environ: MutableMapping[str, str]) -> None:
-    """Keep warnings of torch's C++ code off the screen, unless the user has set the log level. Call this function
-    before torch is imported.
+    """Suppress warnings from torch's C++ code, unless the user has set the log level. Call this function before torch
+    is imported.
 
-    When a store or a rank is gone, each attempt to reach it would print dozens of C++ frames before the report. Errors
-    are still printed.
+    Otherwise, each attempt to reach a store or rank that is gone would print dozens of C++ frames before the report.
+    Errors are still printed.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -63,8 +64,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
 def skip_final_collection() -> None:
     """Make this process exit without Python's final garbage collections.
 
-    These collections traverse everything that torch has imported, which takes seconds after all work is done. Files are
-    still closed, and `atexit` functions still run."""
+    These collections traverse all objects that torch has created on import, which takes seconds. Files are still
+    closed, and `atexit` functions still run."""
     atexit.register(gc.freeze)
 
 
@@ -77,16 +78,16 @@ class Launch:
     local_rank: int = 0
     launcher: str = "none"
     several_hosts: bool = False
-    """True if the launcher has started ranks on several hosts, or simulates several hosts."""
+    """True if the launcher has started ranks on several hosts or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Return the name of a rank in messages, by default of this rank: `rank 3 of 8 on HOST`."""
+        """Return the name of a rank, by default this rank, for messages: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), or otherwise the variables of a SLURM step with one
-        task per rank. If neither are set, return a single process.
+        """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), or else the variables of a SLURM step with one task
+        per rank. If neither are set, return the launch of a single process.
 
         Raises ValueError if a variable has an invalid value, or if only some of a launcher's variables are set, because
         each process would then be a separate run."""
@@ -133,7 +134,7 @@ class Launch:
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch.distributed's env:// rendezvous reads, if the launcher was not torchrun.
 
-        Under srun, ranks meet at the first node of the list; set MASTER_ADDR to choose another node.
+        Under srun, the rendezvous is at the first node of the list; set MASTER_ADDR to select another node.
         """
         if self.launcher == "srun":
             environ["RANK"], environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)
@@ -146,36 +147,36 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Hold back signals that the launcher makes this process ignore, until `SignalListener.start`.
+    """Block signals that the launcher makes this process ignore, until `SignalListener.start` receives them.
 
-    A script that starts the ranks ignores the signals meant for them, and its children inherit this setting. Otherwise,
-    a signal that arrives before the watchdog starts would be lost.
+    A script that launches ranks ignores the signals meant for the ranks, and the ranks inherit this setting. Without
+    the block, a signal that arrives before the watchdog starts would be lost.
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN} - {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
 
 def write_error_file(text: str, at: float | None = None) -> bool:
-    """Write torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
+    """Write torchrun's error file; torchrun prints the file's text last. Returns False without torchrun.
 
-    torchrun considers the earliest failure, in whole seconds, the root cause. `at` is the time of this failure, by
-    default now."""
+    torchrun considers the failure with the earliest time, in whole seconds, to be the root cause. `at` is the time of
+    this failure, by default the current time."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)
     if not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # the disk may be full, which the text may mention
+    except OSError:  # the disk may be full, and the text may report that
         return False
     return True
 
 
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
-    """Make the root cause the last text on the screen; it occurred at the time `at`, by default now.
+    """Make the root cause the last text on the screen. `at` is the time of the failure, by default the current time.
 
-    torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or with
-    `now`, because torchrun itself is ending, the text is printed directly.
+    torchrun prints a worker's error file when all workers have ended. The text is printed directly if torchrun will
+    restart the workers, or with `now`, which means that torchrun itself is ending.
 
     The reported time is one to two seconds earlier than the failure. For a process that died without an error file,
     torchrun uses the second in which it noticed the end, and the root cause must be earlier."""
@@ -186,8 +187,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Return True if ranks will be restarted, either by torchrun, which then prints no error files, or by their
-    parents."""
+    """Return True if ranks will be restarted, either by torchrun, which then prints no error files, or by their parent
+    processes."""
     by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     return by_torchrun or START in os.environ
 
@@ -203,7 +204,7 @@ def _integer(environ: Mapping[str, str], name: str, default: str | None = None) 
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM node list, as `scontrol show hostnames` prints it: `gpu003` for
+    """Return the first host in a SLURM node list, as `scontrol show hostnames` prints it: `gpu003` for
     `gpu[003-006,9],login`, and `r1n3` for `r[1-2]n[3-4]`. Raises ValueError if the text is not a node list."""
     first = NODE.match(nodelist.strip(", "))
     if first is None:

@@ -1,8 +1,8 @@
-"""Standard output and standard error whose failures never end a run: lines that cannot be written are dropped and
-counted.
+"""Standard output and standard error streams whose failures never end a run. Lines that cannot be written are dropped
+and counted.
 
-A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the encoding of the
-output lacks are written as escapes. This module does not import torch.
+A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the output's
+encoding lacks are written as escapes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class LossyFile(io.RawIOBase):
-    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted; once writing
-    succeeds again, a line says how many were lost."""
+    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted. Once writing
+    succeeds again, a line reports how many lines were lost."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -44,7 +44,7 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write data, and return its size even if some bytes are dropped."""
+        """Write data, and return the size of the data even if some bytes are dropped."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
             self._drop(content)
@@ -55,7 +55,7 @@ class LossyFile(io.RawIOBase):
         return len(content)
 
     def loss(self) -> str:
-        """Describe the number of lost lines, and the reason."""
+        """Describe the number of lost lines and the reason for the loss."""
         return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
 
     def _drop(self, content: bytes) -> None:
@@ -79,9 +79,9 @@ class LossyFile(io.RawIOBase):
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Replace both standard streams with lossy ones.
+    """Replace both standard streams with lossy streams.
 
-    At the end, and when this process exits through `before_exit`, each stream reports its losses on the other one.
+    At the end, and when this process exits through `before_exit`, each stream reports its losses on the other stream.
     """
     before = sys.stdout, sys.stderr
     streams = [_lossy(stream) for stream in before]
@@ -99,7 +99,7 @@ _at_exit: list[Callable[[], None]] = []
 
 
 def flush_output() -> None:
-    """Flush both standard streams, and print how much they have lost. Raises nothing."""
+    """Flush both standard streams, and report how many lines they have lost. Raises nothing."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -109,7 +109,7 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Print a line if the block cannot write the file `what`; the run continues without the file."""
+    """Print a line if the block fails to write the file `what`. The run continues without the file."""
     try:
         yield
     except OSError as error:
@@ -117,7 +117,7 @@ def told_if_unwritten(what: str) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO) -> io.TextIOWrapper | None:
-    """Return a lossy stream to the same file; None if a stream has no file, as in a test."""
+    """Return a lossy stream that writes to the same file; None if the stream has no file, as in a test."""
     try:
         stream.flush()
         descriptor = stream.fileno()

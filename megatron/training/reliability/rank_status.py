@@ -1,4 +1,4 @@
-"""Status of this rank, which is read when a rank fails: phase of the run, line of code, awaited ranks."""
+"""Status of this rank, for the report of a failed rank: phase of the run, line of code, and awaited ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Standing:
 
     stack: str = ""
     evidence: object = None
-    """The rank's data for a hang analysis, in JSON types."""
+    """Data of the rank for a hang analysis, in JSON types."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,13 +52,13 @@ class Meeting:
     ranks: tuple[int, ...]
     number: int
     what: str
-    """Phase at whose end the ranks meet."""
+    """Phase that ends with this meeting."""
 
     pending: bool = True
 
 
 class HangAnalysis:
-    """Base class of the hang analyses that callbacks provide. By default, its methods find nothing."""
+    """Base class of the hang analyses that callbacks provide. The methods of the base class find nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -68,16 +68,16 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """Return the ranks at fault; None if the positions do not show which ranks these are."""
+        """Return the ranks at fault; None if the positions do not reveal these ranks."""
         return None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write additional evidence beside the stacks of a rank. May raise OSError."""
+        """Write additional evidence next to a rank's stack file. May raise OSError."""
 
 
 class RankStatus:
-    """Status that the training thread writes and the watchdog's thread reads. Create the object on the training
-    thread."""
+    """Status of this rank, written by the training thread and read by the watchdog's thread. Create the object on the
+    training thread."""
 
     def __init__(self) -> None:
         self.phase = "start-up"
@@ -85,8 +85,8 @@ class RankStatus:
         """Flag that limits how long ranks wait for one another in this phase, with its value."""
 
         self.executor: object = None
-        """Schedule executor. Its `.current` is the running action, and its `.message_from` is the rank from which it
-        awaits a message."""
+        """Schedule executor. The attribute `.current` is the running action, and `.message_from` is the rank from which
+        the executor awaits a message."""
 
         self.state: ParallelState | None = None
         """Process groups; None until they exist."""
@@ -101,12 +101,12 @@ class RankStatus:
         self._thread = threading.get_ident()
 
     def phase_and_action(self) -> str:
-        """Return the phase and, within a step, the micro-batch and the schedule's action."""
+        """Return the phase and, within a step, the micro-batch and the current action of the schedule."""
         action = getattr(self.executor, "current", None)
         return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
 
     def line(self) -> str:
-        """Return the line of code that raised the error, or that the training thread executes."""
+        """Return the line of code that raised the error or, without an error, that the training thread executes."""
         return (place_in(self.error) if self.error is not None else "") or place_of(self._thread)
 
     def place(self) -> str:

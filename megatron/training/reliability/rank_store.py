@@ -10,7 +10,7 @@ Keys:
     agreed/N    the tick after which all ranks carry it out
 
 No call blocks for longer than the store takes to answer, so missing ranks do not delay others. Any process that can
-reach the port can write to the store: a malformed value is ignored, and reported once.
+reach the port can write to the store: malformed values are ignored, and the first is reported.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ PERIOD = 0.4
 """Seconds between a rank's checks of the store."""
 
 MARGIN = 3.0
-"""Seconds after a connection's time limit within which torch reports its failure."""
+"""Seconds after a connection's time limit within which torch reports the failed connection."""
 
 PATIENCE = 10.0
-"""Seconds after which a rank prints what it is waiting for at start-up."""
+"""Seconds after which a rank that waits at start-up prints what it is waiting for."""
 
 
 def tell(line: str) -> None:
-    """Print a line on standard error, if it can be written."""
+    """Print a line on standard error, if standard error can be written."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 class NoStoreError(ConnectionError):
-    """Raised if this rank cannot reach the others. `waited` is True if it waited for the store until the timeout."""
+    """Raised if this rank cannot reach the others. `waited` is True after a wait until the timeout."""
 
     def __init__(self, message: str, waited: bool = False) -> None:
         super().__init__(message)
@@ -68,12 +68,13 @@ class NoStoreError(ConnectionError):
 
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
-    """Connect to the store of this world. Rank 0 opens the store unless the launcher has one, or another process of
+    """Connect to the store of this world. Rank 0 opens the store unless the launcher has a store, or another process of
     rank 0 has opened it (`open_here=False`).
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
-    0 cannot open it, or if it belongs to another run. `run` is this run's `identity`; empty if already checked."""
+    0 cannot open the store, or if it belongs to another run. `run` is this run's `identity`; empty if already
+    checked."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
@@ -85,7 +86,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
         store = _connected(address, port, launch, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
-        why = str(error).partition("\n")[0]  # torch's C++ frames follow
+        why = str(error).partition("\n")[0]  # the other lines are torch's C++ frames
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
         taken = "EADDRINUSE" in why
         if opens and taken:
@@ -99,7 +100,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
 
 
 def identity(config: RunConfig) -> str:
-    """Return a text that identifies a run and is equal on all of its ranks."""
+    """Return a text that identifies a run and is equal on all ranks of the run."""
     model = hashlib.sha256(repr(config.model).encode()).hexdigest()[:8]
     return f"--save {config.checkpoint.save_root}, --seed {config.training.seed}, model {model}"
 
@@ -130,12 +131,12 @@ def start_of(key: str) -> int | None:
 
 
 def launcher_has_store() -> bool:
-    """Return whether the store is in a launcher process, as torchrun's is, instead of rank 0's process."""
+    """Return True if the store is in a launcher process, as under torchrun, and not in rank 0's process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_refuses() -> bool:
-    """Return whether the host of the store refuses connections to its port: no process listens there any more."""
+    """Return True if the store's host refuses connections to the store's port, because no process listens there."""
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     try:
         socket.create_connection(address, timeout=1.0).close()
@@ -149,7 +150,7 @@ def store_refuses() -> bool:
 def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: timedelta) -> dist.Store:
     """Connect to a store.
 
-    Raises TimeoutError if another program holds the port and does not answer, which would make torch wait forever.
+    Raises TimeoutError if another program listens on the port and does not answer; torch itself would wait forever.
     Raises ForeignPortError as soon as it is known that there will be no store.
     """
     stores, errors = list[dist.Store](), list[BaseException]()
@@ -164,7 +165,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
                     is_master=opens,
                     timeout=timeout,
                     wait_for_workers=False,
-                    multi_tenant=True,  # rank 0 opens it again for the process groups
+                    multi_tenant=True,  # rank 0 opens the port again for the process groups
                 )
             )
         except BaseException as error:
@@ -191,13 +192,13 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
 
 @dataclass(frozen=True)
 class Peer:
-    """Identification of a process by which others on its machine can find it."""
+    """Identity of a process, by which other processes on the same machine can find it."""
 
     host: str
     pid: int
     namespace: str
     started: str
-    """Start time, which distinguishes the process from a later one with the same pid."""
+    """Start time, which distinguishes the process from a later process with the same pid."""
 
     @classmethod
     def here(cls) -> Peer:
@@ -208,13 +209,13 @@ class Peer:
         return cls(socket.gethostname(), os.getpid(), namespace, _stat(os.getpid())[1])
 
     def state(self) -> str:
-        """Return the kernel's state of the process, `R`, `S`, ...; `T` if it is stopped, empty if it is gone."""
+        """Return the kernel's state of the process, such as `R` or `S`; `T` if it is stopped, empty if it is gone."""
         state, started = _stat(self.pid)
         return state if started == self.started and state not in ("Z", "X") else ""
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return state and start time of a process; empty if it does not exist."""
+    """Return the state and start time of a process; both are empty if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -223,7 +224,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def out_of_memory_kills() -> int:
-    """Return the number of processes that this machine's out-of-memory killer has ended since boot."""
+    """Return the number of processes that the out-of-memory killer of this machine has ended since boot."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -236,10 +237,10 @@ KINDS = ("save", "stop", "resume")
 
 @dataclass(frozen=True)
 class Request:
-    """An action that all ranks perform after the same tick."""
+    """Action that all ranks perform after the same tick."""
 
     kind: str
-    """One of `KINDS`: `save`, `stop`, or `resume`, which means to stop and be restarted."""
+    """One of `KINDS`: `save`, `stop`, or `resume`, which means to stop for a restart."""
 
     why: str
 
@@ -257,7 +258,7 @@ def _text(value: bytes) -> str:
 
 def _parse_peer(text: str) -> Peer:
     peer = parse_record(Peer, text)
-    if peer.pid < 1:  # would denote a process group, to which a signal would be sent
+    if peer.pid < 1:  # signals would be sent to a process group instead
         raise ValueError(f"pid is {peer.pid}, not above 0")
     return peer
 
@@ -270,7 +271,7 @@ def _parse_request(text: str) -> Request:
 
 
 class Board:
-    """A rank's view of the store."""
+    """View of the store from one rank."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
@@ -283,7 +284,7 @@ class Board:
         """Malformed values in the store; rank 0 reports the first one."""
 
         self._malformed = dict[str, int]()
-        """Key -> hash of the counted malformed value, so that each value is counted only once."""
+        """Hash of the counted malformed value for each key, so that each value is counted only once."""
 
         self.first_phase = ""
         """Last phase of rank 0 that `watch_first` has read."""
@@ -292,7 +293,7 @@ class Board:
         store.set(f"peer/{launch.rank}", _json(self.me))
 
     def check_world_size(self) -> None:
-        """Raise ValueError if the first rank to arrive has another world size."""
+        """Raise ValueError if the first rank to arrive has a different world size."""
         rank, own = self.launch.rank, self.launch.world_size
         if (first := self.claim("world", str(own), parse_integer)) != own:
             raise ValueError(
@@ -302,21 +303,21 @@ class Board:
             )
 
     def get(self, key: str) -> str | None:
-        """Return a value, None if there is none yet."""
+        """Return the value of a key; None if there is no value yet."""
         return _text(self.store.get(key)) if self.store.check([key]) else None
 
     def read(self, key: str, parse: Callable[[str], T]) -> T | None:
-        """Return a value parsed by `parse`; None if there is none yet, or if `parse` raises ValueError."""
+        """Return the value of a key, parsed by `parse`; None if there is no value yet or `parse` raises ValueError."""
         text = self.get(key)
         return self._parsed(key, text, parse) if text else None
 
     def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
-        """Return the parsed values by rank; missing values and values for which `parse` raises are left out."""
+        """Return the parsed values by rank, without missing values and values that `parse` rejects."""
         found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Set a value unless there is one that `parse` accepts; return the stored value."""
+        """Set a value unless the store has a value that `parse` accepts; return the stored value."""
         parse(value)
         found, there = None, b""
         while found is None:
@@ -334,7 +335,7 @@ class Board:
             return None
 
     def get_all(self, name: str) -> dict[int, str]:
-        """Return the values by rank; missing values are left out."""
+        """Return the values by rank, without missing values."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
         if self.store.check(keys):
             return dict(zip(self.ranks, map(_text, self.store.multi_get(keys)), strict=True))
@@ -342,31 +343,31 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def complete(self, name: str) -> bool:
-        """Return whether all ranks have a value."""
+        """Return True if all ranks have a value."""
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
-        """Return the other ranks on this machine, once all have arrived."""
+        """Return the other ranks on this machine, once all ranks have arrived."""
         if not self.peers and self.complete("peer"):
             self.peers = self.read_all("peer", _parse_peer)
         rank, space = self.launch.rank, self.me.namespace
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
     def peer(self, rank: int) -> Peer | None:
-        """Return the process of a rank, None if it has not arrived."""
+        """Return the process of a rank; None if the rank has not arrived."""
         return self.peers.get(rank) or self.read(f"peer/{rank}", _parse_peer)
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank in messages, with its host if known."""
+        """Return the name of a rank for messages, with the host if known."""
         return self.launch.name(self.peers[rank].host if rank in self.peers else socket.gethostname(), rank)
 
     def state(self, rank: int) -> str:
-        """Return `Peer.state` of another rank on this machine; empty also for ranks on other machines."""
+        """Return `Peer.state` of another rank on this machine; empty for ranks on other machines."""
         peer = self.neighbours().get(rank)
         return peer.state() if peer is not None else ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Poll until a condition is true. Returns whether it became true in time."""
+        """Poll until a condition is true. Returns whether the condition became true in time."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -375,7 +376,7 @@ class Board:
         return True
 
     def post_cause(self, failure: Failure) -> Failure:
-        """Make `failure` the report unless there is one; return the report."""
+        """Make `failure` the root cause unless there already is one; return the root cause."""
         return self.claim("cause", _json(failure), self._parse_failure)
 
     def cause(self) -> Failure | None:
@@ -397,7 +398,7 @@ class Board:
         return failure
 
     def say(self, key: str, value: str = "") -> None:
-        """Set this rank's value of `key`, as listed above."""
+        """Set this rank's value of `key`."""
         self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
@@ -408,8 +409,7 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick after which a request is carried out, the last that any rank had begun. Rank 0 computes
-        it."""
+        """Return the tick after which a request is carried out: the last that any rank began. Rank 0 computes it."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)
@@ -424,11 +424,11 @@ class Board:
         self.say("beat", f"{self._beats} {phase}")
 
     def last_phase(self, rank: int) -> str:
-        """Return the phase in a rank's last heartbeat; empty if there was none."""
+        """Return the phase in a rank's last heartbeat; empty if there was no heartbeat."""
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def watch_first(self) -> None:
-        """On rank 0's machine, remember the phase of rank 0 if the store is in its process."""
+        """Store rank 0's phase if rank 0 is on this machine and its process contains the store."""
         if 0 in self.neighbours() and not launcher_has_store():
             self.first_phase = self.last_phase(0)
 

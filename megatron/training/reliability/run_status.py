@@ -1,5 +1,5 @@
-"""Exit codes, the status file for the script that started a run, and the event log of a run.
-This module does not import torch.
+"""Exit codes, the status file for the script that launched a run, and the event log of a run. This module does not
+import torch.
 
 Launchers lose exit codes: torchrun turns every nonzero code of a worker into 1, and srun kills the other nodes on a
 nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is therefore written to this file, as
@@ -38,8 +38,8 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """Writer of the status file, atomic unless the file is a device, pipe or link. Without a file, its methods do
-    nothing."""
+    """Writer of the status file. Writes are atomic unless the file is a device, pipe or link. Without a file, the
+    methods do nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """Return True if the run was asked to stop before its start."""
+        """True if the run was asked to stop before it started."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Remember the checkpoint folders and, with `write`, write the status RUNNING."""
+        """Store the checkpoint folders and, with `write`, write the status RUNNING."""
         self.folders = {
             name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }
@@ -65,7 +65,7 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Write the `ExitCode` with which the run ends; a signal's number may be added to KILLED."""
+        """Write the name of the `ExitCode` with which the run ends. A signal number may be added to KILLED."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
         if self.recorded:
@@ -84,7 +84,8 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Write the status if the flags end the run before it starts, on every host, because OUTCOME_FILE may be local."""
+    """Write the status if the flags end the run before it starts. Every host writes, because OUTCOME_FILE may be
+    local."""
     try:
         yield
     except SystemExit as ended:
@@ -94,9 +95,8 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the exit code for the launcher. For a run to be resumed, the code is 0 if OUTCOME_FILE informs the script,
-    or if torchrun has restarts left, because torchrun would restart a run that was asked to stop after any other
-    code."""
+    """Return the exit code for the launcher. For a run to be resumed, the code is 0 if OUTCOME_FILE informs the script.
+    It is also 0 if torchrun has restarts left, because torchrun would restart a stopped run after any other code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):
@@ -105,7 +105,7 @@ def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> in
 
 
 class ExitCode(IntEnum):
-    """Exit code of every process of a run. Under torchrun these are the codes of its workers."""
+    """Exit code of every process of a run. Under torchrun, these are the exit codes of the workers."""
 
     DONE = 0
     """Trained to the end, or to the stop set by --exit-interval, --exit-duration-in-mins or an `exit` file."""
@@ -120,14 +120,14 @@ class ExitCode(IntEnum):
     """Trained and saved as for DONE, but a callback raised an exception in `on_end`."""
 
     TO_BE_RESUMED = 75
-    """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
+    """Stopped after saving, because of a signal or the end of the SLURM job. The same command resumes the run."""
 
     KILLED = 128
-    """A second signal ended the process at once: the exit code is 128 plus the number of the signal."""
+    """Ended immediately by a second signal. The exit code is 128 plus the signal number."""
 
 
 def _open_at_once(path: str, mode: int) -> int:
-    """Open a file without blocking; raise OSError for a named pipe without a reader, for which `open` would wait."""
+    """Open a file without blocking. Raises OSError for a named pipe without a reader, for which `open` would wait."""
     return os.open(path, mode | os.O_NONBLOCK, 0o666)
 
 
@@ -153,7 +153,7 @@ def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
 
 
 def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
-    """Yield the events of `recorded_events` one by one, because a long run has many."""
+    """Yield the events of `recorded_events` one by one, because a long run has many events."""
     if save is None:
         return
     with suppress(OSError), storage_of(save).open(save / EVENTS) as file:
@@ -161,7 +161,7 @@ def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
 
 
 def parse_events(text: str) -> list[dict[str, object]]:
-    """Parse the text of a `run_events.jsonl` to events; damaged lines are skipped."""
+    """Parse the text of a `run_events.jsonl` file to events; damaged lines are skipped."""
     return list(_parsed(text.splitlines()))
 
 

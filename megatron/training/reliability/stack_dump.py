@@ -1,4 +1,4 @@
-"""Stacks of every rank, written into `stacks/` of the --save folder when the run fails."""
+"""Write the stacks of every rank into `stacks/` in the --save folder when the run fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 from megatron.training.reliability.rank_store import out_of_memory_kills
 
 MOST = 2000
-"""Maximum number of characters shown of a crashed interpreter's output."""
+"""Maximum number of characters of a crashed interpreter's output to show."""
 
 
 class StackDump:
@@ -25,8 +25,8 @@ class StackDump:
         self._kills = out_of_memory_kills()
 
     def open(self, folder: Path, rank: int) -> None:
-        """Open the file, and let the interpreter write into it if it crashes. Raises ValueError if the file cannot be
-        written."""
+        """Open the stack file, and make the interpreter write into it on a crash. Raises ValueError if the file cannot
+        be written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank:05d}.txt").open("w")
@@ -51,8 +51,7 @@ class StackDump:
             beside(self.folder, self._rank)
 
     def _open_again_if_deleted(self) -> None:
-        """Open this rank's file again if it was deleted or renamed during the run and its --save folder still
-        exists."""
+        """Reopen this rank's file if it was deleted or renamed during the run and the --save folder still exists."""
         assert self._file is not None and self.folder is not None
         path = Path(self._file.name)
         if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
@@ -66,7 +65,7 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def last_words(self, rank: int) -> str:
-        """Return facts about another rank's end: kills by the kernel, and the crash output of its interpreter."""
+        """Describe the end of another rank: kills by the kernel, and the crash output of the rank's interpreter."""
         said = []
         if (kills := out_of_memory_kills()) > self._kills:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")

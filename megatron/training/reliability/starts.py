@@ -16,7 +16,7 @@ Attempt = Callable[[RunConfig, Launch], int]
 
 
 class Starter(Protocol):
-    """Starter that makes the attempts of a rank."""
+    """Function that runs the attempts of a rank."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt`, possibly several times, each in a separate process with its own rank and world.
@@ -27,27 +27,27 @@ class Starter(Protocol):
 
 @runtime_checkable
 class StartsRanks(Protocol):
-    """Base class of extension flags that may start the ranks of a run."""
+    """Base class of extension flags that may launch the ranks of a run."""
 
     @property
     def starter(self) -> str | None:
-        """Return the `package.module:name` of the `Starter`, which is imported only when the ranks start; None if the
-        flags do not select a starter."""
+        """Location `package.module:name` of the `Starter`, which is imported only when the ranks start. None if the
+        flags select no starter."""
 
     @property
     def spare_ranks(self) -> int:
-        """Return the number of spare processes. These are the last ones that the launcher starts, and they have no rank
-        at first."""
+        """Number of spare processes. These are the last processes that the launcher starts, and they initially have no
+        rank."""
 
 
 def spare_ranks(config: RunConfig) -> int:
-    """Return the number of launched processes that have no rank at first."""
+    """Return the number of launched processes that initially have no rank."""
     return sum(options.spare_ranks for options in config.extension_options if isinstance(options, StartsRanks))
 
 
 def start(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Make the attempts of a rank: a single attempt in this process, unless an extension makes the attempts. Returns
-    the exit code."""
+    """Run the attempts of a rank: a single attempt in this process, unless an extension provides a starter. Returns the
+    exit code."""
     asked = [options.starter for options in config.extension_options if isinstance(options, StartsRanks)]
     name = next((found for found in asked if found is not None), None)
     if name is None:

@@ -1,10 +1,10 @@
-"""Signals, and requests to stop or save the run, which all ranks carry out after the same step.
+"""Signals, and requests to stop or save the run. All ranks carry out a request after the same step.
 
-A signal, a time limit or a file on any rank becomes a request in the rank store. A tick is a step or one batch of an
-evaluation; all ranks perform the same ticks. Each rank answers a request with the number of ticks that it has begun,
-and begins no further tick until the agreed one, the highest answer, is known. All ranks therefore stop after the same
-tick. Without a request, a tick only tests a flag, without a collective and without waiting for the device. Signals
-arrive on a socket, so that a thread receives them while the main thread is inside a collective.
+A signal, a time limit or a file on any rank becomes a request in the rank store. A tick is a step or an evaluation
+batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that it has begun. The
+rank then begins no further tick until all answers are known. The highest answer is the agreed tick. All ranks therefore
+stop after the same tick. Without a request, a tick only tests a flag, without a collective and without waiting for the
+device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a collective.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron.training.reliability.launch import SIGNALS, START
 from megatron.training.reliability.rank_store import Board, Request
 
 UNANSWERED = 5.0
-"""Seconds for which this rank waits for the others' answers after a signal that arrived before the first step."""
+"""Seconds for which this rank waits for other ranks' answers after a signal that arrives before the first step."""
 
 
 class StopRequests:
-    """Holder of one request at a time. The training thread calls `tick` and `done`, the watchdog calls `ask` and
+    """Holder of one request at a time. The training thread calls `tick` and `done`; the watchdog calls `ask` and
     `look`."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Request to carry out now: all ranks have agreed on its tick, and have performed all ticks before it."""
+        """Request to carry out now. All ranks have agreed on its tick and have performed all earlier ticks."""
 
         self.undecided = False
-        """True on all ranks until it is known whether the run starts with a state that is not on disk. Ranks answer no
-        request before that. Set this attribute before the watchdog starts."""
+        """True on all ranks until it is known whether the run starts with a state that is not on disk. While it is
+        True, ranks answer no request. Set this attribute before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -65,7 +65,7 @@ class StopRequests:
 
     def tick(self, save_later: bool = False) -> bool:
         """Begin a tick. If a request is due before that tick, store the request in `request`, begin no tick, and return
-        False. With `save_later`, only requests to stop are due."""
+        False. With `save_later`, requests to save are not due."""
         with self._change:
             while self._asked is not None:
                 if self._after is not None:
@@ -85,13 +85,13 @@ class StopRequests:
             self.undecided = False
 
     def done(self) -> None:
-        """End the current request, so that another one can be made."""
+        """End the current request, so that another request can be made."""
         with self._change:
             self.request = self._asked = self._after = None
             self._number += 1
 
     def ask(self, request: Request) -> None:
-        """Queue a request of this rank."""
+        """Queue a request from this rank."""
         if request not in self._wishes:
             self._wishes.append(request)
 
@@ -99,7 +99,7 @@ class StopRequests:
         """Exchange requests and answers with the other ranks. `signal_at` is the monotonic time of this rank's first
         signal.
 
-        Returns a reason if the run must end immediately, which happens only before its first step, when there is
+        Returns the reason if the run must end immediately. This happens only before the first step, when there is
         nothing to save.
         """
         if self._asked is None:
@@ -124,13 +124,13 @@ class StopRequests:
         return "ending though not all ranks have come up" if unanswered and late and not self._waits(board) else None
 
     def _waits(self, board: Board) -> bool:
-        """Return True if this rank may have to save a state together with the other ranks, which have started or will
-        start soon."""
+        """Return True if this rank may have to save a state together with other ranks that have started or will start
+        soon."""
         return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
 REPEATED = 1.0
-"""Seconds within which another signal counts as the first one: launchers and SLURM both deliver it."""
+"""Seconds within which a further signal counts as the first one, because launchers and SLURM may both deliver it."""
 
 
 class SignalListener:
@@ -144,13 +144,14 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Start to receive signals if `listen`, on the main thread. Signals that were held back since the start of the
-        process arrive now."""
+        """Start to receive signals if `listen` is True. Call this method on the main thread. Signals that were blocked
+        since the start of the process arrive now."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
         if listen and threading.current_thread() is threading.main_thread():
-            # The byte arrives on the socket even while the main thread is inside a collective; a handler would not run.
+            # The byte arrives on the socket even while the main thread is inside a collective, when a Python handler
+            # would not run.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_forget_socket)  # a child's signals must not reach this process
             under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -159,7 +160,8 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Wait for signals. Returns (signal, whether it is a second one), without repetitions of the first."""
+        """Wait for signals. Returns (signal, whether it is a second signal), without repetitions of the first
+        signal."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)
         found = []
@@ -175,7 +177,7 @@ class SignalListener:
         return found
 
     def stop(self, ignore: bool) -> None:
-        """Restore the previous signal handlers, or ignore the signals from now on."""
+        """Restore the previous signal handlers, or ignore all further signals."""
         if not self._handlers:
             return
         signal.set_wakeup_fd(-1)
@@ -189,4 +191,4 @@ def _forget_socket() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing, because the thread acts on the signal. Without a handler, the signal would end the process."""
+    """Do nothing: the watchdog's thread acts on the signal. Without a handler, the signal would end the process."""

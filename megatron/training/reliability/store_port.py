@@ -1,8 +1,7 @@
-"""Explanation of why the ranks' store cannot be reached, as far as another rank can tell. This module does not import
-torch.
+"""Explain why the ranks' store cannot be reached, as far as another rank can tell. This module does not import torch.
 
-The explanation is based on a failure of the rank that opens the store, if that rank is on the same host, and on the
-state of the port.
+The explanation is based on the state of the port. If the rank that opens the store is on the same host, that rank's
+failure is also used.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from pathlib import Path
 from megatron.training.reliability.untrusted import parse_json
 
 CLOCK = time.CLOCK_BOOTTIME
-"""A clock that all processes of a host share and that, unlike the wall clock, is never set."""
+"""Clock that all processes of a host share. Unlike the wall clock, it is never set."""
 
 IMPORTED = time.clock_gettime(CLOCK)
 
 BANNER = 1.0
-"""Seconds within which a program that sends data first, such as a mail or SSH server, has sent some data."""
+"""Seconds within which a program that speaks first, such as a mail or SSH server, has sent some data."""
 
 SHOWN = 60
-"""Maximum number of these bytes that a message shows."""
+"""Maximum number of the received bytes that a message shows."""
 
 
 class ForeignPortError(ConnectionError):
-    """Raised if the store will never be available, so that waiting is useless."""
+    """Raised if the store will never be available, so waiting is useless."""
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
@@ -76,8 +75,8 @@ def _place(address: str, port: int) -> Path:
 
 
 def describe_port(address: str, port: int) -> str:
-    """Describe the current state of the store's port. Raises ForeignPortError if the program there sends data first,
-    which no store does. A silent program may be a store on a busy host."""
+    """Describe the current state of the store's port. Raises ForeignPortError if a program on the port sends data
+    first, which no store does. A silent program may be a store on a busy host."""
     try:
         with socket.create_connection((address, port), timeout=2.0) as connection:
             connection.settimeout(BANNER)

@@ -1,6 +1,6 @@
-"""Parser of messages from a socket or the rendezvous store, to which any process that reaches the port can write.
+"""Parser of messages from a socket or the rendezvous store. Any process that can reach the port can send such messages.
 
-Malformed messages are ignored and counted, and the first one is reported. This module does not import torch.
+Malformed messages are ignored and counted, and the first of them is reported. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DIGITS = 18
 """Maximum number of digits of an integer in a message."""
 
 SHOWN = 40
-"""Maximum number of characters of a malformed text that the report shows."""
+"""Maximum number of characters of a malformed text to show in the report."""
 
 
 def parse_json(text: str | bytes) -> object:
-    """Parse a JSON text. Raises ValueError if it is invalid, is nested too deeply or is not UTF-8."""
+    """Parse a JSON text. Raises ValueError if the text is invalid, nested too deeply, or not UTF-8."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -70,7 +70,7 @@ def _has_type(value: object, kind: type) -> bool:
 
 
 def _short(value: object) -> str:
-    """Format a value for an error message; for containers, which may be large, only the type."""
+    """Format a value for an error message. Only the type of a container is shown, because containers may be large."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__}"
     text = ascii(value[:SHOWN]) if isinstance(value, str) else str(value)[:SHOWN]
@@ -81,7 +81,7 @@ class Ignored:
     """Count malformed messages and report the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
-        """`here` returns the name of this process in reports; without `reports`, nothing is printed."""
+        """`here` returns the name of this process for reports. Without `reports`, nothing is printed."""
         self.count = 0
         self._here, self._reports = here, reports
 
@@ -92,11 +92,11 @@ class Ignored:
             self._say(f"ignored {what}: {why}. Further ones are ignored and counted")
 
     def close(self) -> None:
-        """Report how many messages were ignored, if there was more than one."""
+        """Report how many messages were ignored, if there were several."""
         if self.count > 1:
             self._say(f"ignored {self.count} malformed messages")
 
     def _say(self, text: str) -> None:
         if self._reports:
-            with suppress(OSError):  # the disk of the log is full
+            with suppress(OSError):  # the disk with the log is full
                 print(f"{self._here()}: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Removal of URL credentials from files, logs and messages. This module does not import torch.
+"""Remove URL credentials from files, logs and messages. This module does not import torch.
 
-Flags take URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link. `take_credentials`
-returns such a URL with *** in place of secrets. Configurations, and everything derived from them, hold only this form.
-The full URL stays in this process: `with_credentials` returns it when a connection is opened.
+Flags accept URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link.
+`take_credentials` returns such a URL with *** in place of secrets. Configurations, and everything derived from them,
+contain only this form. The full URL stays in this process: `with_credentials` returns it when a connection is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _USER = re.compile(
     r"(?P<before>\b(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)"
     r"(?P<secret>[^/?#\s'\"]*|[^/?#\s'\"@:]+:(?!\d+/)[^?#\s'\"@]*)@"
 )
-"""Pattern of the user, or user:password, in a URL; the password may contain slashes, although it should not."""
+"""Pattern of the user, or user:password, in a URL. The pattern also matches passwords with slashes, although these
+should be escaped."""
 
 _VALUE = re.compile(
     r"(?P<before>[?&;#][^=&;#\s'\"]*(?:sig|token|secret|passw|pwd|key|cred|auth|session)[^=&;#\s'\"]*=)"
@@ -26,7 +27,7 @@ _VALUE = re.compile(
 """Pattern of a query parameter that grants access."""
 
 _URLS: dict[str, str] = {}
-"""URL without credentials -> the URL as it was given."""
+"""Given URL, by the same URL without credentials."""
 
 _SECRETS: set[str] = set()
 """Credentials that libraries may print outside the original URL."""
@@ -36,7 +37,7 @@ SHORTEST = 6
 
 
 def take_credentials(url: str) -> str:
-    """Hide and remember the credentials of a URL. Returns any other text unchanged."""
+    """Hide the credentials of a URL, and keep them in this process. Returns any other text unchanged."""
     hidden = _hidden(url)
     if hidden != url and HIDDEN not in url:
         _URLS[hidden] = url
@@ -47,8 +48,8 @@ def take_credentials(url: str) -> str:
 
 
 def with_credentials(url: str) -> str:
-    """Return the URL as it was given. Raises ValueError if its credentials are not known to this process, because files
-    do not contain them."""
+    """Return the URL as it was given. Raises ValueError if this process does not have the credentials, because files do
+    not contain them."""
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(
@@ -58,8 +59,8 @@ def with_credentials(url: str) -> str:
 
 
 def like(url: str, found: str) -> str:
-    """Add the user part of `url` to `found`, a URL from a listing of `url`, if the listing omitted it; credentials are
-    hidden."""
+    """Add the user part of `url` to `found`, a URL from a listing of `url`, if the listing omitted that part.
+    Credentials are hidden."""
     user, other = _USER.search(with_credentials(url)), _USER.search(found)
     if user is not None and other is None and found.startswith(user["before"]):
         found = found.replace(user["before"], f"{user['before']}{user['secret']}@", 1)
@@ -67,7 +68,8 @@ def like(url: str, found: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace URL credentials in a text: in every URL, and wherever credentials given to this process appear alone."""
+    """Replace URL credentials in a text, both within URLs and where credentials that this process has received appear
+    alone."""
     if "://" in text:
         text = _hidden(text)
     for secret in _SECRETS:
@@ -83,6 +85,6 @@ def _hidden(text: str) -> str:
 
 
 def _is_secret(user: re.Match[str]) -> bool:
-    """Return True if the user part of a URL is secret: if there is a password, or a token for the web.
+    """Return True if the user part of a URL is secret: it contains a password, or a token for the web.
     abfs://container@account is not secret."""
     return ":" in user["secret"] or user["scheme"].lower() in ("http", "https")

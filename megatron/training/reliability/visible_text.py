@@ -1,4 +1,4 @@
-"""Escaping of control characters in printed text. This module does not import torch.
+"""Escape control characters in printed text. This module does not import torch.
 
 Flag values, names in files and exception messages may be untrusted. If printed unchanged, their escape sequences could
 rename a terminal window, hide earlier lines, or type into the shell.
@@ -31,12 +31,12 @@ LONGEST = 400
 
 def visible(text: str) -> str:
     r"""Escape control characters except line breaks and tabs as `\x1b`, and hide the credentials of URLs. Bytes of a
-    path that are not UTF-8, and so cannot be printed, are escaped too."""
+    path that are not UTF-8, and therefore cannot be printed, are also escaped."""
     return _printable(redacted(text).translate(_TABLE))
 
 
 def visible_value(value: object) -> str:
-    """Format a value for a message line: `visible`, without line breaks and tabs, shortened in the middle if it is
+    """Format a value for a message line: `visible`, without line breaks and tabs, and shortened in the middle if
     long."""
     text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
@@ -48,14 +48,14 @@ def _printable(text: str) -> str:
 
 
 PROGRESS = re.compile(r"(?P<start>\r?)(?P<text>.*?)(?P<end>(?:\x1b\[K)?)", re.DOTALL)
-"""Pattern of a progress bar's write, which returns to the start of its line and may erase the rest of the line."""
+"""Pattern of a progress bar's output that returns to the start of the line and may erase the rest of the line."""
 
 MOVES = re.compile(r"(?:\n|\x1b\[A)*")
-"""Pattern of a progress bar's write that moves between the lines of several bars."""
+"""Pattern of a progress bar's output that moves between the lines of several bars."""
 
 
 class VisibleStream:
-    """A text stream that makes all writes `visible`, except the cursor movements of progress bars."""
+    """Text stream that makes all writes `visible`, except the cursor movements of progress bars."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -87,6 +87,6 @@ def visible_output() -> Iterator[None]:
 
 
 def exact(stream: TextIO) -> TextIO:
-    """Return a stream for a program's results, such as generated text: unchanged in files and pipes, `visible` on a
-    terminal."""
+    """Return a stream for a program's results, such as generated text. Output is `visible` on a terminal, and unchanged
+    in files and pipes."""
     return stream.stream if isinstance(stream, VisibleStream) and not stream.isatty() else stream

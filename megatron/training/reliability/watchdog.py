@@ -1,7 +1,7 @@
 """Watchdog of a rank: a thread that handles signals, requests and the failures of other ranks during training.
 
-The watchdog combines parts with one task each: `RankStatus` knows what this rank is doing, `SignalListener` receives
-signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
+The watchdog combines parts with one task each: `RankStatus` describes what this rank is doing, `SignalListener`
+receives signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
 `FailureHandler` ends the ranks with one report. Extensions add further watches.
 """
 
@@ -24,7 +24,7 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """A condition that the watchdog checks for a callback, such as the state of other hosts. A watch ends the ranks
+    """Condition that the watchdog checks for a callback, such as the state of other hosts. A watch ends the ranks
     through `Watchdog.failures`."""
 
     def start(self) -> None:
@@ -32,14 +32,15 @@ class Watch:
         the run."""
 
     def look(self) -> None:
-        """Check the condition. Called on the watchdog's thread, about twice per second; may query the store."""
+        """Check the condition. Called on the watchdog's thread, about twice per second. The method may query the
+        store."""
 
     def close(self) -> None:
         """Called at the end of the run."""
 
 
 class Watchdog:
-    """Watchdog over this rank and the others. Without `connect` and `start`, its methods do nothing and cost
+    """Watchdog over this rank and the other ranks. Without `connect` and `start`, the methods do nothing and cost
     nothing."""
 
     def __init__(self, launch: Launch | None = None) -> None:
@@ -50,15 +51,16 @@ class Watchdog:
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
         self.complaint = ""
-        """Error of a callback after the end of the run; empty if there was none."""
+        """Error that a callback raised after the end of the run; empty if there was no error."""
 
         self.save_guards: list[Callable[[], None]] = []
-        """Functions of extensions that raise OSError, on the first rank, if the run must not write to --save now."""
+        """Functions of extensions, called on the first rank, that raise OSError if the run must not write to --save
+        now."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self.watches: list[Watch] = []
-        """Watches that callbacks have added; complete before `start`."""
+        """Watches that callbacks have added. Add all watches before `start`."""
 
         self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0
@@ -67,7 +69,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def connect(self, board: Board) -> None:
-        """Connect to the store: from now on, failures of this rank reach all ranks."""
+        """Connect to the store. From then on, failures of this rank reach all ranks."""
         self.board = board
         self.failures.connect(board)
 
@@ -102,13 +104,13 @@ class Watchdog:
         self.status.phase = phase
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on this one. If not connected, re-raise the exception."""
+        """End all ranks because of an exception on this rank. Re-raise the exception if not connected."""
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:
         """Return when all ranks have finished `what`.
 
-        Raises LateRanksError, which names the missing ranks, if they do not finish within `minutes`.
+        Raises LateRanksError, with the missing ranks, if some ranks do not finish within `minutes`.
         """
         board, status = self.board, self.status
         if board is None or self.launch.world_size == 1:
@@ -119,7 +121,7 @@ class Watchdog:
         pause = 0.001
         status.meeting = Meeting(tuple(board.ranks), self._meetings, what)
         board.come(name)
-        while self.failures.ending or not board.all_came(name):  # an ending process does not query the store
+        while self.failures.ending or not board.all_came(name):  # a process that is ending does not query the store
             if time.monotonic() > deadline:
                 raise LateRanksError(board.missing(name), what, status.limit)
             time.sleep(pause)
@@ -163,7 +165,7 @@ class Watchdog:
                         self.failures.kill_all(number)
                 if not self.failures.left:
                     self._look(board)
-            except RuntimeError as error:  # the store is gone, and with it the process that held it
+            except RuntimeError as error:  # the store and its process are gone
                 if not self._closed.wait(1.0):
                     self.failures.store_lost(error)
 

@@ -196,7 +196,7 @@ def test_a_plan_without_the_files_of_the_tokenizer() -> None:
 def test_a_plan_notes_a_checkpoint_that_only_the_run_needs(more: str, tmp_path: Path) -> None:
     done = pretrain(f"{RIGHT} --load {tmp_path}/no{more}", code=0)
     assert "parameters" in done.stdout
-    assert f"--load {tmp_path}/no: does not exist, and is not the folder of --save; correct the path" in done.stderr
+    assert f"--load {tmp_path}/no: does not exist and is not the --save folder; correct the path" in done.stderr
 
 
 def test_missing_files_are_problems_after_the_plan(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_missing_files_are_problems_after_the_plan(tmp_path: Path) -> None:
         f"  --save {t}/file: {t}/file is a file, not a folder; use a folder that can be written\n"
         f"  --data-path {t}/x: there is no file {t}/x.idx; {of_set}\n"
         f"  --valid {t}/y: there is no file {t}/y.idx; {of_set}\n"
-        f"  --load {t}/no: does not exist, and is not the folder of --save; correct the path\n"
+        f"  --load {t}/no: does not exist and is not the --save folder; correct the path\n"
     )
     assert done.stderr.endswith(f"This configuration cannot run: 4 problems.\n{text}")
     record = json.loads((tmp_path / "plan.json").read_text())

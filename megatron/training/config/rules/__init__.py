@@ -1,6 +1,6 @@
-"""Validation rules: each is a generator of problems over a resolved `RunConfig` and a world size.
+"""Validation rules: each rule is a generator that yields the problems of a resolved `RunConfig` for a world size.
 
-All rules run on any values, so a rule must not raise. A rule that needs positive numbers checks for them first.
+Every rule runs on arbitrary values and must not raise. A rule that needs positive numbers checks for them first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def listed(c: RunConfig) -> list[str]:
-    """Return the given extension flags that name data, whose data lists are read before a run starts."""
+    """Return the given extension flags that select data and whose data lists are read before a run starts."""
     return [flag.name for flag in flags_of("data") if flag.section != "data" and value_of(c, flag)]
 
 
@@ -32,7 +32,7 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _blends(c: RunConfig) -> Iterator[Problem]:
-    # Imported here because these modules need numpy, which --help and parsing do not.
+    # Imported here because these modules import numpy, which --help and parsing do not need.
     from megatron.core.datasets.build import parse_blend
     from megatron.core.datasets.indices import parse_split
 

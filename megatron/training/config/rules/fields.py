@@ -1,4 +1,4 @@
-"""Rules that fields declare: required values, number ranges, and the flags that they need or exclude."""
+"""Rules that fields declare: required values, number ranges, and required or excluded flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIRED = {
     "num_attention_heads": "give --num-attention-heads N, the number of attention heads",
     "seq_length": "give --seq-length N, the number of tokens in a sample",
 }
-"""Fields that must be above 0 and have no default (0 means missing) -> the remedy if the value is missing or wrong."""
+"""Remedy for each field that must be above 0 and has no default. A value of 0 means that the field is missing."""
 
 
 def _saved_values(config: RunConfig) -> str:
@@ -36,11 +36,11 @@ def _saved_values(config: RunConfig) -> str:
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
-    """Check each value on its own."""
+    """Check each value independently of the others."""
     for flag in all_flags():
         value = value_of(config, flag)
         if flag.field == "num_layers" and config.model.pattern is not None:
-            continue  # the pattern states the number
+            continue  # the pattern determines the number of layers
         if flag.field in REQUIRED:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)
@@ -69,7 +69,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # Conditions on its own section already make the flag idle, for the same reason.
+        # A condition that concerns the flag's own section would repeat the notice about that section.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
@@ -79,13 +79,13 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
 
 
 def _section(condition: Condition) -> str:
-    """Return the section of the first flag in a condition; "" if it names none, such as "GPUs"."""
+    """Return the section of the first flag in a condition; "" if the condition names no flag, such as "GPUs"."""
     named = spelling_table().get(condition.parts[0].split()[0])
     return named[0].section if named else ""
 
 
 def _as_given(c: RunConfig, condition: Condition) -> str:
-    """Return the flag of a condition with its current value."""
+    """Return a condition's flag with the flag's current value."""
     name, *rest = condition.parts[0].split()
     value = shown_value(value_of(c, spelling_table()[name][0]))
     return " ".join([name, *rest]) if value is None else f"{name} {value}"
@@ -100,7 +100,7 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("eps", "epsilon"), (1, "")),
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
-"""Word in a field's name -> the largest legal number and its description, for flags of this program."""
+"""Largest legal number and its description, by a word in the field's name, for flags of this program."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
@@ -111,7 +111,7 @@ def _limit(flag: Flag) -> tuple[float, str] | None:
 
 
 def _is_ours(flag: Flag) -> bool:
-    """Return whether this program defines a flag, rather than a user's extension."""
+    """Return True if this program defines a flag, False if a user's extension does."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return extension is None or extension.cls.__module__.startswith("megatron.")
 

@@ -1,4 +1,4 @@
-"""Rules for the shape of the model, its tensor parallelism, and multi-token prediction."""
+"""Rules for the shape, tensor parallelism and multi-token prediction of the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
 
 
 def window_heads(c: RunConfig) -> dict[str, int | None]:
-    """Return the flags and head counts of layers with a sliding window or chunks, if given."""
+    """Return the head counts of layers with a sliding window or chunks, by flag; None for a flag that is not given."""
     m = c.model
     return {
         "--window-num-attention-heads": m.window_num_attention_heads,
@@ -63,8 +63,8 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
-    """Check that TP divides the padded vocabulary size, or `make_vocab_size_divisible_by` if the vocabulary size is not
-    known yet."""
+    """Check that TP divides the padded vocabulary size. Before the vocabulary size is known, check
+    `make_vocab_size_divisible_by` instead."""
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return
@@ -131,7 +131,7 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
-    """Check that there is a single activation function, and check the bounds of its operands if it uses any."""
+    """Check that there is a single activation function, and that it supports the flags for operand bounds."""
     short = ["--" + name.replace("_", "-") for name in m.activation_flags]
     if m.activation_func is not None and short:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
@@ -170,7 +170,7 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 
 
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Yield the problems that the rules of the model's attention and linear attention find."""
+    """Yield problems found by the rules of the model's attention and linear attention."""
     found = [c.model.attention_mixer]
     with suppress(ValueError):  # which another rule reports
         found += (MIXERS.facts(name) for name in c.model.linear_attentions)
@@ -199,12 +199,12 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def pattern_of(num_layers: int) -> str:
-    """Return an example list of 0s and 1s for this many layers."""
+    """Return an example pattern of 0s and 1s for this many layers."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
 
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check which layers have linear attention, and whether other settings apply to these layers."""
+    """Check the pattern of linear attention layers, and the settings that do not apply to such layers."""
     m = c.model
     flag = "--linear-attention-freq"
     cp = c.parallel.context_parallel_size
@@ -231,7 +231,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
-    """Report flags that have no effect in a model without --attention-module layers, which `flag` would add."""
+    """Report flags that have no effect in a model without --attention-module layers; `flag` would add such layers."""
     for other in flags_of("model"):
         chooses = other.spec.effective == "attention"
         if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:
@@ -244,7 +244,7 @@ OF_OTHER_ATTENTION = (
     *("clip_qkv", "add_attention_output_bias", "qk_layernorm_after_rotary"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )
-"""Fields that have no effect on linear attention."""
+"""Fields that have no effect in layers with linear attention."""
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -268,7 +268,7 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
-    """Check that a head's rotated channels form pairs. `width` is the head's width."""
+    """Check that the rotated channels of a head form pairs. `width` is the head width."""
     if percent is None or not width or width < 0 or not 0 < percent <= 1:
         return
     rotated = int(width * percent)
@@ -283,7 +283,7 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
 
 
 def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Refuse two residual streams in a model, and layers that may not use the stream."""
+    """Refuse two residual streams in a model, and layer modules that may bypass the stream."""
     module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
     for facts in streams[1:]:
         value = _value_of_switch(c, facts.switch)

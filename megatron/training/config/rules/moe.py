@@ -61,15 +61,15 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 ROW_BYTES = 16
-"""Required divisor, in bytes, of the row size of a grouped kernel's matrices."""
+"""Number of bytes that must divide the row size of a grouped kernel's matrices."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _grouped(c: RunConfig) -> Iterator[Problem]:
-    """Report that --moe-grouped-gemm has no effect, if the flags alone imply that there is no grouped kernel.
+    """Report that --moe-grouped-gemm has no effect if the flags alone rule out a grouped kernel.
 
-    At its start, the run checks that the GPU has a grouped kernel
+    When the run starts, it also checks that the GPU has a grouped kernel
     (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
     """
     m = c.model

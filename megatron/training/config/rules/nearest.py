@@ -1,8 +1,8 @@
-"""Replacement of the values that problems suggest with the nearest values that all rules accept. This module does not
-import torch.
+"""Replace the values that problems suggest with the nearest values that all rules accept. This module does not import
+torch.
 
-A rule names the nearest value that it accepts. Another rule of the same flag may refuse that value, so values are tried
-before a message names them.
+A rule names the nearest value that it accepts. Another rule for the same flag may refuse that value, so each value is
+tried before a message names it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
-"""A remedy with nearest values: the text before them, one or two values, and further remedies."""
+"""Pattern of a remedy with nearest values: leading text, one or two values, and further remedies."""
 
 TRIED = 8
-"""Maximum number of nearest values named by rules that are tried."""
+"""Maximum number of rules' nearest values to try."""
 
 SCANNED = 32
-"""Number of small integers to try if no named value is legal, as for numbers of groups and layers."""
+"""Number of small integers to try if no suggested value is legal, for example as the number of groups or layers."""
 
 Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """Return the problems with values in "nearest: N" that no rule of the flag refuses, if any is found.
+    """Return the problems, where possible with values in "nearest: N" that no rule for the flag refuses.
 
-    Otherwise the remedy names the rule that refuses the named value. `judge` finds the problems of a configuration.
+    If no such value is found, the remedy names the rule that refuses the suggested value. `judge` finds the problems of
+    a configuration.
     """
     return [_with_legal_value(each, problems, config, judge) for each in problems]
 
@@ -41,7 +42,7 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
     named = NAMED.fullmatch(problem.remedy)
     if named is None or flag is None or flag.kind is not int or flag.takes_several:
         return problem
-    # problems that any value of the flag has, such as another required flag, do not count
+    # ignore problems that do not depend on the value, such as another required flag
     lasting = {_kind(each) for each in problems if each.flag == problem.flag and NAMED.fullmatch(each.remedy) is None}
 
     def refusals(value: int) -> list[Problem]:
@@ -67,10 +68,11 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 
 
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
-    """Yield values in the order in which to try them.
+    """Yield candidate values in the order in which to try them.
 
-    First come the values that the problem names, and the values that other rules name when they refuse one of these.
-    Then come common multiples of the rules' steps, and small numbers. `tried` collects the refusals.
+    First come the values that the problem suggests, and the values that other rules suggest when they refuse a
+    candidate. Then come common multiples of the rules' steps, and small numbers. `tried` contains the refusals of each
+    tried value.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
@@ -84,13 +86,13 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
 
 
 def _values(problem: Problem) -> list[int]:
-    """Return the nearest values that a problem names."""
+    """Return the nearest values that a problem suggests."""
     found = NAMED.fullmatch(problem.remedy)
     return [] if found is None else [int(each) for each in (found["first"], found["second"]) if each and int(each)]
 
 
 def _step(problem: Problem) -> int:
-    """Return the distance between a rule's legal values, as implied by the values that the problem names."""
+    """Return the distance between a rule's legal values, as implied by the values that the problem suggests."""
     values = _values(problem)
     return abs(values[-1] - (values[0] if len(values) > 1 else 0)) or 1 if values else 1
 

@@ -1,4 +1,4 @@
-"""Rules for the world size, number formats, and the division of sequence and heads over ranks."""
+"""Rules for the world size, number formats, and the division of sequences and heads over ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that context and sequence parallelism together divide the sequence length."""
+    """Check that the sequence length is divisible as context and sequence parallelism together require."""
     p, s = c.parallel, c.model.seq_length
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     if cp < 1 or tp < 1:
@@ -72,7 +72,7 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """Check the alignment of the number of tokens per rank that a replicated layer projects to attention or expert
+    """Check that the number of tokens per rank is aligned for replicated layers that project to attention or expert
     latents."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size

@@ -28,7 +28,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
-        return  # the rules of fields report it
+        return  # the rules of fields report this
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # the rules of the split report it
+            return  # the rules of the stage split report this
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
@@ -99,12 +99,12 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that is at most `most`; a divisor of the size also divides the world."""
+    """Return the largest divisor of `size` that is at most `most`. Such a divisor also divides the world size."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report parts to recompute that the model does not have, or that a larger part includes."""
+    """Report recomputed parts that the model does not have or that a larger recomputed part includes."""
     m, flag = c.model, "--recompute-modules"
     named = m.recompute_modules or ()
     try:
@@ -125,7 +125,8 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check --loss-chunk-tokens: chunks compute gradients in the forward pass, for some tokens at a time."""
+    """Check --loss-chunk-tokens, which computes the head's gradients during the forward pass, a chunk of tokens at a
+    time."""
     name = "--loss-chunk-tokens"
     size, loss = c.parallel.loss_chunk_tokens, c.model.loss_func
     if not size:
@@ -145,7 +146,7 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that --data-parallel-sharding-strategy agrees with the optimizer, and that sharded state can be read."""
+    """Check that --data-parallel-sharding-strategy agrees with the optimizer and the overlap flags."""
     flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
     given = f"{flag} {strategy}"
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:

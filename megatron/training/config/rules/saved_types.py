@@ -1,4 +1,5 @@
-"""Types of the values in a checkpoint's metadata, which are checked on reading because anyone may have written them.
+"""Types of the values in a checkpoint's metadata. They are checked on reading, because anyone may have written the
+file.
 
 This module does not import torch.
 """
@@ -25,11 +26,11 @@ LARGEST = 2**53
 
 
 class Finite(float):
-    """The type of a number that is neither NaN nor infinite."""
+    """Type of a number that is neither NaN nor infinite."""
 
 
 class SavedPhase(TypedDict):
-    """A started phase, as `RunPlan.record` stores it."""
+    """Types of a started phase's entries, as `RunPlan.record` stores them."""
 
     name: str
     first_sample: int
@@ -38,7 +39,7 @@ class SavedPhase(TypedDict):
 
 
 class SavedOptimizer(TypedDict):
-    """Counters of the optimizer."""
+    """Types of the optimizer's counters."""
 
     step_count: int
     loss_scaler: dict[str, Finite]
@@ -51,7 +52,8 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Metadata of a checkpoint. `config` and `model_of_run` hold fields with their own types."""
+    """Types of a checkpoint's metadata. `config` and `model_of_run` contain configuration fields, which have types of
+    their own."""
 
     format_version: int
     torch_version: str
@@ -76,7 +78,7 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """Describe the first value of a wrong type in a checkpoint's metadata; None if there is none.
+    """Describe the first value of a wrong type in a checkpoint's metadata; None if all types are right.
 
     Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are not read, and may contain
     anything.
@@ -87,7 +89,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Describe the values within `value` that do not match a type hint. The hint `object` permits every value."""
+    """Yield a description of each value within `value` that does not match a type hint. The hint `object` permits every
+    value."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -112,7 +115,7 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return the type rule that a value violates, without checking its elements; None if the value has the type."""
+    """Return the type rule that a value violates; None if the value has the type. Elements are not checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -129,7 +132,7 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def type_problem(config: object) -> str | None:
-    """Describe the first value in a configuration that does not have its field's type; None if there is none.
+    """Describe the first value in a configuration that does not have its field's type; None if all types are right.
 
     Example: `config.model.num_layers must be a whole number, but is text`. Unknown fields are not read, and may contain
     anything.
@@ -145,7 +148,8 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """Describe the first value that does not have its field's type, like `type_problem`, for values by field name."""
+    """Describe, as `type_problem` does, the first value that does not have its field's type. `values` maps field names
+    to values."""
     table = field_table()
     for field, value in values.items():
         flag = table.get(field)
@@ -180,7 +184,7 @@ def _is_one(flag: Flag, value: object) -> bool:
 
 
 def _is_endless(value: object) -> bool:
-    """Return True if a value is a number that no flag can have: NaN, an infinity, or beyond the range of doubles."""
+    """Return True if a value is a number that no flag accepts: NaN, infinite, or beyond the range of doubles."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
     except OverflowError:
@@ -192,5 +196,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message: numbers as they are, the type of anything else."""
+    """Format a value for a message. Only numbers are shown; other values are replaced with their type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)

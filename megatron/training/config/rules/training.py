@@ -24,8 +24,8 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
-    """Return the samples in one micro-batch of all replicas, and their name in messages; 0 samples for an invalid
-    layout, which other rules report."""
+    """Return the number of samples in one micro-batch of all replicas, and its description for messages. The number is
+    0 for an invalid layout, which other rules report."""
     micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
     dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
     return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
@@ -50,7 +50,7 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def callbacks_evaluate(c: RunConfig) -> bool:
-    """Return True if a callback of the run evaluates the model."""
+    """Return True if one of the run's callbacks evaluates the model."""
     return any(facts.evaluates and facts.when(c) for facts in map(CALLBACKS.facts, CALLBACKS))
 
 
@@ -101,7 +101,8 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
-    """Format iterations as samples, or samples as iterations, for a message. Empty if the batch size varies."""
+    """Format iterations as samples, or samples as iterations, for a message. The text is empty if the batch size
+    varies."""
     size = c.training.global_batch_size
     if not size or size < 0 or batch_schedule(c):
         return ""
