@@ -169,4 +169,4 @@ def test_the_death_of_the_rank_that_holds_the_store_is_reported(tmp_path: Path) 
         text
     )
     assert f"process {ranks[0].pid} is gone, and with it the store of the ranks" in text
-    assert "what to do: a crash or a kill from outside" in text and "--distributed-timeout-minutes" not in text
+    assert "what to do: a crash or an external kill" in text and "--distributed-timeout-minutes" not in text

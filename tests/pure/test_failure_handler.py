@@ -188,7 +188,7 @@ def of_disk() -> Iterator[tuple[BaseException, bool]]:
 @pytest.mark.parametrize(("error", "told"), of_disk())
 def test_a_full_disk_is_reported_in_one_sentence(error: BaseException, told: bool) -> None:
     failure = Failure.of(error, 0, "rank 0", "saving", CheckpointConfig())
-    assert str(error) in failure.what and ("make room on the disk" in failure.advice) == told
+    assert str(error) in failure.what and ("free space on the disk" in failure.advice) == told
     assert failure.text().count("not saved") <= 1
 
 
@@ -227,8 +227,8 @@ def test_a_limit_of_open_files_is_named_as_the_cause(tmp_path: Path) -> None:
         advised = [died(options), hidden, stacks.last_words(0)]
     for error, report in zip(errors, reports, strict=True):
         assert not is_consequence(error) and report.code == ExitCode.FAILED
-        assert f"open files of a process, which is {limit} here, with `ulimit -n " in report.advice
-    assert [f"files open of at most {limit}, and that limit may be the cause" in text for text in advised] == [1, 1, 0]
+        assert f"open-file limit, which is {limit} here, with `ulimit -n " in report.advice
+    assert [f"open files, and the limit is {limit}, which may be the cause" in text for text in advised] == [1, 1, 0]
     assert "files open" not in died(options)
 
 

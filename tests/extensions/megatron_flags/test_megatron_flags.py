@@ -56,9 +56,9 @@ def test_unimplemented_features_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert lines[:7] == [
         "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not built; remove it",
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
-        "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
+        "--padded-vocab-size 8: asks for a padded vocabulary size given directly, which is not built; use --vocab-size "
         "and --make-vocab-size-divisible-by",
-        "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
+        "--dataloader-type cyclic: asks for a different sample order, which is not built; only single is",
         "--gibberish: unknown flag; neither this program nor Megatron-LM has this flag; remove it",
         "--onnx-safe: asks for this activation function, which is not built; remove it",
         "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
@@ -138,7 +138,7 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
 def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = command_line(f"{TINY} --engram-dim 4 --lion-beta1 0.9".split(), Launch())
     assert command.notes[0] == (
-        "--engram-dim 4 has no effect: it is a setting of a memory of n-grams, which --engram-layer-ids asks for"
+        "--engram-dim 4 has no effect: it is a setting of an n-gram memory, which --engram-layer-ids asks for"
     )
     assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
     (note,) = command_line(f"{TINY} --dsa-indexer-k-norm-epsilon 1e-3".split(), Launch()).notes
@@ -170,9 +170,9 @@ def test_flags_that_a_pattern_replaces_have_no_effect(
     ]
     assert command.config == parse_args(f"{plain} {pattern} *-*-".split())
     lines = failure(f"{TINY} {theirs}", capsys)
-    assert len(lines) == 4 and all("state the layers by --hybrid-layer-pattern" in line for line in lines)
+    assert len(lines) == 4 and all("state the layers with --hybrid-layer-pattern" in line for line in lines)
     other = failure(f"{plain} --spec {stack}_of_mine {pattern} *-*-", capsys)
-    assert "asks for module specifications of layers" in other[0]
+    assert "asks for layer module specifications" in other[0]
 
 
 HEAD = read_table()

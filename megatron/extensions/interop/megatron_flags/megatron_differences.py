@@ -185,16 +185,16 @@ MET: dict[str, Callable[[Run], bool]] = {
     "loss": lambda run: run.masks_tokens and run.several_micro_batches and not run.sums_over_tokens,
     "padded vocabulary": lambda run: run.pads_vocabulary,
     "`--rampup-batch-size`": lambda run: run.value("rampup_batch_size") is not None,
-    "`--step-batch-size-schedule`, validation": lambda run: run.grows_batches and run.validates_at_final_size,
+    "validation with `--step-batch-size-schedule`": lambda run: run.grows_batches and run.validates_at_final_size,
     "`--step-batch-size-schedule` with lengths in iterations": (
         lambda run: run.grows_batches and "--train-iters" in run.given
     ),
-    "`--iterations-to-skip`, evaluations and saves": lambda run: bool(run.config.checks.iterations_to_skip),
+    "evaluations and saves with `--iterations-to-skip`": lambda run: bool(run.config.checks.iterations_to_skip),
     # Layers
     "multi-token prediction across documents and loss masks": (
         lambda run: run.predicts_several_tokens and (run.masks_tokens or run.separates_documents)
     ),
-    "multi-token prediction, dropout of the embedding": (
+    "embedding dropout in multi-token prediction": (
         lambda run: run.predicts_several_tokens and run.model.hidden_dropout > 0
     ),
     "`--window-size` with `--reset-attention-mask`": (
@@ -223,7 +223,7 @@ MET: dict[str, Callable[[Run], bool]] = {
             "--openai-gelu" in run.given and (not run.model.add_bias_linear or "--no-bias-gelu-fusion" in run.given)
         )
     ),
-    "Mamba-2, norm of the outputs": lambda run: "mamba2" in run.mixers and run.model.norm_epsilon != 1e-5,
+    "output norm of Mamba-2": lambda run: "mamba2" in run.mixers and run.model.norm_epsilon != 1e-5,
     "`--reset-attention-mask` in layers with Mamba-2, gated delta nets, sparse or compressed attention": (
         lambda run: run.separates_documents and not IGNORE_DOCUMENTS.isdisjoint(run.mixers)
     ),
@@ -231,12 +231,12 @@ MET: dict[str, Callable[[Run], bool]] = {
     # Experts
     "`global_aux_loss` of experts": lambda run: run.balances("global_aux_loss") and run.several_samples_at_once,
     "`aux_loss` of experts": lambda run: run.balances("aux_loss") and run.several_samples,
-    "balancing losses under loss masks": (
+    "balancing losses with loss masks": (
         lambda run: (
             run.balances("aux_loss", "seq_aux_loss", "global_aux_loss") and run.masks_tokens and run.sums_over_tokens
         )
     ),
-    "capacity of experts (`--moe-expert-capacity-factor`)": (
+    "expert capacity (`--moe-expert-capacity-factor`)": (
         lambda run: run.drops_tokens and (run.training.micro_batch_size > 1 or run.cuts_sequences)
     ),
     "`--moe-token-drop-policy position`": (
@@ -246,11 +246,11 @@ MET: dict[str, Callable[[Run], bool]] = {
         lambda run: bool(run.model.num_experts) and "sinkhorn" in run.model.moe_router_load_balancing_type
     ),
     "forced load balancing": (lambda run: bool(run.model.num_experts and run.value("moe_router_force_load_balancing"))),
-    "table of hash routing": lambda run: run.hashes_tokens,
+    "hash routing table": lambda run: run.hashes_tokens,
     "weights of hash routing with `--moe-router-score-function softmax`": (
         lambda run: run.hashes_tokens and run.model.moe_router_scores == "softmax"
     ),
-    "balancing losses of hash routing": (
+    "balancing losses with hash routing": (
         lambda run: run.hashes_tokens and run.balances("aux_loss", "seq_aux_loss", "global_aux_loss")
     ),
     # Sparse and compressed attention
@@ -259,17 +259,17 @@ MET: dict[str, Callable[[Run], bool]] = {
     ),
     "equal scores of an indexer": lambda run: run.selects_keys,
     "logged `indexer_loss`": lambda run: run.trains_indexer and run.value("dsa_indexer_loss_coeff") != 1,
-    "indexer's loss under loss masks": (lambda run: run.trains_indexer and run.masks_tokens and run.sums_over_tokens),
-    "indexer's loss of compressed attention": (
+    "indexer loss with loss masks": (lambda run: run.trains_indexer and run.masks_tokens and run.sums_over_tokens),
+    "indexer loss of compressed attention": (
         lambda run: run.compresses and run.trains_indexer and run.several_micro_batches
     ),
-    "sinks of compressed attention": lambda run: run.compresses and run.model.softmax_type != "learnable",
+    "attention sinks of compressed attention": lambda run: run.compresses and run.model.softmax_type != "learnable",
     # Optimizers
-    "Muon, learned position embeddings": (
+    "Muon and learned position embeddings": (
         lambda run: run.uses("muon") and run.model.position_embedding_type == "learned_absolute"
     ),
-    "Muon, gated MLPs": lambda run: run.uses("muon") and run.model.gated and run.value("muon_split_gate_up"),
-    "Muon, outputs of compressed attention": (
+    "Muon and gated MLPs": lambda run: run.uses("muon") and run.model.gated and run.value("muon_split_gate_up"),
+    "Muon and output projections of compressed attention": (
         lambda run: run.uses("muon") and run.compresses and (run.value("o_groups") or 1) > 1
     ),
     "`--optimizer lion`": lambda run: run.uses("lion"),
