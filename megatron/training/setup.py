@@ -185,8 +185,7 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains all additional objects (`Parts.with_registered`); the default is the objects that extensions
-    registered."""
+    `parts` contains all additional objects (`Parts.with_registered`), by default the extensions' registered objects."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):
