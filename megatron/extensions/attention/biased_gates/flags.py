@@ -17,7 +17,7 @@ CHOICE = f"--attention-module {NAME}"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with biased gates."""
+    """Check the flags of models with biased gates."""
     m = config.model
     if not m.attention_output_gate:
         yield Problem("--attention-module", NAME, "adds a bias to output gates", "add --attention-output-gate")

@@ -10,8 +10,8 @@ from megatron.core.transformer.self_attention import SelfAttention
 
 
 class BiasedLastAttention(SelfAttention):
-    """`SelfAttention` whose linear_proj always has a bias in the last layer. The bias flags apply to the other
-    layers."""
+    """`SelfAttention` whose linear_proj always has a bias in the last layer. In all other layers, the bias flags
+    apply."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         last = ctx.layer == config.num_layers - 1

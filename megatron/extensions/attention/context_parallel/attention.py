@@ -1,16 +1,18 @@
 """Context-parallel attention by all-gather of keys and values, or by all-to-all of heads.
 
-All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers keys and values before attention; the
-backward pass reduce-scatters their gradients. The fewer key groups there are, the fewer bytes are communicated.
-Communication does not overlap with computation.
+All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers keys and values before attention. The
+backward pass reduce-scatters the gradients of keys and values. The fewer key groups there are, the fewer bytes are
+communicated. Communication does not overlap with computation.
 
-All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): one all-to-all exchanges sequence shards for head shards, so that
-each rank computes the whole sequence for some heads; a second one restores the sequence shards of the output. The more
-ranks there are, the fewer bytes each rank sends. The number of ranks must divide both the heads and the key groups.
+All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): the first all-to-all exchanges sequence shards for head shards,
+so that each rank computes attention over the whole sequence for some of the heads. A second all-to-all restores the
+sequence shards of the output. The more ranks there are, the fewer bytes each rank sends. The number of ranks must
+divide both the heads and the key groups.
 
-A combination of all-to-all and ring (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): an all-to-all among
-neighbouring ranks, such as those of one node, and a ring among the ranks with the same index in each group. Less data
-crosses node boundaries than with one ring, and fewer heads are needed than with all-to-all alone.
+All-to-all combined with a ring (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): groups of neighbouring
+ranks, such as the ranks of one node, exchange heads by an all-to-all. Ranks with the same index in their groups form a
+ring. Less data crosses node boundaries than with a single ring, and fewer heads are needed than with an all-to-all
+alone.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] holds keys of `width` channels, followed
-    by values. Only keys that other ranks attend to are gathered."""
+    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains keys of `width` channels,
+    followed by values. Only keys that other ranks attend to are gathered."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:

@@ -24,11 +24,12 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 class DifferentialAttention(nn.Module):
-    """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2] for each pair of heads, divided by its root mean square.
+    """Attention with outputs (softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2] per pair of heads, divided by their
+    RMS.
 
     Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. linear_qkv is [pairs, 2,
     q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. lambda is one number per
-    layer, exp(q1 k1) - exp(q2 k2) of trained vectors, plus a constant that grows with the layer number.
+    layer: exp(q1 k1) - exp(q2 k2), computed from trained vectors, plus a constant that grows with the layer number.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -54,7 +55,7 @@ class DifferentialAttention(nn.Module):
         self.rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
+        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
         qkv = self.linear_qkv(x).unflatten(-1, (-1, 2, self.queries + 2, self.head_dim))
         q, k, v = qkv.split((self.queries, 1, 1), dim=4)
         q, k = q.flatten(2, 4), k.flatten(2, 4)

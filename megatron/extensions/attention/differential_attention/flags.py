@@ -18,7 +18,7 @@ CHOICE = f"--attention-module {NAME}"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with differential attention."""
+    """Check the flags of models with differential attention."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     pairs = 2 * max(tp, 1)
     if m.num_attention_heads > 0 and m.query_groups > 0 and m.query_groups % pairs:
@@ -53,7 +53,7 @@ class DifferentialAttentionFlags:
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Return the head widths. Each head of a pair attends to the values of both heads."""
+    """Return the widths of query, key and value heads. Each head of a pair attends to the values of both heads."""
     key = config.kv_channels or config.hidden_size // config.num_attention_heads
     return HeadWidths(key, key, 2 * key)
 

@@ -53,8 +53,8 @@ class LatentAttentionFlags:
     """MLA: multiply the normalized latents by the square root of --hidden-size / latent width (LongCat-Flash)."""
 
     mla_head_gate: bool = False
-    """MLA: multiply the output of each head by the sigmoid of a linear projection of the layer's input to one number
-    per head (Ling 3.0)."""
+    """MLA: project the layer's input to one gate per head, and multiply each head's output by the sigmoid of its gate
+    (Ling 3.0)."""
 
     mla_latent_gate: bool = flag(
         False,
@@ -62,7 +62,8 @@ class LatentAttentionFlags:
         excludes="--mla-head-gate: the heads are already gated",
     )
     """MLA: project queries from the concatenation of the normalized and the unnormalized query latent. Also project one
-    gate per channel of the head outputs from it, and multiply the outputs by the sigmoids of the gates (A.X K2)."""
+    gate per head output channel from this concatenation, and multiply the head outputs by the sigmoids of the gates
+    (A.X K2)."""
 
     latent_norm_epsilon: float | None = flag(None, above=0, no_effect_without="--qk-layernorm")
     """MLA: epsilon of the latent norms, 1e-6 in DeepSeek-V3; default: --layernorm-epsilon."""
@@ -85,7 +86,7 @@ MLA = "--multi-latent-attention"
 
 
 def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with multi-latent attention."""
+    """Check the flags of models with multi-latent attention."""
     m = c.model
     if m.attention_module not in ("self_attention", "multi_latent_attention"):
         yield Problem.exclusive(MLA, None, f"--attention-module {m.attention_module}")
@@ -143,7 +144,7 @@ def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size
-    if m.moe_latent_size is None:  # otherwise the rule about experts reports it
+    if m.moe_latent_size is None:  # with a latent size, the rule for experts checks the number of tokens
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:

@@ -71,7 +71,7 @@ class LatentLinears:
     """linear_proj [h, heads * v_head_dim]."""
 
     norms: dict[str, int]
-    """Maps the names of the latent norms to their widths; empty if there are none."""
+    """Width of each latent norm, by the norm's name; empty if there are no latent norms."""
 
 
 def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
@@ -98,8 +98,8 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
-    """Return linear_gate, or None if the head outputs have no gates: [heads, h] projects to one gate per head, and
-    [heads, v_head_dim, 2 * q_lora_rank] to one gate per channel of each head."""
+    """Return linear_gate; None if the head outputs have no gates. Its weight is [heads, h] for one gate per head, or
+    [heads, v_head_dim, 2 * q_lora_rank] for one gate per channel of each head."""
     own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
     if own.mla_latent_gate and own.q_lora_rank:
         return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
@@ -145,7 +145,7 @@ class MultiLatentAttention(nn.Module):
         self.recompute_heads = config.recomputes("mla_up_proj")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
+        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
         latents = self._latents(x)
         if context.cache is not None:
             return self._projected_back(self._behind_cache(latents, context.cache, context), latents, x)
@@ -171,7 +171,7 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the row kinds of the up-projections. All heads share the rotary key."""
+        """Return the kinds of rows in the up-projection weights. All heads share the rotary key."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -208,9 +208,9 @@ class MultiLatentAttention(nn.Module):
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
         """Return the head outputs [s, b, heads/tp * v_head_dim] of attention with a latent cache.
 
-        The latents are the keys and values of one group that all heads share. The up-projection of keys is applied to
-        the queries instead, and the up-projection of values to the output, so that earlier tokens need not be projected
-        again (section 2.1.2).
+        The latents are the keys and values of one group that all heads share. The key up-projection is applied to the
+        queries, and the value up-projection to the output. Therefore, earlier tokens need not be projected again
+        (section 2.1.2).
         """
         key = rotated(latents.key, *self._tables(context))
         kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)

@@ -19,7 +19,7 @@ SHARED = "--kv-shared-layers"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with normalized values."""
+    """Check the flags of models with normalized values."""
     m = config.model
     if m.clip_qkv is not None:
         yield Problem.exclusive(
@@ -50,7 +50,7 @@ def source_of(config: TransformerConfig, number: int) -> int | None:
     same = [layer for layer in range(first) if local[layer] == local[number]]
     if not same:
         kind = "a" if local[number] else "no"
-        raise ValueError(f"layer {number} has {kind} sliding window, and none of the layers before {first} is like it")
+        raise ValueError(f"layer {number} has {kind} sliding window, but no layer before layer {first} is of this kind")
     return same[-1]
 
 
@@ -81,13 +81,13 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
 def _of_other_stages(c: RunConfig, sources: list[int | None]) -> Iterator[Problem]:
     """Check that no pipeline stage needs keys and values from another stage."""
     if c.model.vocab_size is None:
-        return  # the stages depend on it; this rule runs again when the tokenizer is known
+        return  # stages depend on the vocabulary size; this rule runs again when the tokenizer is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 
         stages = pipeline_stages(c.model, c.parallel)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # another rule reports the stages
+        return  # another rule reports invalid stages
     for stage in stages:
         for number in stage.layers:
             source = sources[number]
@@ -110,9 +110,9 @@ class NormedValuesFlags:
     before norm and rotary embedding, serve as values."""
 
     kv_shared_layers: int = flag(0, at_least=0)
-    """Normalized values: number of layers at the end of the model that project only queries. Each of them reuses the
-    keys and values of the last layer of the same kind (with or without a sliding window or chunks) that projects
-    them."""
+    """Normalized values: number of layers at the end of the model that project only queries. Each of these layers
+    reuses the keys and values of the last layer of the same kind that projects keys and values. Layers with a sliding
+    window or chunks are one kind, and layers without are the other kind."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:NormedValueAttention", attention=AttentionFacts(), rules=rules)

@@ -1,10 +1,11 @@
 """Compressed attention of DeepSeek-V4: sections 2.3.1 (CSA) and 2.3.2 (HCA) of its technical report.
 
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
-consecutive tokens. With a ratio of 4, an indexer selects the compressed keys, each of which covers two windows of 4
-tokens; with a larger ratio, the query attends to all of them. One key, which is also the value, serves all heads. Its
-last channels are rotated by its position; the position of a compressed key is that of its first token. Outputs are
-rotated back by the query's position. The formulas are those of Hugging Face's DeepSeek-V4.
+consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
+keys that a query attends to. With a larger ratio, a query attends to all compressed keys. One key, which is also the
+value, serves all heads. Its last channels are rotated by its position; a compressed key has the position of its first
+token. Outputs are rotated back by the query's position. The formulas match Hugging Face's implementation of
+DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
 the compressed keys. No compressed key spans two documents.
@@ -55,8 +56,8 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens from which compressed keys are computed. The sizes are those of the longest
-    possible sample."""
+    """Windows of consecutive tokens from which compressed keys are computed. Tensors are sized for samples of one
+    document, because these samples have the most windows."""
 
     first: Tensor
     """[windows, 1 or b] int64: position of the first token; 0 for windows that do not exist."""
@@ -117,8 +118,8 @@ class Compressor(nn.Module):
         width: int,
         partial_over: tuple[str, ...],
     ) -> None:
-        """Create the projections. If a key covers two windows, their rows come in pairs: the rows for the next window's
-        key, then the rows for the window's own key.
+        """Create the projections. If a key covers two windows, each projection has two blocks of rows: the first block
+        for the key of the next window, and the second block for the key of the window itself.
 
         Args:
             name: Prefix of the parameter names.
@@ -126,7 +127,7 @@ class Compressor(nn.Module):
             ctx: Context of the layer.
             ratio: Tokens per window.
             width: Channels per key.
-            partial_over: Axes over which the gradients of the parameters are partial sums, because they act on whole
+            partial_over: Axes over which parameter gradients are partial sums, because the parameters act on whole
             sequences.
         """
         super().__init__()
@@ -175,7 +176,8 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(nn.Module):
-    """Indexer with its own query heads, head weights, and compressed keys. Its inputs receive no gradient."""
+    """Indexer with its own query heads, head weights, and compressed keys. The inputs of the indexer receive no
+    gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -193,8 +195,8 @@ class CompressedIndexer(nn.Module):
         )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [s, b, h], q [s, b, q_lora_rank] or x if there is no query latent -> indexer queries, inputs of its
-        compressed keys, head weights"""
+        """x [s, b, h], q [s, b, q_lora_rank] or x if there is no query latent -> indexer queries, inputs of the
+        indexer's compressed keys, head weights"""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
@@ -216,18 +218,18 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Compressors of keys and of indexer keys, which are submodules of other modules."""
+        """Compressors of the keys and of the indexer keys. These compressors are submodules of other modules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank]. s is s/cp under context
-        parallelism.
+        """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank], with s/cp instead of s under
+        context parallelism.
 
         Args:
             q: [s, b, heads/tp, d], rotated.
             kv: [s, b, d], rotated.
-            more: Inputs of the compressed keys, if the layer has any; inputs of the indexer's keys, its queries and its
-                head weights, if the layer has an indexer; and the context. Under sequence parallelism, the queries and
-                weights of the indexer cover this rank's tokens only.
+            more: If the layer has compressed keys, their inputs. If the layer has an indexer, the inputs of the indexer
+                keys, then the indexer queries and head weights. Last, the context. Under sequence parallelism, the
+                indexer queries and head weights cover only this rank's tokens.
         """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
@@ -298,7 +300,7 @@ class CompressedAttention(MultiLatentAttention):
     weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer has other parameters than its base class
+        nn.Module.__init__(self)  # this layer's parameters differ from the base class's
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp
@@ -309,7 +311,7 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        """Projection to the key of all heads, which is also their value."""
+        """Projection to the single key that all heads share. This key is also the value of all heads."""
         self.linear_gate = None
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon

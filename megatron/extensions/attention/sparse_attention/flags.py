@@ -30,7 +30,7 @@ COMPRESSED, SELECTED = "dsv4_hybrid", 4
 
 def has_indexer(config: RunConfig) -> bool:
     """Return True if any layer selects keys."""
-    with suppress(ValueError):  # if other rules refuse the pattern
+    with suppress(ValueError):  # other rules report an invalid pattern
         variants = config.model.linear_attentions
         return "dsa" in variants or (COMPRESSED in variants and SELECTED in ratios(config.model))
     return True
@@ -49,8 +49,8 @@ class SparseAttentionFlags:
     """DSA: number of indexer query heads."""
 
     dsa_indexer_head_dim: int = flag(128, above=0)
-    """DSA: channels per indexer head. The number of rotated channels is --qk-pos-emb-head-dim; they are the first
-    channels, or the last ones if keys are compressed."""
+    """DSA: channels per indexer head. The number of rotated channels is --qk-pos-emb-head-dim; the first channels are
+    rotated, or the last channels if keys are compressed."""
 
     dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
     """DSA: number of keys that each query attends to. These are the keys with the largest indexer scores."""
@@ -71,7 +71,7 @@ class SparseAttentionFlags:
 
     dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
     """DSA: coefficient of the indexer loss, the KL divergence of the indexer's distribution over keys from the
-    attention distribution. This loss trains the indexer and no other parameter; with 0, the indexer is not trained."""
+    attention distribution. This loss trains the indexer and no other parameters. With 0, the indexer is not trained."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
     """DSA: compute the indexer loss over the selected keys only, instead of over all keys that a query may attend
@@ -90,13 +90,13 @@ class CompressedAttentionFlags:
 
     csa_compress_ratios: str | None = None
     """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries attend
-    to the last tokens only. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA); with
-    another number, queries attend to all earlier keys (HCA). Entries for multi-token prediction modules may follow; by
-    default they equal the last layer's."""
+    to the last tokens only. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA). With
+    any other number, queries attend to all earlier keys (HCA). Entries for multi-token prediction modules may follow;
+    by default, these entries equal the last layer's entry."""
 
     csa_window_size: int = flag(128, above=0)
-    """Compressed attention: number of most recent tokens, including its own, that a query attends to in addition to
-    compressed keys."""
+    """Compressed attention: number of most recent tokens that a query attends to in addition to compressed keys. The
+    query's own token is included."""
 
     csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
     """Compressed attention: base of the rotary frequencies in layers with compressed keys, 160000 in DeepSeek-V4. Other
@@ -124,7 +124,7 @@ def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the layer kind with the layer's rotary embedding and window. The window stands for the attention range,
+    """Return the layer kind with the layer's rotary embedding and window. The window is treated as the attention range,
     because compressed keys are few."""
     own, ratio = config.options(CompressedAttentionFlags), 0
     with suppress(ValueError):
@@ -167,7 +167,7 @@ VARIANT = "--experimental-attention-variant"
 
 def with_head_dim(config: RunConfig) -> RunConfig:
     """Derive --qk-head-dim as Megatron-LM does: keys of compressed attention serve as values, so both must have the
-    same width. A value other than the default is kept."""
+    same width. A value that differs from the default is kept."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -185,7 +185,7 @@ class KeySet(NamedTuple):
     tokens: int = 1
     """Tokens per key."""
     window: int | None = None
-    """Number of last tokens that a query attends to; None for all tokens up to its own."""
+    """Number of most recent tokens that a query attends to; None for all tokens up to the query's own token."""
     selects: bool = False
 
 
@@ -193,10 +193,10 @@ class SparseShape(NamedTuple):
     """Shape of attention to selected keys, for one layer on one rank."""
 
     length: int
-    """Tokens per sample; context parallelism gathers the keys of all of them."""
+    """Tokens per sample. Context parallelism gathers the keys of all these tokens."""
     heads: int
     width: int
-    """Channels of keys; the first `values` are the values."""
+    """Channels per key. The first `values` channels are the value."""
     values: int
     sets: tuple[KeySet, ...]
     sinks: bool
@@ -234,7 +234,7 @@ def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
 
 
 def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with sparse attention."""
+    """Check the flags of models with sparse attention."""
     m = c.model
     own = c.options(SparseAttentionFlags)
     name = "--experimental-attention-variant"
@@ -292,7 +292,7 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
 
 
 def compressed_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with compressed attention."""
+    """Check the flags of models with compressed attention."""
     m = c.model
     p = c.parallel
     own = c.options(CompressedAttentionFlags)

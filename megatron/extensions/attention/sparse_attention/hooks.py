@@ -33,7 +33,7 @@ class IndexerTallies(Tallies):
         super().__init__(tallies, 1, counts, run.runtime.device)
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches with the scale of auxiliary loss gradients."""
+        """Return the micro-batches with `scale` as the factor of auxiliary loss gradients."""
         return [replace(batch, aux_scale=scale) for batch in batches]
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:

@@ -2,9 +2,9 @@
 (`kernels/divergence.py`).
 
 The equations are those of DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
-p is the mean over heads of the attention weights, over the selected keys or over all keys that the query may attend to
-(equations 3 and 4). If attention has several key sets, p consists of the weights of the selected keys, divided by their
-sum.
+The target p is the mean of the attention weights over heads. It covers the selected keys or all keys that the query may
+attend to (equations 3 and 4). If attention has several key sets, p consists of the weights of the selected keys,
+divided by their sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """Attention whose weights are the target of the indexer."""
+    """Attention whose weights are the training target of the indexer."""
 
     q: Tensor
     """[n, b, h, w]: all queries of this rank's sequence shard, for its heads. `k` is [s, b, w]."""
@@ -38,7 +38,7 @@ class Loss(NamedTuple):
     heads: Axis
     """Ranks that hold the other heads."""
     own: range
-    """Rows whose queries this rank's indexer holds."""
+    """Query rows that belong to this rank's indexer."""
     beside: Tensor | None = None
     """[n, b, h]: log-sum-exps of the scores of all other attended keys and sinks."""
     lse: Tensor | None = None
@@ -89,8 +89,8 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return `out` unchanged. The backward pass returns the gradients of the indexer loss times `scale`, or zeros if
-    there is no loss, and adds the loss to the tally [sum of divergences, tokens]."""
+    """Return `out` unchanged. The backward pass returns the gradients of the indexer loss times `scale`; zeros if there
+    is no loss. The backward pass also adds the loss to the tally [sum of divergences, tokens]."""
 
     @staticmethod
     def forward(

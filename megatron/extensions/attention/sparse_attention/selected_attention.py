@@ -33,7 +33,7 @@ class Rows:
     position."""
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
-        """Select the queries of a chunk, and locate their keys.
+        """Select the queries of a chunk, and locate the keys that they attend to.
 
         Args:
             q: [n, b, h, w], all queries.
@@ -100,7 +100,7 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """One key set, and the queries that attend to it."""
+    """One key set, and the queries that attend to its keys."""
 
     queries: Queries
     picked: Tensor | None = None
@@ -143,7 +143,7 @@ def attend_to_selected(
         seen: Key sets.
         k: Keys [s, b, w] of each set.
         scale: Factor of the scores.
-        width: Number of value channels, the first channels of a key.
+        width: Number of value channels, which are the first channels of a key.
         notes: True to return the largest scores.
     """
     out = q.new_empty(*q.shape[:3], width)
@@ -221,7 +221,7 @@ def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None,
         rows: Queries and keys.
         scale: Factor of the scores.
         beside: [rows, b, h], log-sum-exps of the scores of all other attended keys and sinks; None if there are none.
-        lse: [rows, b, h], log-sum-exps of all scores and sinks, if they are known; kernels use them.
+        lse: [rows, b, h], log-sum-exps of all scores and sinks, if known. Only kernels use these log-sum-exps.
     """
     scores = rows.scores(scale)
     total = scores.logsumexp(-1)
@@ -234,9 +234,9 @@ class SelectedContext(AutogradContext):
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """`attend_to_selected` with gradients. Returns the outputs, and the log-sum-exps over all scores and over the
-    scores of the first key set. Saves the operands, outputs and log-sum-exps for the backward pass. Calls `note` with
-    the largest scores [h]."""
+    """`attend_to_selected` with gradients. Return the outputs, and the log-sum-exps over all scores and over the scores
+    of the first key set. Save the operands, outputs and log-sum-exps for the backward pass. Call `note` with the
+    largest scores [h]."""
 
     @staticmethod
     def forward(
@@ -274,7 +274,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
-    """Yield the rows of each chunk of queries, for each key set."""
+    """Yield the rows of each query chunk, for each key set."""
     hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
     for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)

@@ -24,11 +24,11 @@ CHUNK = 2**27
 """Largest number of elements of a tensor computed for one chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
-"""Largest numbers of scores and of queries per chunk that kernels compute."""
+"""Largest number of scores per chunk, and largest number of queries per chunk, that kernels compute."""
 
 
 class Chunk(NamedTuple):
-    """Queries that are processed together."""
+    """Chunk of queries that are processed together."""
 
     rows: slice
     keys: int
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     """Position of the first key that any of the queries may attend to."""
 
     def moved(self, start: int) -> Chunk:
-        """Return the same chunk with rows counted from `start`."""
+        """Return this chunk with its rows counted from `start`."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
@@ -114,7 +114,8 @@ def index_products(index: Index, chunk: Chunk) -> Tensor:
 
 
 def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
-    """Return the scores [rows, b, keys]: products summed over indexer heads with the head weights."""
+    """Return the scores [rows, b, keys], which are sums of the products over indexer heads, weighted by the head
+    weights."""
     weights = index.weights[chunk.rows].transpose(0, 1).to(products.dtype)
     return (weights.unsqueeze(2) @ products).squeeze(2).transpose(0, 1)
 
@@ -145,7 +146,8 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 @operation
 @torch_function
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Return the keys with the largest scores, as `largest` does, among those that a query may attend to.
+    """Return the keys with the largest scores among the keys that a query may attend to, in the form that `largest`
+    returns.
 
     Args:
         scores: [n, b, keys].
@@ -161,12 +163,12 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
 @operation
 @torch_function
 def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the same keys as `selected`, computed in the chunks of `queries`."""
+    """Return the keys that `selected` returns, computed in the chunks of `queries`."""
     return selected_in(queries.chunks, index, queries, topk)
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the same keys as `selected`, computed in the given chunks.
+    """Return the keys that `selected` returns, computed in the given chunks.
 
     Args:
         chunks: Chunks that cover all queries.

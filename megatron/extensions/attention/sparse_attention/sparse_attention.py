@@ -1,12 +1,12 @@
 """DeepSeek sparse attention (DSA): DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 
 In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Attention is
-computed over latents: the up-projection of keys is applied to the queries instead, and the up-projection of values to
-the output, so that all heads share the keys that are gathered for a query.
+computed over latents: the key up-projection is applied to the queries, and the value up-projection to the output.
+Therefore, all heads share the keys that are gathered for a query.
 
 The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each indexer selects keys for the
 queries of its rank's tokens, and ranks gather the selections. Under context parallelism, ranks gather the latents and
-indexer keys of the whole sequence, which are both narrow; --cp-comm-type applies to other layers only.
+the indexer keys of the whole sequence, which are both narrow. --cp-comm-type applies only to other layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Inde
 
 
 class IndexerLinears(NamedTuple):
-    """Linear layers of the indexer, with Megatron-LM's names. They are replicated on every rank and have no biases."""
+    """Linear layers of the indexer, with Megatron-LM's names. These layers are replicated on every rank and have no
+    biases."""
 
     q: ReplicatedLinear
     """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] if there is no query latent."""
@@ -75,7 +76,8 @@ def of_key_norm(config: TransformerConfig) -> TransformerConfig:
 
 
 class Indexer(nn.Module):
-    """Indexer with its own query heads, one key for all of them, and head weights. Its inputs receive no gradient."""
+    """Indexer with its own query heads, one key that these heads share, and head weights. The inputs of the indexer
+    receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -89,8 +91,8 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """Return the operands of the scores before rotation. x is [s, b, h]; q is [s, b, q_lora_rank], or x if there is
-        no query latent; both are [s/tp, ...] under sequence parallelism."""
+        """Return the operands of the scores before rotation. x is [s, b, h], and q is [s, b, q_lora_rank], or x if
+        there is no query latent. Under sequence parallelism, both are [s/tp, ...]."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -99,7 +101,7 @@ class Indexer(nn.Module):
 
 
 class SparseLatents(NamedTuple):
-    """`Latents`, and the operands of the indexer scores."""
+    """`Latents` with the operands of the indexer scores."""
 
     q: Tensor
     kv: Tensor
@@ -140,7 +142,7 @@ class SelectedKeys(CoreAttention):
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
-        """Ranks that hold the other rows of the indexer's operands."""
+        """Ranks with the other rows of the indexer's operands."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
@@ -153,15 +155,15 @@ class SelectedKeys(CoreAttention):
         up_value: Tensor,
         *index_and_context: Tensor | BatchContext,
     ) -> Tensor:
-        """Return the head outputs [s, b, heads/tp * v_head_dim]. s is s/cp under context parallelism.
+        """Return the head outputs [s, b, heads/tp * v_head_dim], with s/cp instead of s under context parallelism.
 
         Args:
             q: [s, b, heads/tp, w], queries.
             k: [s, b, w], keys.
             up_value: [heads/tp, v_head_dim, kv_lora_rank], up-projection of values.
             index_and_context: In a layer with an indexer, index_q [s, b, indexer heads, d], index_k [s, b, d] and
-                index_weights [s, b, indexer heads], where s is s/(cp * tp) under sequence parallelism; then the
-                context.
+                index_weights [s, b, indexer heads], with s/(cp * tp) instead of s under sequence parallelism. In every
+                layer, the context comes last.
         """
         operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None
@@ -184,7 +186,7 @@ class SelectedKeys(CoreAttention):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _selected_before(self, queries: Queries, samples: int, context: BatchContext) -> Tensor | None:
-        """Return the keys that the nearest earlier layer with an indexer has selected."""
+        """Return the keys that the nearest earlier layer with an indexer selected."""
         if found := [number for number in context.left if number < self.layer]:
             picked: Tensor | None = context.left[max(found)]
             return picked
@@ -197,7 +199,7 @@ class SelectedKeys(CoreAttention):
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
-        """Return the rows whose queries this rank's indexer holds."""
+        """Return the query rows that belong to this rank's indexer."""
         rows = len(index.q)
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
@@ -222,7 +224,7 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """Return `out`. In training, its backward pass adds the indexer loss."""
+        """Return `out`. In training, the backward pass adds the indexer loss."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
@@ -259,7 +261,8 @@ def document_begins(documents: Documents, length: int, device: torch.device) -> 
 class SparseAttention(MultiLatentAttention):
     """Multi-latent attention to the keys that an indexer selects.
 
-    In the indexer, too, adjacent rotary channels form a pair; they are the first channels of a head.
+    Adjacent rotary channels form a pair in the indexer, too. The rotary channels are the first channels of an indexer
+    head.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -18,12 +18,12 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of skipped samples to keep. A request for a later sample reads past these samples, but other ranks or
+"""Largest number of skipped samples to keep. A request for a later sample skips these samples, but other ranks or
 threads may still request them."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
-"""Function first -> samples from number `first` on. Each sample has seq_length + 1 token ids; every call must return
-the same samples."""
+"""Function that maps `first` to an iterator over the samples from number `first` on. Each sample has seq_length + 1
+token ids; every call must return the same samples."""
 
 
 class GeneratorDataset(TextDataset):
@@ -31,7 +31,7 @@ class GeneratorDataset(TextDataset):
     layout.
 
     The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. A
-    request for an earlier sample, or for one more than `WINDOW` ahead, restarts the stream at that sample.
+    request for an earlier sample, or for a sample more than `WINDOW` ahead, restarts the stream at that sample.
     Different streams must have different values of `fingerprint`."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
@@ -48,8 +48,8 @@ class GeneratorDataset(TextDataset):
         return f"stream:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:
-        """Return the token ids of a sample. Raises ValueError if the stream ends, yields a sample of another length, or
-        yields token ids outside the vocabulary."""
+        """Return the token ids of a sample. Raises ValueError if the stream ends, yields a sample of a different
+        length, or yields token ids outside the vocabulary."""
         with self._lock:
             if index in self._ahead:
                 return self._ahead.pop(index)
@@ -91,7 +91,8 @@ def stream_splits(
     Raises ValueError if the length of a split is not given, because a stream has no epoch.
 
     Args:
-        stream: Function (split, first) -> samples from number `first` on, where split is "train", "valid" or "test".
+        stream: Function that maps (split, first) to an iterator over the samples from number `first` on. split is
+            "train", "valid" or "test".
         format: Format of the samples.
         sizes: Number of samples of each split; 0 for a split that is not used.
         fingerprint: Text that differs for different streams.

@@ -45,7 +45,7 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 def damages_of(prefix: str) -> list[str] | None:
     """Return a message for each file of a dataset that differs from its checksum; None if the dataset has no checksums.
-    This reads both files completely."""
+    Both files are read completely."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -59,11 +59,11 @@ def damages_of(prefix: str) -> list[str] | None:
 class IndexedDatasetBuilder:
     """Write a `.bin/.idx` pair as a stream, in constant memory.
 
-    Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
-    therefore either complete or absent. As a context manager, it finalizes on success and deletes its files on an
-    exception. If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes visible when `finalize`
-    completes the upload; the index is uploaded after it. If `described` is given, a file `PREFIX.sums.json` with the
-    checksums and the description is written last.
+    Files have temporary names until `finalize` syncs them to disk and renames them. The index is renamed last. A
+    dataset is therefore either complete or absent. As a context manager, the writer finalizes the dataset on success
+    and deletes its files on an exception. If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes
+    visible when `finalize` completes the upload; the index is uploaded after it. If `described` is given, a file
+    `PREFIX.sums.json` with the checksums and the description is written last.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, described: Mapping[str, object] | None = None) -> None:
@@ -83,7 +83,7 @@ class IndexedDatasetBuilder:
             self._data = self._open("bin")
             self._lengths = self._open("lengths")
             self._boundaries = self._open("boundaries")
-        except BaseException:  # such as too many open files, or KeyboardInterrupt
+        except BaseException:  # for example too many open files, or KeyboardInterrupt
             self._remove()
             raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
@@ -99,7 +99,7 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Append several documents of one sequence each; `tokens` is their concatenation."""
+        """Append several documents of one sequence each; `tokens` is the concatenation of these documents."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)

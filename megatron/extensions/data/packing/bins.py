@@ -1,8 +1,8 @@
 """Best-fit decreasing: a heuristic that packs items into few bins of equal capacity. This module does not import torch.
 
 Items are placed from the longest to the shortest, each into the fullest bin with room for it (Ding et al., "Fewer
-Truncations Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that
-packing a million documents takes a fraction of a second.
+Truncations Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a
+million documents are packed in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bins = deque[NDArray[np.int64]]
 def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
     """Return the bin number of each item, [n]; bins are numbered from 0 in the order in which they are opened.
 
-    Each length must be between 1 and `capacity`. If several bins are equally full, the next item goes into the one that
+    Each length must be between 1 and `capacity`. If several bins are equally full, the next item goes into the bin that
     reached this level first.
     """
     bins = np.empty(len(lengths), np.int64)
@@ -41,7 +41,7 @@ class _Room:
         self.capacity = capacity
         self.opened = 0
         self.bins: defaultdict[int, Bins] = defaultdict(deque)
-        """Maps remaining room to arrays of bins with this room, in the order in which they reached it."""
+        """Arrays of bins by their remaining room, in the order in which the bins reached this room."""
 
         self.rooms = 0
         """Bit mask: bit r is set if any bin has room r."""
@@ -68,7 +68,7 @@ class _Room:
         return np.arange(self.opened - wanted, self.opened)
 
     def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
-        """Remove and return up to `wanted` bins with this room, in the order in which they reached it."""
+        """Remove and return up to `wanted` bins with this room, in the order in which the bins reached this room."""
         parts = self.bins[room]
         first = parts.popleft()
         taken, rest = first[:wanted], first[wanted:]

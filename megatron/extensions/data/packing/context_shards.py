@@ -33,8 +33,8 @@ TILE = 64 * 64
 """Fixed cost of a tile, as the number of query-key pairs that a kernel computes in the same time."""
 
 EQUAL = 1.02
-"""Divisions whose time is within this factor of the lowest time are considered equal; among them, the one that sends
-the fewest keys is used."""
+"""Divisions whose time is within this factor of the lowest time are considered equal. Among equal divisions, the
+division that sends the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunk pairs per rank to evaluate when chunks of the sample are assigned by work."""
@@ -85,7 +85,7 @@ def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards:
-    """Return the division with the lowest cost. All samples of a micro-batch are divided in the same way."""
+    """Return the division with the lowest cost, which applies to all samples of a micro-batch."""
     alike = tuple(dict.fromkeys(documents))
     found = [even_chunks(seq_length, ranks), *dealt_chunks(alike, seq_length, ranks)]
     if len(alike) == 1:
@@ -96,7 +96,8 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the cheapest division of one sample that keeps each short document on one rank, if it fits there.
+    """Return the cheapest division of one sample that keeps each short document on one rank, provided that the document
+    fits.
 
     Args:
         documents: Positions at which the documents of the single sample begin.
@@ -113,7 +114,7 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the fastest division. Among divisions of about equal time, return the first one that sends the fewest
+    """Return the fastest division. Among divisions of about equal time, return the first division that sends the fewest
     keys."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
@@ -147,7 +148,7 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
     """Divide each document into 2 * ranks chunks, and assign an early and a late chunk to each rank.
 
     The lengths of a document's chunks differ by at most one token. Ranks receive the longer chunks in turn, so that all
-    ranks hold the same number of tokens."""
+    ranks have the same number of tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():
@@ -164,12 +165,12 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Keep each document whole if it has at most the fraction `share` of a rank's tokens and fits on a rank; divide the
-    others.
+    """Keep each document whole if it has at most the fraction `share` of a rank's tokens and fits on a rank. Divide all
+    other documents.
 
     Pieces are assigned in descending order of pairs per token. A piece is assigned to the rank with the most missing
-    work per missing token, among the ranks with room for the piece. Then chunks of the busiest rank are exchanged for
-    chunks with less work."""
+    work per missing token, among the ranks with room for the piece. Finally, chunks of the busiest rank are exchanged
+    for chunks with less work."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -189,7 +190,7 @@ class _Deal:
         """[length + 1]: number of query-key pairs of all positions before each position."""
 
         self.room = np.full(ranks, length // ranks)
-        """Number of tokens that each rank can still take."""
+        """Number of tokens for which each rank still has room."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
         """Number of query-key pairs by which each rank falls short of the mean."""
@@ -233,7 +234,7 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            left = np.maximum(moved, gap - moved)  # the larger of the two ranks' excess over the least work
+            left = np.maximum(moved, gap - moved)  # work of the busier rank, relative to the least work so far
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
                 return
@@ -244,8 +245,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """Return a mask [seq_length] that is True where the document at a position, in any sample, has tokens on other
-    ranks."""
+    """Return a mask [seq_length]. An element is True if, in any sample, the document at this position has tokens on
+    other ranks."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)
@@ -255,13 +256,13 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """Convert a division to shards, with the keys to send. Each rank sends the same number of keys, so some of these
-    keys may belong to documents that are on one rank."""
+    """Convert a division to shards, with the keys to send. Each rank sends the same number of keys. Some of these keys
+    may therefore belong to documents that are on a single rank."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more, and needs no copy of the selected ones
+    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more, and needs no copy of selected keys
         return Shards(spans, spans)
     sent = []
     for places in held:

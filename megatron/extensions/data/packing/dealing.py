@@ -1,9 +1,9 @@
 """Assignment of the samples of a global batch to data-parallel replicas and micro-batches, with balanced work. This
 module does not import torch.
 
-Replicas wait for each other at the end of a step, so the slowest one decides its time. The work of a sample of packed
-documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs are equal
-for every sample. A step still trains on the same samples, so the sum of their gradients does not change.
+Replicas wait for each other at the end of a step, so the slowest replica determines the step time. The work of a sample
+of packed documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs
+are equal for every sample. A step still trains on the same samples, so the sum of the gradients does not change.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
     """Divide items into groups of equal size and approximately equal work; return the item numbers, [groups, size].
 
-    Items are assigned in descending order of work, each to the group with the least work that is not full. Then items
-    of the group with the most work are swapped with items of other groups while this reduces the larger sum."""
+    Items are assigned in descending order of work, each to the group with the least work among the groups that are not
+    full. Afterwards, items of the group with the most work are swapped with items of other groups while a swap reduces
+    the larger sum."""
     size = len(works) // groups
     assert size * groups == len(works)
     members: list[list[int]] = [[] for _ in range(groups)]
@@ -52,7 +53,7 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
     """Swap an item of the group with the most work for an item of another group, choosing the swap that minimizes the
-    larger sum. Returns False if no swap reduces it."""
+    larger sum. Return False if no swap reduces this sum."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -70,7 +71,7 @@ def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDAr
     """Return the items of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
 
     Work is balanced over replicas first, then over the micro-batches of each replica. Micro-batches are ordered by
-    their work, so that replicas that synchronize in every micro-batch, as with expert parallelism, wait little."""
+    their work. With expert parallelism, replicas synchronize in every micro-batch, so this order reduces waiting."""
     found = []
     for items in equal_groups(works, replicas):
         batches = items[equal_groups(works[items], len(items) // micro_batch_size)]
@@ -91,7 +92,8 @@ class WorkDealer:
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """Return the work of each sample, [samples]; all are equal if the data set does not report its documents."""
+        """Return the work of each sample, [samples]. All samples have equal work if the data set does not report its
+        documents."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)

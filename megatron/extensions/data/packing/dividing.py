@@ -25,18 +25,18 @@ class Imbalance(NamedTuple):
     """Work imbalance of a micro-batch between context-parallel ranks."""
 
     before: float
-    """Work of the busiest rank divided by the mean, under the default division."""
+    """Work of the busiest rank under the default division, divided by the mean."""
 
     after: float
-    """Work of the busiest rank divided by the mean, under the actual division."""
+    """Work of the busiest rank under the actual division, divided by the mean."""
     sent: float
     """Fraction of a rank's keys that it sends to the others."""
 
 
 class Divider:
-    """Division of micro-batches (`megatron.core.attention.tiles.DividesSequences`). If `hybrid` is True, documents of
-    at most `longest` tokens stay on one rank; if `longest` is None, the limit is chosen by cost. `inner` adjacent ranks
-    share heads, so work is balanced only between groups of `inner` ranks."""
+    """Divider of micro-batches over context-parallel ranks (`megatron.core.attention.tiles.DividesSequences`). If
+    `hybrid` is True, documents of at most `longest` tokens stay on one rank. If `longest` is None, the limit is chosen
+    by cost. `inner` adjacent ranks share heads, so work is balanced only between groups of `inner` ranks."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest

@@ -36,7 +36,7 @@ def divides_by_documents(config: RunConfig) -> bool:
 
 
 def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
-    """Check runs with --hybrid-context-parallel."""
+    """Check the flags of runs with --hybrid-context-parallel."""
     own, parallel = config.options(PackingConfig), config.parallel
     if not own.hybrid_context_parallel or parallel.context_parallel_size == 1:
         return
@@ -93,8 +93,8 @@ class PackingConfig:
     balance_packed_samples: bool = flag(
         False, no_effect_without="--sequence-packing best-fit or --reset-attention-mask"
     )
-    """Balance attention work: assign the samples of a step to data-parallel replicas and micro-batches, and the tokens
-    of each micro-batch to context-parallel ranks, such that all have about the same number of query-key pairs. The
+    """Balance attention work. Samples of a step are assigned to data-parallel replicas and micro-batches, and tokens of
+    a micro-batch to context-parallel ranks, such that all ranks have about the same number of query-key pairs. The
     samples of a step stay the same."""
 
     hybrid_context_parallel: bool = flag(
@@ -120,8 +120,8 @@ class PackingConfig:
         return made
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Describe how well documents of these lengths fill samples, and how balanced the work of a step's replicas
-        is."""
+        """Describe how well documents of these lengths fill samples, and how evenly work is distributed over the
+        replicas of a step."""
         if not self.packs:
             return None
         told: str = imported(f"{__package__}.survey:survey_line")(self, lengths, seq_length, step)

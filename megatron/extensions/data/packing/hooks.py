@@ -18,7 +18,7 @@ from megatron.training.run import TrainingRun
 
 
 class WorkOfReplicas(Callback, Meter):
-    """Logs the work of the busiest replica, divided by the mean (--balance-packed-samples).
+    """Log the work of the busiest replica, divided by the mean (--balance-packed-samples).
 
     The work depends only on document lengths, so the first rank computes it for all replicas.
     """
@@ -57,7 +57,7 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """Logs the work of the busiest context-parallel rank, divided by the mean, and the fraction of keys that are sent
+    """Log the work of the busiest context-parallel rank, divided by the mean, and the fraction of keys that are sent
     (--balance-packed-samples and --hybrid-context-parallel). Each replica counts its own micro-batches."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:

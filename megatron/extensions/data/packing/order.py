@@ -4,8 +4,8 @@ files.
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
 a window into bins, which are shuffled and become samples. A document with more tokens than a sample is divided into
 full samples, and only the remainder is packed. Adjacent parts of a document share one token, as in Megatron-LM's
-samples: it is the last label of one part and the first input of the next, so that every token except a document's first
-is predicted once per epoch. A document of a single token has no predictions and is left out.
+samples: the last label of one part is the first input of the next part. Every token except a document's first is
+therefore predicted once per epoch. A document of a single token has no predictions and is left out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ window."""
 
 
 class Packed(NamedTuple):
-    """Samples, and the document parts in them."""
+    """Samples and their document parts."""
 
     ends: NDArray[np.int64]
-    """[samples]: number of document parts in all samples up to and including each sample."""
+    """[samples]: cumulative number of document parts, up to and including each sample."""
 
     documents: NDArray[np.int64]
-    """[parts]: document number of each part, in the order of samples and of parts in a sample."""
+    """[parts]: document number of each part. Parts are ordered by sample, then by position in the sample."""
 
     starts: NDArray[np.int64]
     """[parts]: position of each part's first token in its document."""
@@ -55,7 +55,8 @@ class Rounds:
 
     documents: range
     epochs: int
-    """Number of epochs in each round except the first, which is one epoch. It is above 1 if the data set is small."""
+    """Number of epochs in each round except the first, which is one epoch. The number is above 1 if the data set is
+    small."""
 
     windows: int
     """Number of windows in a round."""
@@ -107,8 +108,8 @@ def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.ra
 def cut(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Divide documents into parts of at most seq_length + 1 tokens. Returns the document, first token and length of
-    each part. Only longer documents are divided."""
+    """Divide documents into parts of at most seq_length + 1 tokens. Return the document, first token and length of each
+    part. Only longer documents are divided."""
     parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length
@@ -122,7 +123,7 @@ class Waste:
 
     samples: int
     places: int
-    """Number of tokens of all samples, which have seq_length + 1 tokens each."""
+    """Number of tokens in all samples; each sample has seq_length + 1 tokens."""
 
     padding: int
     """Number of padded positions."""

@@ -15,11 +15,11 @@ from megatron.extensions.data.packing.order import Packed, Rounds, blocks, round
 
 
 class PackedDataset(DocumentSamples):
-    """Data set of at least `samples` samples, or of one epoch if it is None. Samples consist of whole documents, and of
-    parts of documents that are longer than a sample.
+    """Data set of at least `samples` samples, or of one epoch if `samples` is None. Samples consist of whole documents,
+    and of parts of documents that are longer than a sample.
 
-    The order does not depend on the requested number of samples. Raises ValueError if no document has two tokens, or if
-    a token id is outside the vocabulary.
+    The order of samples does not depend on the requested number of samples. Raises ValueError if no document has two
+    tokens, or if a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PackedDataset(DocumentSamples):
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the model inputs of a sample. Document boundaries follow from the document lengths, not from tokens;
-        no token predicts a token of the next document. The padding at the end is a document that the loss mask
+        """Return the model inputs of a sample. Document boundaries follow from the document lengths, not from tokens.
+        No token predicts a token of the next document. The padding at the end is a document that the loss mask
         excludes."""
         text = self.text(index)
         lengths = self.index.lengths[self._parts(index)]

@@ -1,8 +1,8 @@
 """Run phases: data, sequence lengths, batch sizes, positions and learning rates that change during a run
 (--data-phases).
 
-Read `phase_file` first for the format of the --data-phases file, then `file_phase` for the samples at which phases
-begin, and `plan` for the interface to the trunk and for learning rates. `rules` validates a file, and checks that a
+Read `phase_file` first for the format of the --data-phases file. `file_phase` computes the samples at which phases
+begin. `plan` contains the interface to the trunk, and learning rates. `rules` validates a file, and checks that a
 resumed run does not change phases that have begun. `phased_dataset` maps the run's sample numbers to the data sets of
 its phases, and `phase_change` switches a run to its next phase. `batch_schedule` changes the batch size without phases
 (--rampup-batch-size, --step-batch-size-schedule), and `epochs` counts the epochs over each data set.

@@ -9,7 +9,7 @@ from megatron.training.config.batch_size import BatchSizes
 
 
 def ramp(final: int, start: int, increment: int, samples: int) -> BatchSizes:
-    """Return batch sizes that increase linearly.
+    """Return the linearly increasing batch sizes of --rampup-batch-size.
 
     Args:
         final: Last batch size.

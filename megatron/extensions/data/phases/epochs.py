@@ -24,7 +24,7 @@ class EpochLines(Callback):
     _epochs: Epochs | None = None
 
     def counted(self, run: TrainingRun) -> Epochs:
-        """Return the run's epoch counter, which is created for the first report."""
+        """Return the run's epoch counter. The first call creates the counter."""
         if self._epochs is None:
             self._epochs = Epochs(run.plan, run.data.train.dataset, *run.data.sources.sized())
         return self._epochs
@@ -53,7 +53,7 @@ class Epochs:
 
     def at(self, consumed_samples: int) -> NDArray[np.float64]:
         """Return the number of epochs over each source in the first `consumed_samples` samples of the run, [sources].
-        If the number is smaller than in the last call, counting restarts from the beginning."""
+        If `consumed_samples` is smaller than in the last call, counting restarts from the beginning."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for phase in self.plan.phases if self.names else ():
@@ -67,13 +67,13 @@ class Epochs:
         return self._tokens / self.sizes
 
     def ended(self, consumed_samples: int) -> Iterator[str]:
-        """Yield a line for each source that has completed an epoch since the last call."""
+        """Yield a line for each source that completed an epoch since the last call."""
         before, now = self._tokens // self.sizes, self.at(consumed_samples)
         for name, earlier, epochs in zip(self.names, before.tolist(), now.tolist(), strict=True):
             if int(epochs) > earlier:
                 yield f"epoch {int(epochs)} of {name} has ended by sample {consumed_samples:,}: {epochs:.3f} epochs"
 
     def line(self, consumed_samples: int) -> str:
-        """Describe the epochs so far of all sources that were used."""
+        """Describe the epochs so far over each source that was used."""
         pairs = zip(self.names, self.at(consumed_samples).tolist(), strict=True)
         return ", ".join(f"{name} {epochs:.3g}" for name, epochs in pairs if epochs)

@@ -2,7 +2,7 @@
 length changes. This module does not import torch.
 
 A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that no
-sample has used as inputs are divided again and are used first.
+sample used as inputs are divided again and are used first.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from megatron.training.plan import Phase
 
 
 def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
-    """Divide the remainder of a source again if the sequence length of a phase differs from that of the earlier
-    phases."""
+    """Divide the remainder of a source again if the phase's sequence length differs from the earlier phases' length."""
     if not source.segments or source.segments[0].format.seq_length == format.seq_length:
         return
     rest = _rest(source)
@@ -56,7 +55,7 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """Return `DocumentSamples.rest` as pieces. Index files store them; one process per node computes them."""
+    """Return `DocumentSamples.rest` as pieces. One process per node computes the pieces, and index files store them."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -75,7 +74,7 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
     """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
-    phases. Data sets may move to another folder."""
+    phases. Data sets may move to a different folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -114,8 +113,8 @@ class FilePhase(Phase):
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
-    """Return the phases and batch sizes of a resolved configuration, and the problems with the phases. Phases and batch
-    sizes are None if they cannot be determined."""
+    """Return the phases and batch sizes of a resolved configuration, and the problems with the phases. Return None for
+    the phases and batch sizes if they cannot be determined."""
     path = config.options(PhasesConfig).data_phases
     assert path is not None
     entries, wrong = read_phases(path)
@@ -158,7 +157,7 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """Return the phases without ends and schedules, the batch sizes of the run, and the problems found."""
+    """Return the phases, without their ends and schedules, the batch sizes of the run, and the problems found."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)
@@ -182,8 +181,8 @@ def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePh
 
 
 def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FilePhase:
-    """Return the phase that `entry` describes, which follows the phase `before`. It begins with the first step at or
-    after the position in the file."""
+    """Return the phase that `entry` describes, which follows the phase `before`. The phase begins with the first step
+    at or after the position in the file."""
     length, start = before.config.model.seq_length, int(entry.start)
     if entry.unit == "iterations":
         iterations = max(start, 0)
@@ -236,7 +235,7 @@ def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
 
 
 def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
-    """Return the number of samples of the whole run; the smallest one if several lengths are given."""
+    """Return the number of samples in the whole run; the smallest number if several lengths are given."""
     training, last = config.training, phases[-1]
     ends = []
     if training.train_tokens is not None:

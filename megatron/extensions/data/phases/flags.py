@@ -37,8 +37,8 @@ class BatchScheduleFlags:
     """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
 
     step_batch_size_schedule: str | None = None
-    """Batch sizes by consumed tokens, which replace --global-batch-size: "0:384 200B:768" starts with 384 and uses 768
-    from 2e11 tokens on."""
+    """Batch sizes by consumed tokens, which replace --global-batch-size: "0:384 200B:768" starts with batch size 384
+    and uses 768 after 2e11 tokens."""
 
     @property
     def changes_batches(self) -> bool:

@@ -29,8 +29,8 @@ class EntersPhases(Callback):
 
 
 def enter_phase(run: TrainingRun) -> None:
-    """Enter the phase of the next step, unless the run is already in this phase. Every rank calls this between two
-    steps."""
+    """Enter the phase of the next step, unless the run is already in this phase. Every rank calls this method between
+    two steps."""
     assert isinstance(run.plan, PhasePlan)
     # An evaluation-only run uses the data of the phase in which the model was last trained.
     phase = run.plan.at(run.progress.consumed_samples - run.plan.base.training.skip_train)
@@ -40,7 +40,7 @@ def enter_phase(run: TrainingRun) -> None:
 
 
 def is_over(run: TrainingRun) -> bool:
-    """Return True if the next step belongs to another phase."""
+    """Return True if the next step belongs to a different phase."""
     return run.config is not run.plan.at(run.progress.consumed_samples).config
 
 

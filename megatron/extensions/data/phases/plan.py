@@ -22,8 +22,7 @@ from megatron.training.plan import History, Phase, RunPlan
 
 
 class PhaseScheduler(OptimizerParamScheduler):
-    """Learning-rate schedule of a phase, which begins with the phase. Weight decay follows the schedule of the whole
-    run."""
+    """Learning-rate schedule that begins with a phase. Weight decay follows the schedule of the whole run."""
 
     def __init__(self, whole: OptimizerParamScheduler, own: OptimizerConfig, first_sample: int, samples: int) -> None:
         super().__init__(own, ScheduleLength.in_samples(own, samples))

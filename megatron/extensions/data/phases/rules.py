@@ -49,7 +49,7 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """Return the configuration without phases, to check it against the rules for flags. If the flags name no data, the
+    """Return the configuration without phases, for the rules that check flags. If the flags name no data, the
     configuration uses the data of the first phase."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
@@ -58,14 +58,14 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Return the configuration of a separate run of the phase, to check it against the rules."""
+    """Return the configuration of the phase as a separate run, for the rules that check flags."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)
 
 
 def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Problem]:
-    """Check other flags of a resolved configuration with --data-phases."""
+    """Check that the other flags of a resolved configuration can be combined with --data-phases."""
     path, training = config.options(PhasesConfig).data_phases, config.training
     assert path is not None
     entries, _ = read_phases(path)
@@ -91,11 +91,11 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         if where := those_with("global_batch_size"):
             yield Problem(ramp, None, f"cannot be combined with global-batch-size in {where}", "keep one of them")
         if changes.step_batch_size_schedule and (where := those_with("seq_length")):
-            rule = f"counts tokens of --seq-length {config.model.seq_length}, and {where} has another length"
+            rule = f"counts tokens of --seq-length {config.model.seq_length}, but {where} has a different length"
             yield Problem(ramp, None, rule, "set global-batch-size in the phases instead")
     for field in ("lr_warmup_tokens", "lr_decay_tokens"):
         if getattr(config.optimizer, field) is not None and (where := those_with("seq_length")):
-            rule = f"counts tokens of --seq-length {config.model.seq_length}, and {where} has another length"
+            rule = f"counts tokens of --seq-length {config.model.seq_length}, but {where} has a different length"
             yield Problem(field_table()[field].name, None, rule, "give the schedule in samples, or in each phase")
     if not config.checkpoint.load_lr_state:
         rule = "cannot be combined with --data-phases, whose schedules follow the samples of the run"
@@ -106,10 +106,10 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem("--cuda-graph-impl", "local", rule, "use --cuda-graph-impl none")
     where = those_with("rotary_scaling_factor", "rope_type", "mscale")
     if config.model.attention_facts.scales_scores and config.model.mscale_all_dim and where:
-        rule = f"scales the softmax, which is set when the model is built, and {where} changes YaRN's scaling"
+        rule = f"scales the softmax, which is set when the model is built, but {where} changes YaRN's scaling"
         yield Problem("--mscale-all-dim", config.model.mscale_all_dim, rule, "give YaRN's flags for the whole run")
     if config.optimizer.decoupled_lr is not None and (where := those_with("lr")):
-        rule = f"has one peak for the whole run, and {where} changes lr"
+        rule = f"has one peak for the whole run, but {where} changes lr"
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")
     for entry in entries:
         words = entry.value("data_path")
@@ -119,8 +119,8 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Yield messages about phases that have already begun with different values, or that would begin before the run's
-    current sample."""
+    """Yield messages about phases that already began with different values, and about phases that would begin before
+    the run's current sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:

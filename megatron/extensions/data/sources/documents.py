@@ -31,7 +31,7 @@ class Documents(ABC):
     """Name of a record in messages."""
 
     name: str
-    """Name of the data set, as given to the flag."""
+    """Name of the data set, as passed to the flag."""
 
     key: str
     """Column, or member of a sample, that contains the documents."""
@@ -50,7 +50,7 @@ class Documents(ABC):
         yield from enumerate(islice(self, number, None), number)
 
     def first(self) -> Value:
-        """Return the first document. Raises ValueError if there is none."""
+        """Return the first document. Raises ValueError if there are no documents."""
         for value in self:
             return value
         raise ValueError("it has no document")
@@ -88,7 +88,7 @@ def document_of(value: object) -> Value:
 
 
 def local_path(path: str) -> str:
-    """Return the path of a local file, or of the local copy of a URL, which the processes of a host share. Raises
+    """Return the path of a local file, or of a URL's local copy. The processes of a host share this copy. Raises
     OSError."""
     place = located(path)
     return str(storage_of(place).local_file(place)) if isinstance(place, UrlPath) else path
@@ -111,7 +111,7 @@ def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
 
 def text_files(paths: Sequence[str]) -> list[TextFile]:
     """Return local files, or local copies of URLs, in the form that `Digests` expects."""
-    places = (os.path.realpath(local_path(path)) for path in paths)  # resolves the links of this process
+    places = (os.path.realpath(local_path(path)) for path in paths)  # resolve process-specific links
     states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]
 

@@ -16,7 +16,8 @@ class StreamConfig:
     """Options for documents that are tokenized during training."""
 
     stream_shuffle_window: int = flag(1024, above=0, no_effect_without="--dataset-type stream")
-    """Number of stream documents in a shuffle window; the run's seed determines the order. 1 disables shuffling."""
+    """Number of stream documents per shuffle window; the run's seed determines the order within windows. 1 disables
+    shuffling."""
 
 
 _HERE = f"{__package__}.path_kinds"

@@ -30,18 +30,17 @@ ROWS = 1024
 """Number of rows that are read at once."""
 
 READERS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "csv": "csv", "text": "text"}
-"""Maps file formats to the names of their readers in `datasets`."""
+"""Names of the readers in `datasets`, by file format."""
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 """Name of a data set on the hub, such as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
 
 ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
-"""Files by which folders of `save_to_disk` are recognized: folders of one data set, and folders with a subfolder for
-each split."""
+"""Files that identify folders of `save_to_disk`: folders of one data set, and folders with one subfolder per split."""
 
 
 class Rows(Protocol):
-    """Methods of the library's data sets, streamed or not, that this module uses."""
+    """Methods that this module uses, of streamed and of other data sets of the library."""
 
     def __iter__(self) -> Iterator[Mapping[str, object]]: ...
 
@@ -66,8 +65,8 @@ def is_saved(path: str) -> bool:
 
 
 def _copied(path: str) -> str:
-    """Return a local path unchanged; for a URL, return the folder or glob of the local copies of its files, which the
-    processes of a host share."""
+    """Return a local path unchanged. For a URL, copy its files, and return the folder or glob of these local copies,
+    which the processes of a host share."""
     place = located(path)
     if not isinstance(place, UrlPath):
         if "://" in path:
@@ -83,8 +82,8 @@ def _is_shown(name: str, pattern: str = "*") -> bool:
 
 
 class HuggingFaceDocuments(Documents):
-    """Rows of a folder of `save_to_disk`, of Parquet, Arrow, JSON, CSV or text files, or of a data set on the Hugging
-    Face hub. A data set on the hub is streamed (`named` is True), and nothing is stored."""
+    """Rows from a folder of `save_to_disk`, from Parquet, Arrow, JSON, CSV or text files, or from a data set on the
+    Hugging Face hub. A data set on the hub is streamed without storing it; `named` is then True."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")
@@ -134,8 +133,8 @@ class HuggingFaceDocuments(Documents):
             yield from map(document_of, batch[self.key])
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs from `cursor` on. A cursor is a row number or, if rows are streamed, [state of
-        the library, number of rows after that state]."""
+        """Yield (cursor, document) pairs, starting at `cursor`. A cursor is a row number or, if rows are streamed,
+        [state of the library, number of rows after that state]."""
         rows = self._opened().select_columns([self.key])
         if self._saved:
             first = cursor if isinstance(cursor, int) else 0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Path kind for data sets that a library reads. `documents` names the class that reads them; `holds` returns True
-    if a path is of this kind."""
+    """Path kind for data sets that a library reads. `documents` is the name of the class that reads the data sets.
+    `holds` returns True if a path is of this kind."""
 
     urls = True
 
@@ -45,7 +45,7 @@ class SourceKind(DataKind):
 
     def opened(self, flag: str, path: str, wanted: str) -> Documents:
         """Return the documents of a path; `wanted` is the value of --text-key. Raises ValueError with the name of the
-        flag if the library is missing, or if files are missing, damaged or in another format."""
+        flag if the library is missing, or if files are missing, damaged or in a different format."""
         opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
         try:
             documents = opens(path.removeprefix(self.scheme), wanted)

@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """Number of documents of the shuffled window that have been consumed."""
 
     token: int = 0
-    """Number of consumed tokens of the current document."""
+    """Number of tokens of the current document that have been consumed."""
 
 
 class SampleStream:
@@ -58,7 +58,8 @@ class SampleStream:
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
-        """Return the position at which a sample starts. If it is unknown, this reads the stream up to the sample."""
+        """Return the position at which a sample starts. If the position is unknown, read the stream up to the
+        sample."""
         with self._lock:
             found = self._places.get(sample)
         if found is None:

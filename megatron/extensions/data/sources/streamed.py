@@ -1,4 +1,5 @@
-"""Documents read by a library and tokenized during training; checkpoints store the position in the stream."""
+"""Documents that a library reads and that are tokenized during training. Checkpoints store the position in the
+stream."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class StreamedDataset(GeneratorDataset):
             raise ValueError(f"{self.documents.name}: {value}")
         if isinstance(value, np.ndarray):
             return value.astype(np.int64)
-        assert self.tokenizer is not None, "the callback gives it before the first step"
+        assert self.tokenizer is not None, "the callback sets the tokenizer before the first step"
         text = value.decode() if isinstance(value, bytes) else value
         ids = self.tokenizer.tokenize(text) if text else []
         eod = self.tokenizer.eod

@@ -1,4 +1,4 @@
-"""Conversion of documents that a library reads to an indexed dataset, which is cached.
+"""Converts documents that a library reads to a cached indexed dataset.
 
 The cache, its locks and its checks are the same as for text files (`megatron.extensions.data.text_data.tokenized`).
 """
@@ -27,7 +27,7 @@ RECORDS = 1024
 
 
 def dtype_of(job: Job) -> np.dtype:
-    """Return the dtype of token ids, which depends on the tokenizer's vocabulary or on --vocab-size."""
+    """Return the dtype of token ids. It depends on the size of the tokenizer's vocabulary or on --vocab-size."""
     named = job.tokenizer.tokenizer_type is not None
     size = build_tokenizer(job.tokenizer, job.vocab_size).vocab_size if named else job.vocab_size
     return best_dtype(size or 1 << 30)
@@ -35,7 +35,7 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Documents read by a library, and everything else that determines their tokens."""
+    """Documents read by a library, and everything else that determines the token ids."""
 
     documents: Documents
     path: str
@@ -109,13 +109,13 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True)
 class SourceData(TextData):
-    """Conversion of documents read by a library to datasets in this run."""
+    """Converter of documents read by a library to the datasets of this run."""
 
     kind: SourceKind
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the dataset for the documents of `value`, which is created now if necessary. Raises
-        ValueError if the documents cannot be read."""
+        """Return the prefix of the dataset for the documents of `value`. Create the dataset if it does not exist.
+        Raises ValueError if the documents cannot be read."""
         documents = self.kind.opened(flag, value, self.options.key_of(value))
         if not documents.files:
             raise ValueError(f"{flag} {value}: is not on this machine; stream it with --dataset-type stream")

@@ -60,7 +60,7 @@ def _stored_shards(url: str, place: UrlPath) -> list[str]:
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """Return the first shard that does not exist. For URLs, this takes one request per folder. Raises OSError."""
+    """Return the first shard that does not exist. For URLs, one request per folder is sent. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}

@@ -57,7 +57,7 @@ class Encoded:
     """Peak memory, in bytes, of the process that tokenized the chunk."""
 
     compared: int
-    """Number of characters of the chunk whose gigatoken ids were compared with those of the original tokenizer."""
+    """Number of characters in the chunk for which the ids of gigatoken and of the original tokenizer were compared."""
 
 
 class Encoder:
@@ -142,7 +142,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay signals that end the program until the end of the block."""
+    """Context manager that delays termination signals until the end of the block."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
@@ -170,7 +170,7 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # submitting may start a worker, which an interrupted pool would lose
+            with _undisturbed():  # submitting may start a worker, and an interrupted pool would lose that worker
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -1,8 +1,8 @@
 """Byte-pair encoding with the optional gigatoken package, which returns the same ids as `tokenizers` but is many times
 faster.
 
-Its ids are compared with those of the tokenizer that it replaces: on a list of difficult texts when it is built, and on
-a fraction of all documents that it encodes.
+The ids from gigatoken are compared with the ids of the replaced tokenizer: on a list of difficult texts when the
+replacement is built, and on a fraction of all encoded documents.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Number of leading bytes that are all compared. After them, about one byte in `SHARE_COMPARED` is compared."""
+"""Number of leading bytes that are all compared. After these bytes, about one in `SHARE_COMPARED` bytes is compared."""
 
 
 class DifferentIds(Exception):
-    """Raised if gigatoken cannot replace a tokenizer, or returns other ids."""
+    """Raised if gigatoken cannot replace a tokenizer, or returns different ids."""
 
 
 class StandIn:
@@ -74,7 +74,8 @@ class StandIn:
 
 
 def stand_in_for(tokenizer: Tokenizer) -> StandIn:
-    """Return a replacement for a tokenizer. Raises DifferentIds with the reason if gigatoken cannot replace it."""
+    """Return a replacement for a tokenizer. Raises DifferentIds with the reason if gigatoken cannot replace the
+    tokenizer."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
         raise DifferentIds(f"gigatoken supports {BYTE_PAIR_TOKENIZERS}, not {type(tokenizer).__name__}")
     if importlib.util.find_spec("gigatoken") is None:

@@ -3,8 +3,9 @@
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Documents are cut at characters, possibly within tokens, and their three parts are tokenized separately. The random
-numbers for a sample depend only on the seed and the sample number, not on the layout, the workers or restarts."""
+Documents are cut between characters, possibly within tokens, and the three parts of each document are tokenized
+separately. The random numbers for a sample depend only on the seed and the sample number, not on the layout, the
+workers or restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ within a character."""
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids of the markers between the parts, of padding, and of the separators of documents and of fragments."""
+    """Token ids of the markers between parts, of padding, of the document separator, and of the fragment separator."""
 
     prefix: int
     middle: int
@@ -41,8 +42,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
-        """Look up the tokens that the flags name. Raises ValueError that lists every flag whose token the tokenizer
-        lacks."""
+        """Look up the tokens that the flags name. Raises a ValueError that lists every flag whose token is missing from
+        the tokenizer."""
         fields = {part: f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")}
         fields["split"] = "fim_split_sample"
         names = {part: name for part, field in fields.items() if (name := getattr(config, field)) is not None}

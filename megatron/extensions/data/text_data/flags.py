@@ -34,7 +34,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
         if word == f"{path}=":
             yield Problem("--text-key", word, "names no key", "write PATH=KEY")
-        elif path not in paths and "://" not in path and not glob.glob(path):  # phases may use other data
+        elif path not in paths and "://" not in path and not glob.glob(path):  # phases may use different data
             rule = f"there is no data set {path}; the data sets of the run are {', '.join(paths) or 'none'}"
             yield Problem("--text-key", word, rule, "correct the path in PATH=KEY")
 
@@ -93,11 +93,11 @@ class FillInMiddleConfig:
     """Fraction of documents that --fim-data rearranges."""
 
     fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Fraction of rearranged documents in the order suffix, prefix, middle; the others have the order prefix,
-    suffix, middle."""
+    """Fraction of rearranged documents that have the order suffix, prefix, middle. All other rearranged documents have
+    the order prefix, suffix, middle."""
 
     fim_split_sample: str | None = None
-    """Token at which documents are split into fragments, each of which is rearranged separately."""
+    """Token at which documents are split into fragments. Each fragment is rearranged separately."""
 
     fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
     """Fraction of fragments that are rearranged in documents split by --fim-split-sample."""
@@ -121,12 +121,13 @@ class FillInMiddleConfig:
     """Token between documents. Default: the tokenizer's end-of-document token."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """Return the data set, with fill-in-the-middle samples if --fim-data is given.
+        """Wrap the data set in fill-in-the-middle samples if --fim-data is given; otherwise, return the data set
+        unchanged.
 
         Args:
             dataset: Data set to wrap.
             config: Data configuration.
-            tokenizer: Tokenizer of the run; --fim-data needs one.
+            tokenizer: Tokenizer of the run, which --fim-data needs.
             seed: Seed of the random numbers.
         """
         if not self.fim_data:
@@ -147,7 +148,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """Return the flag values of the user's own extensions, to include them in data hashes. The flags of built-in
-    extensions do not affect tokens."""
+    """Return the flag values of user extensions, which become part of data hashes. The flags of built-in extensions do
+    not affect tokens."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

@@ -28,11 +28,12 @@ ROWS, ROWS_BYTES = 1024, 1 << 20
 """Number of table rows that are read at once, and number of bytes that `read_rows` reads at once."""
 
 LONGEST_ESCAPE = 16
-"""Distance from the end of the text read so far, in characters, within which a JSON error may be due to a truncated
-escape sequence. More text is then read."""
+"""Distance in characters from the end of the text read so far. More text is read before a JSON error within this
+distance is reported, because a truncated escape sequence may cause such an error."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""A line, the values of the keys in a row, a JSON object, a whole row, or the error in a record."""
+"""Content of a record: a line, the values of the keys in a row, a JSON object, a whole row, or the error in the
+record."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Reading:
     """Flag settings for reading files."""
 
     keys: tuple[str, ...] = ("text",)
-    """Keys of JSON objects or columns of tables, each of which contains a document; empty to read whole rows."""
+    """JSON keys or table columns, each of which contains a document; empty to read whole rows."""
 
     text_documents: str = "file"
     """Unit of a document in a plain text file: "file" or "line"."""
@@ -74,7 +75,8 @@ class Chunk:
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
     """Yield the records of all files, in order, in chunks of about `chunk_bytes` bytes.
 
-    Raises ValueError with the file name and the position if a file is damaged or does not have the format of its name.
+    Raises ValueError with the file name and the position if a file is damaged or does not have the format that its name
+    implies.
     """
     for file in files:
         number, unit = 0, "record"
@@ -125,8 +127,8 @@ def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
 def read_rows(file: TextFile) -> list[dict[str, object]]:
     """Return all rows of a small file; values keep their types. Lines of plain text are returned as {"text": line}.
 
-    Raises ValueError with the file name and the position if the file is damaged or does not have the format of its
-    name.
+    Raises ValueError with the file name and the position if the file is damaged or does not have the format that its
+    name implies.
     """
     rows, reading = list[dict[str, object]](), Reading((), text_documents="line")
     for chunk in read_chunks([file], reading, ROWS_BYTES):
@@ -221,8 +223,8 @@ text, or the structure of a header, because text may begin with the letters of a
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
-    """Return the format of a file by its name; the default is JSON lines. Raises Unreadable if the content has another
-    format."""
+    """Return the format that a file's name implies; the default is JSON lines. Raises Unreadable if the content has a
+    different format."""
     kind = file.format or "jsonl"
     if kind in ("parquet", "arrow"):
         return kind
@@ -371,7 +373,7 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Yield rows, with texts as bytes, so that one invalid text does not affect other rows."""
+    """Yield table rows, with texts as bytes, so that one invalid text does not affect other rows."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
@@ -387,9 +389,9 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Returns None if it does not contain text.
+    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Return None if the array does not contain text.
 
-    Lengths and offsets are validated, because a stream has no checksum for them."""
+    Lengths and offsets are validated, because an Arrow stream has no checksum for these values."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -412,7 +414,7 @@ def _text_bytes(column: pa.Array) -> pa.Array | None:
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """Return a seekable stream. A non-seekable stream, such as that of a compressed file, is read into memory."""
+    """Return a seekable stream. A non-seekable stream, for example of a compressed file, is read into memory."""
     return stream if stream.seekable() else io.BytesIO(stream.read())
 
 
@@ -425,4 +427,4 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }
-"""Maps formats to the unit of their records and their reader."""
+"""Record unit and reader of each format."""

@@ -1,9 +1,9 @@
-"""Inputs that determine the tokens of text files: the content of the files, and the tokenizer with its files, code and
-results.
+"""Inputs that determine the tokens of text files: the content of the files, the tokenizer's files and code, and its ids
+for test texts.
 
 Names in the Hugging Face cache, paths and modification times do not determine the content of files, so the content is
-hashed. The digests are stored beside the tokens, with the state of each file, so that later runs need not read the
-files again.
+hashed. The digests are stored next to the tokens, together with the state of each file, so that later runs need not
+read the files again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Digests:
     folder: Path
 
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
-        """Return a mapping from paths to content hashes or, for remote files, to the state that the store reports.
+        """Return a content hash for each path; for a remote file, return the state that the store reports.
 
         If several processes share the folder, one of them reads the files while the others wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
@@ -100,11 +100,11 @@ def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, ob
 
 
 _PROBED: dict[str, str] = {}
-"""Results of `_ids_of_probes`, by tokenizer identity and --vocab-size."""
+"""Cached results of `_ids_of_probes`, by tokenizer identity and --vocab-size."""
 
 
 def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | None) -> str:
-    """Return a hash of the vocabulary size and of the ids of some texts, which differs between package versions that
+    """Return a hash of the vocabulary size and of the ids of some texts. The hash differs between package versions that
     tokenize differently."""
     if identity not in _PROBED:
         tokenizer = build_tokenizer(config, vocab_size)
@@ -134,7 +134,7 @@ def describe_tokens(
     digests: Mapping[str, str],
     bad: Sequence[str],
 ) -> None:
-    """Write a description of the tokens into their folder: inputs, records left out, and checksums.
+    """Write a description of the tokens into their folder: inputs, skipped records, and checksums.
 
     Args:
         folder: Folder of the tokens.

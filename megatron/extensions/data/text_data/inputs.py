@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 INPUT_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 ZSTD_WINDOW = 1 << 31
-"""Largest window size that the format allows, as with `zstd --long=31`. The default limit of the library is 128 MB."""
+"""Largest zstd window size that the format allows; the same as `zstd --long=31`. The zstandard library allows 128 MB by
+default."""
 
 
 class Damaged(Exception):
@@ -38,7 +39,7 @@ class Damaged(Exception):
 
 
 class _Decompressor(Protocol):
-    """Single-stream decompressor, as in zlib, bz2, lzma and zstandard."""
+    """Single-stream decompressor with the interface of zlib, bz2, lzma and zstandard."""
 
     @property
     def eof(self) -> bool: ...
@@ -62,7 +63,7 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""Maps suffixes to factories of decompressors, each of which decompresses one stream."""
+"""Decompressor factories by file name suffix. Each decompressor handles one stream."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -104,7 +105,7 @@ class _Decompressed(io.RawIOBase):
                 yield self._stream.decompress(data)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise Damaged(str(error)) from None
-            except Exception as error:  # zstandard has its own exception class, and may not be installed
+            except Exception as error:  # zstandard, which may not be installed, has its own exception class
                 if type(error).__name__ != "ZstdError":
                     raise
                 raise Damaged(str(error)) from None
@@ -126,7 +127,8 @@ def opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """Decompress a stored file. `suffix` is the suffix of its name, or "" if it is not compressed."""
+    """Decompress a stored file. `suffix` is the compression suffix of the file name, or "" if the file is not
+    compressed."""
     if suffix not in COMPRESSIONS:
         return raw
     if suffix == ".zst":
@@ -172,7 +174,7 @@ FORMATS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-"""Maps suffixes to formats, which are keys of `megatron.extensions.data.text_data.formats.READERS`."""
+"""Formats by file name suffix. The formats are keys of `megatron.extensions.data.text_data.formats.READERS`."""
 
 
 @dataclass(frozen=True)
@@ -183,16 +185,16 @@ class TextFile:
     """Path or URL."""
 
     format: str | None
-    """Format; None if the name does not determine it."""
+    """File format; None if the file name does not determine the format."""
 
     compression: str
-    """Suffix of the compression, a key of `COMPRESSIONS`; "" if the file is not compressed."""
+    """Compression suffix, a key of `COMPRESSIONS`; "" if the file is not compressed."""
 
     size: int
     """Size of the stored file in bytes."""
 
     modified: str
-    """Value that changes whenever the file changes: its modification time, or the state that a remote store reports."""
+    """Value that changes whenever the file changes: the modification time, or the state that a remote store reports."""
 
     @property
     def remote(self) -> bool:
@@ -208,8 +210,8 @@ def by_name(path: str) -> tuple[str | None, str]:
 
 
 def is_text(path: str) -> bool:
-    """Return True if the name of a path has a known suffix, or if the path is a folder with such files that are not
-    hidden."""
+    """Return True if a path has a known suffix, or if it is a folder that contains non-hidden files with known
+    suffixes."""
     if not os.path.isdir(path):
         return by_name(path)[0] is not None
     names = (os.path.basename(file) for file in files_below(path))
@@ -219,8 +221,8 @@ def is_text(path: str) -> bool:
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
     """Yield all files below a folder, including those in folders that symbolic links point to.
 
-    A folder that is reached by several paths is visited once, under its own path if this is below `folder`. `left_out`
-    receives each further path to the folder together with the first path."""
+    A folder that several paths reach is visited once, preferably under a path without symbolic links. For each further
+    path to such a folder, `left_out` is called with this path and with the visited path."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:
@@ -244,8 +246,8 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     """Return the files given by paths, globs, folders and URLs, in the given order and without duplicates. Files of a
     glob or folder are sorted.
 
-    A folder stands for all non-hidden files of known formats below it. Raises ValueError that lists every pattern
-    without files.
+    For a folder, all non-hidden files of known formats below it are returned. Raises a ValueError that lists every
+    pattern without files.
     """
     found: dict[str, TextFile] = {}
     problems = []
@@ -295,7 +297,7 @@ def _remote_files(url: str) -> Iterator[TextFile]:
 
 
 def _known(paths: Sequence[str], folder: str) -> Iterator[str]:
-    """Yield the files of known formats. Raises ValueError if there are none."""
+    """Yield the files of known formats. Raises ValueError if there are no such files."""
     inside = [path.removeprefix(folder) for path in paths]
     shown = [path for path, place in zip(paths, inside, strict=True) if "/." not in f"/{place}"]
     known = [path for path in shown if by_name(path)[0] is not None]

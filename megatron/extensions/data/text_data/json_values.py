@@ -9,14 +9,14 @@ from decimal import Decimal
 def _integer(digits: str) -> int | Decimal:
     try:
         return int(digits)
-    except ValueError:  # the limit of sys.set_int_max_str_digits
+    except ValueError:  # the limit is that of sys.set_int_max_str_digits
         return Decimal(digits)
 
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""Decoder without a limit on integers. It is slower than the decoder of `json.loads`, which refuses integers of more
-than 4,300 digits."""
+"""JSON decoder without a limit on the length of integers. It is slower than the decoder of `json.loads`, which refuses
+integers of more than 4,300 digits."""
 
 
 def from_json(text: str) -> object:
@@ -40,8 +40,8 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 
 def is_indented(start: bytes) -> bool:
-    """Return True if a file begins with an object that spans several lines: its first line begins an object, and its
-    second line is not a complete value. A truncated line that a complete line follows counts as a bad line instead."""
+    """Return True if a file begins with an object that spans several lines. The first line then begins an object, and
+    the second line is not a complete value. A truncated line before a complete line counts as a bad line instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False
@@ -50,7 +50,7 @@ def is_indented(start: bytes) -> bool:
 
 
 def _cut_at_the_end(text: str) -> bool:
-    """Return True if the text is the beginning of a JSON value and has no error except that it is incomplete."""
+    """Return True if the text is an incomplete but otherwise valid JSON value."""
     try:
         from_json(text)
     except json.JSONDecodeError as error:

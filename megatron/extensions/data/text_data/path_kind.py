@@ -18,7 +18,7 @@ class Text(DataKind):
         return is_text(path)
 
     def describe(self, flag: str, path: str) -> str:
-        """Describe the number and size of the files that `path` names. Raises ValueError if there are none."""
+        """Describe the number and size of the files that `path` names. Raises ValueError if there are no files."""
         files = find_inputs([path], flag)
         size = sum(file.size for file in files)
         return f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"

@@ -1,10 +1,10 @@
-"""Text files as training data, tokenized once into an indexed dataset, which is cached.
+"""Text files as training data, tokenized once into a cached indexed dataset.
 
-The dataset equals the one that tools/preprocess_data.py writes for the same files, so that samples are bit-equal. Its
-name contains a hash of everything that determines it: the content of the files, the tokenizer (see `identity`), and the
-options for reading documents. If several processes share a folder, one of them tokenizes while the others wait. The
-file made_from.json, beside the tokens, describes their inputs and contains their checksums; if the tokens have changed,
-the files are tokenized again.
+The dataset equals the dataset that tools/preprocess_data.py writes for the same files, so samples are bit-equal. The
+dataset name contains a hash of everything that determines the dataset: the content of the files, the tokenizer (see
+`identity`), and the options for reading documents. If several processes share a folder, one of them tokenizes while the
+others wait. The file made_from.json, next to the tokens, describes the inputs of the tokens and contains checksums. If
+the tokens have changed, the files are tokenized again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.extensions.data.text_data.identity import (
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.WARNING)  # on every rank, because any rank may be the one that tokenizes and reports
+logger.setLevel(logging.WARNING)  # on every rank, because any rank may tokenize and report progress
 
 REPORT_EVERY = 10.0
 """Seconds between progress messages during tokenization."""
@@ -50,17 +50,17 @@ SHOWN_BAD = 5
 
 @dataclass(frozen=True)
 class Source:
-    """Text files, and everything else that determines their tokens."""
+    """Text files, together with everything else that determines the token ids."""
 
     files: Sequence[TextFile]
     states: dict[str, list[int]]
-    """States of local files, by path, when their digests were computed."""
+    """State of each local file, by path, when its digest was computed."""
 
     digests: dict[str, str]
     """Digests of files, by path."""
 
     described: dict[str, object]
-    """Everything that determines the tokens; it is hashed and stored in their description."""
+    """Inputs that determine the tokens. The inputs are hashed, and stored in the description of the tokens."""
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
@@ -76,7 +76,7 @@ class Source:
         return cls(files, states, digests, described)
 
     def dtype(self, job: Job) -> np.dtype:
-        """Return the dtype of token ids in the dataset, which depends on the tokenizer's vocabulary."""
+        """Return the dtype of token ids in the dataset. It depends on the size of the tokenizer's vocabulary."""
         return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
 
     def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
@@ -92,7 +92,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TextData:
-    """Conversion of text files to datasets in this run."""
+    """Converter of text files to the datasets of this run."""
 
     data: DatasetConfig
     tokenizer: TokenizerConfig
@@ -105,8 +105,8 @@ class TextData:
         return self.data.options(TextDataConfig)
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the dataset for the text files that `value` names. The files are tokenized now if
-        necessary.
+        """Return the prefix of the dataset for the text files that `value` names. If the dataset does not exist,
+        tokenize the files.
 
         Raises ValueError if files are missing, damaged, or have more bad records than --max-bad-lines."""
         files = find_inputs([value], flag)
@@ -115,13 +115,13 @@ class TextData:
         return self.made(flag, value, job, lambda folder: Source.of(files, folder, job))
 
     def made(self, flag: str, value: str, job: Job, source_of: Callable[[Path], Source]) -> str:
-        """Return the prefix of the dataset of a source, which is created now if necessary.
+        """Return the dataset prefix of a source. Create the dataset if it does not exist.
 
         Args:
             flag: Flag that names the data, for messages.
             value: Path or URL of the data.
             job: Settings of tokenization.
-            source_of: Returns the source; its argument is a folder that may store digests of files.
+            source_of: Function that returns the source. Its argument is a folder that may store digests of files.
         """
         folder = self._folder(flag, value)
         try:
@@ -201,8 +201,8 @@ class TextData:
 
 
 def _intact(target: Path) -> bool:
-    """Return True if a folder contains tokens that are unchanged since they were written. Logs a warning if they have
-    changed."""
+    """Return True if a folder contains tokens that are unchanged since they were written. Log a warning if the tokens
+    have changed."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

@@ -1,4 +1,4 @@
-"""Recognition of tokenizer files by their content, for error messages about files of the wrong kind."""
+"""Recognize tokenizer files by their content, for error messages about files of the wrong kind."""
 
 from __future__ import annotations
 

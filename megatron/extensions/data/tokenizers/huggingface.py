@@ -31,7 +31,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 MOST_IDS = 1 << 24
-"""Upper bound of token ids, sixty times the size of the largest vocabularies in use."""
+"""Upper bound of token ids: sixty times the size of the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000
@@ -47,13 +47,13 @@ class _OverTokenizers:
     _tokenizer: FastTokenizer
 
     _flags: str
-    """Flags that name the tokenizer's files, with their values."""
+    """Flags that name the tokenizer's files, mapped to the flag values."""
 
     vocab_size: int
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text. Raises ValueError if the tokenizer cannot encode it, because a regular
-        expression fails, or because the vocabulary has no token for an unknown character."""
+        """Return the token ids of a text. Raises ValueError if the tokenizer cannot encode the text, because a regular
+        expression fails or the vocabulary has no token for an unknown character."""
         return self._encode(text)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
@@ -81,8 +81,8 @@ class _OverTokenizers:
         return str(self._tokenizer.to_str())
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Return the ids added before and after each text, such as BOS. Raises ValueError if the tokenizer encodes no
-        text, drops the text, or adds ids outside its vocabulary."""
+        """Return the ids that the tokenizer adds before and after each text, such as BOS. Raises ValueError if the
+        tokenizer encodes no text, drops the text, or adds ids outside its vocabulary."""
         text, bare = self._encodable_text()
         whole = self._encode(text)
         start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
@@ -100,7 +100,8 @@ class _OverTokenizers:
         return before, behind
 
     def _encodable_text(self) -> tuple[str, list[int]]:
-        """Return a text with at least one token, and its ids. Raises ValueError if there is none."""
+        """Return a text with at least one token, and the ids of this text. Raises ValueError if there is no such
+        text."""
         problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
         for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
             try:
@@ -117,7 +118,7 @@ class _OverTokenizers:
 
 def _size_of(vocab: Mapping[str, int], flags: str) -> int:
     """Return the number of ids of a vocabulary. Raises ValueError if an id is so large that the file must be damaged or
-    malicious: the package allocates a table of all ids when it saves the tokenizer."""
+    malicious, because the package allocates a table of all ids when it saves the tokenizer."""
     token = max(vocab, key=vocab.__getitem__)
     if vocab[token] >= MOST_IDS:
         raise ValueError(
@@ -155,8 +156,8 @@ def tokenizer_file(name: str) -> Path:
 
 
 def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
-    """Return the existing files that a tokenizer reads: the files that its flags name, or for `HuggingFaceTokenizer`
-    the tokenizer.json and the configuration files beside it."""
+    """Return the existing files that a tokenizer reads. For `HuggingFaceTokenizer`, these are the tokenizer.json and
+    the configuration files in its folder; for other tokenizers, the files that the flags name."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         file = tokenizer_file(str(config.tokenizer_model))
@@ -167,10 +168,10 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 
 
 class HuggingFaceTokenizer(_OverTokenizers):
-    """Tokenizer read from a tokenizer.json, which `tokenizer_file` finds.
+    """Tokenizer read from the tokenizer.json that `tokenizer_file` finds.
 
-    `read_special_tokens` returns the special and added tokens; EOD is the EOS token. Text is encoded as the file
-    specifies, including special tokens. Only truncation, padding and random segmentation are disabled.
+    Special and added tokens are those that `read_special_tokens` returns. EOD is the EOS token. Text is encoded as the
+    file specifies, including special tokens. Only truncation, padding and random segmentation are disabled.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -238,8 +239,8 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raise ValueError if the table of a Precompiled normalizer claims to be longer than its data. The package would
-    abort the process when it allocates memory for the table."""
+    """Raise ValueError if the table of a Precompiled normalizer claims to be longer than its data. Otherwise, the
+    package would abort the process when it allocates memory for the table."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])

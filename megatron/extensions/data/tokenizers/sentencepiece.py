@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.core.config.data import TokenizerConfig
 from megatron.extensions.data.tokenizers.file_kinds import described
 
-# Pieces appended, in this order, to a model without <EOD>, so that ids equal those in Megatron-LM's data.
+# Pieces appended, in this order, to a model without <EOD>, so that ids equal the ids in Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
@@ -35,7 +35,7 @@ class _OverModel:
 
 
 class Llama2Tokenizer(_OverModel):
-    """Tokenizer with a SentencePiece model, used as in Llama 2: text begins with BOS, and EOS ends a document."""
+    """SentencePiece tokenizer with the conventions of Llama 2: text begins with BOS, and EOS ends a document."""
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class Llama2Tokenizer(_OverModel):
 
 
 class SentencePieceTokenizer(_OverModel):
-    """Tokenizer with a SentencePiece model, whose documents end with <EOD>.
+    """SentencePiece tokenizer whose documents end with <EOD>.
 
     If the model lacks the piece <EOD>, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never
     encoded as a special token.

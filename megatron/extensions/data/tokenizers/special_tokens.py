@@ -1,7 +1,7 @@
-"""Special and added tokens of a Hugging Face folder. Files and their precedence are those of transformers.
+"""Special and added tokens of a Hugging Face folder. The files and their precedence match transformers.
 
-- tokenizer_config.json contains special tokens by role (`eos_token`), other special tokens, and in
-`added_tokens_decoder` all tokens that are added to the vocabulary.
+- tokenizer_config.json contains special tokens by role (`eos_token`), and other special tokens. Its
+`added_tokens_decoder` contains all tokens that are added to the vocabulary.
 - Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
 - Special tokens that are neither in these lists nor in tokenizer.json get the next free ids.
 """
@@ -22,7 +22,7 @@ CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 FILES = (CONFIG, MAP, ADDED)
-"""Files beside a tokenizer.json that change its tokens."""
+"""Files that change the tokens of a tokenizer.json in the same folder."""
 
 DECODER = "added_tokens_decoder"
 EXTRA = "extra_special_tokens"
@@ -39,13 +39,13 @@ class SpecialTokens:
     """Tokens that the files next to a tokenizer.json define."""
 
     roles: dict[str, Token] = field(default_factory=dict)
-    """Maps roles, such as "eos_token", to tokens, given as AddedToken or text."""
+    """Tokens, as AddedToken or text, by their role, such as "eos_token"."""
 
     extra: list[Token] = field(default_factory=list)
     """Special tokens without a role, as AddedToken or text."""
 
     added: dict[int, AddedToken] = field(default_factory=dict)
-    """Maps ids to tokens. New tokens are added in the order of these ids."""
+    """Tokens by id. New tokens are added in the order of these ids."""
 
     split: bool = False
     """True to encode special tokens that occur in a text as ordinary text."""
@@ -66,7 +66,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # if several tokens have the same text, the last one takes precedence
+                new.append(token)  # if several tokens have the same text, the last token takes precedence
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role
@@ -76,7 +76,8 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
-    """Read the special and added tokens of a folder; `tokenizer` is the `tokenizers.Tokenizer` of its tokenizer.json.
+    """Read the special and added tokens of a folder. `tokenizer` is the `tokenizers.Tokenizer` of the folder's
+    tokenizer.json.
 
     Raises ValueError with the file name and key if a value is not a token.
     """
@@ -94,8 +95,7 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def role_texts(folder: Path) -> dict[str, str]:
-    """Return a mapping from roles, such as "eos_token", to the texts of their tokens, for the roles that the files of a
-    folder define."""
+    """Return the text of the special token for each role that the files of a folder define, such as "eos_token"."""
     return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
 
 
@@ -119,13 +119,13 @@ class _Settings(dict[str, object]):
         return config
 
     def update(self, file: Path) -> None:  # type: ignore[override]
-        """Override values with those of a file, if the file exists."""
+        """Override values with the values in a file, if the file exists."""
         found = _object(file)
         super().update(found)
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """Assign roles to other special tokens that are given as an object whose keys are roles."""
+        """Assign roles to special tokens that are given as an object with roles as keys."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]
@@ -218,7 +218,7 @@ def _shown(value: object) -> str:
 
 
 def _object(file: Path) -> dict[str, object]:
-    """Read the JSON object in a file; return an empty one if the file does not exist. Raises ValueError if the file
+    """Read the JSON object in a file; return an empty object if the file does not exist. Raises ValueError if the file
     contains anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

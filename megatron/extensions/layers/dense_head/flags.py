@@ -1,4 +1,4 @@
-"""The flag of the dense head, and its registration. No torch."""
+"""Flag and registration of the dense head. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SWITCH = "--dense-head"
 @extension_flags("dense head", part_of="model")
 @dataclass(frozen=True)
 class DenseHeadFlags:
-    """Dense layer before the output layer."""
+    """Options for a dense layer before the output layer."""
 
     NO_EFFECT_WITHOUT: ClassVar = SWITCH
 
@@ -27,7 +27,8 @@ class DenseHeadFlags:
             "--mtp-num-layers: multi-token prediction modules have no dense layer",
         ),
     )
-    """Add a linear layer, GELU and a second norm between the final norm and the output layer (ModernBERT's decoder)."""
+    """Add a linear layer, a GELU and a second norm between the final norm and the output layer, as in ModernBERT's
+    decoder."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

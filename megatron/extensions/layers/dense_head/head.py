@@ -15,7 +15,7 @@ from megatron.core.transformer.norm import build_norm
 
 
 class PlainResidual(nn.Module):
-    """Plain residual stream, followed by the dense head."""
+    """Plain residual stream that applies the dense head after the last layer."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

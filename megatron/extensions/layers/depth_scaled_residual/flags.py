@@ -1,4 +1,4 @@
-"""The flag of the depth-scaled residual stream, and its registration. No torch."""
+"""Flag and registration of the depth-scaled residual stream. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Norms with a gate: a low-rank MLP computes the gate from the norm's output, which is then multiplied by the gate, as
-in A.X K2.
+"""Gated norms, as in A.X K2: a low-rank MLP computes a gate from the norm's output, and the norm's output is multiplied
+by this gate.
 
-Chosen by --layer-module gated_norms. Its flag: --gated-norm-rank.
+Enabled by --layer-module gated_norms. Its flag: --gated-norm-rank.
 
 Read first: `layer.py`.
 """

@@ -1,4 +1,4 @@
-"""Flag of layers with gated norms, and the rules of these layers. This module does not import torch."""
+"""Flag, rules and registration of layers with gated norms. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "gates input norms, but the model has none"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
     if (chosen := linear_format(config.parallel)) is not None:
-        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # its own rules report it
+        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # other rules check latents
             yield from tokens_for_latents(config)
         rank = config.options(GatedNormFlags).gated_norm_rank
         whole, under = LINEAR_FORMATS.facts(chosen).alignment(config.parallel, 1)
@@ -44,7 +44,7 @@ class GatedNormFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     gated_norm_rank: int = flag(16, above=0)
-    """Gated norms: rank of the gate, which is the width between its two matrices (A.X K2)."""
+    """Gated norms: rank of the gate, which is the width between the gate's two matrices (A.X K2)."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:GatedNormLayer")

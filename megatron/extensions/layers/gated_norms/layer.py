@@ -15,8 +15,8 @@ from megatron.extensions.layers.gated_norms.flags import GatedNormFlags
 
 
 class GatedNorm(nn.Module):
-    """Norm with a gate: y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm. Every tensor-parallel rank
-    holds both matrices whole and gates its own tokens."""
+    """Norm with a gate: y * sigmoid(W2 silu(W1 y)), where y is the output of a plain norm. Both gate matrices are
+    replicated on all tensor-parallel ranks, and each rank gates its own tokens."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers with one sublayer each, given by a pattern in Megatron-LM's letters, as in Nemotron-H.
+"""Layers with one sublayer each, as in Nemotron-H. A pattern in Megatron-LM's letters specifies the layers.
 
 Flag: --hybrid-layer-pattern. Read `pattern.py`.
 """

@@ -1,4 +1,4 @@
-"""Flag of layers with one sublayer each, and the condition under which flags of linear attentions have an effect.
+"""Flag for layers with one sublayer each, and the condition under which linear attention flags have an effect.
 
 This module does not import torch.
 """
@@ -19,7 +19,7 @@ DENSE, EXPERTS = "-", "E"
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """Return the condition under which the flags of a linear attention have an effect."""
+    """Return the condition under which the flags of a linear attention variant have an effect."""
 
     def holds(config: RunConfig) -> bool:
         try:
@@ -38,7 +38,7 @@ def has_linear_attention(name: str, letter: str) -> Condition:
 )
 @dataclass(frozen=True)
 class HybridConfig(LayerPattern):
-    """Layers with one sublayer each."""
+    """Options for layers with one sublayer each."""
 
     hybrid_layer_pattern: str | None = flag(
         None,
@@ -55,9 +55,9 @@ class HybridConfig(LayerPattern):
     )
     """Pattern of layers with one sublayer each. The letters are: * attention (+ with --multi-latent-attention), G gated
     delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R RG-LRU, C short convolution, L lightning
-    attention, K Kimi Delta Attention, - MLP, E experts. | begins the next pipeline stage. / begins a multi-token
-    prediction module: a mixer, an MLP, or both. The pattern replaces --num-layers and --mtp-num-layers. By default,
-    each layer has a mixer and an MLP."""
+    attention, K Kimi Delta Attention, - MLP, E experts. The character | begins the next pipeline stage. The character /
+    begins a multi-token prediction module, which consists of a mixer, an MLP, or both. The pattern replaces
+    --num-layers and --mtp-num-layers. By default, each layer has a mixer and an MLP."""
 
     @property
     def states_layers(self) -> bool:

@@ -49,7 +49,7 @@ def attention_letter(config: TransformerConfig) -> str:
 
 
 def letters(config: TransformerConfig) -> dict[str, Sublayers]:
-    """Return a mapping from letters to the layers that they stand for in this model."""
+    """Return a mapping from each letter to the layer that the letter selects in this model."""
     variants = {MIXERS.facts(name).letter: with_attention(name) for name in ATTENTION_VARIANTS}
     found = {attention_letter(config): Sublayers(attends=True)} | variants
     found |= {DENSE: Sublayers(mlp=True), EXPERTS: Sublayers(mlp=True, experts=True)}
@@ -57,8 +57,9 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
-    """Return the sublayers of all layers of a model with a pattern, followed by those of its multi-token prediction
-    modules. A module without letters equals the last layer. Raises ValueError if the pattern is invalid."""
+    """Return the sublayers of all layers of a model with a pattern, followed by the sublayers of the model's
+    multi-token prediction modules. A multi-token prediction module without letters equals the last layer. Raises
+    ValueError if the pattern is invalid."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:
@@ -88,7 +89,8 @@ def _together(parts: list[Sublayers]) -> Sublayers:
 
 def with_pattern(config: RunConfig) -> RunConfig:
     """Return the configuration with the layers, multi-token prediction modules and stages of --hybrid-layer-pattern.
-    Stages are moved to the pipeline layout, so that the pattern is the same under every layout."""
+    Stage borders are moved from the pattern to the pipeline layout flag, so that the pattern is the same under every
+    layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config

@@ -11,7 +11,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
-    """Report a number that tensor- and context-parallel ranks cannot share evenly.
+    """Report a flag whose number cannot be divided evenly over tensor- and context-parallel ranks.
 
     Args:
         c: Configuration.
@@ -35,7 +35,7 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a number for which a rank's matrices do not have the alignment that the linear format needs.
+    """Report a flag whose number gives a rank matrices without the alignment that the linear format needs.
 
     Args:
         c: Configuration.

@@ -20,7 +20,7 @@ SWITCH = "--enable-mhc-connections"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(HyperConnectionFlags)
     if own.enable_mhc_connections and config.model.recomputes("mhc") and config.model.num_layers > 0:
-        with suppress(ValueError):  # if other rules refuse the pattern
+        with suppress(ValueError):  # other rules report an invalid pattern
             if not any(kind.mixes and kind.mlp for kind in config.model.layers):
                 rule = "has no effect if every layer has only one sublayer: it applies between two sublayers"
                 yield Problem("--recompute-modules", "mhc", rule, "remove it", harmless=True)
@@ -42,7 +42,7 @@ class HyperConnectionFlags:
         ),
     )
     """Use several residual streams (mHC, as in DeepSeek-V4). Each sublayer reads a weighted sum of the streams.
-    A doubly stochastic matrix mixes the streams before the sublayer's output is added to each of them. All weights
+    A doubly stochastic matrix mixes the streams, and then the sublayer's output is added to each stream. All weights
     depend on the token."""
 
     mhc_num_residual_streams: int = flag(4, "--num-residual-streams", at_least=1)
@@ -52,8 +52,8 @@ class HyperConnectionFlags:
     """mHC: number of Sinkhorn-Knopp iterations, which make the rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial scale of the token-dependent part of a sublayer's weights. This scale is always 1 in the final sum
-    of the streams."""
+    """mHC: initial scale of the token-dependent part of a sublayer's weights. In the final sum of the streams, the
+    initial scale is always 1."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
     """mHC: epsilon added to a sublayer's input weights, and to the entries and sums of the mixing matrix."""

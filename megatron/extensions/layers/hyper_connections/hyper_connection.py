@@ -1,11 +1,10 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
-The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams,
-and x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j),
-
-where pre, post and the doubly stochastic matrix res are functions of the token's streams. The formulas are those of
-Hugging Face's DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and
-sequence and context parallelism need no communication.
+The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams
+and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). The weights pre and post, and the
+doubly stochastic matrix res, are functions of the token's streams. The formulas match Hugging Face's implementation of
+DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and sequence and
+context parallelism need no communication.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Operands of the streams after a sublayer, which are not mixed yet. The backward pass of the layer's next sublayer
+    """Operands from which the streams after a sublayer will be mixed. The backward pass of the layer's next sublayer
     recomputes the mixed streams."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
@@ -50,7 +49,7 @@ class PendingMix:
 
 class TokenWeights(nn.Module):
     """Weights that depend on the streams of a token: a normalized projection of the streams, with factors and a bias.
-    Only the streams are saved; the backward pass recomputes everything else from them.
+    Only the streams are saved; the backward pass recomputes everything else from the streams.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -77,8 +76,8 @@ class HyperConnection(TokenWeights):
     """Hyper-connection: compute the input of a sublayer from the streams, mix the streams, and add the sublayer's
     output.
 
-    With --recompute-modules mhc, the first of two sublayers leaves the mixing to the second sublayer, which does not
-    save the mixed streams.
+    With --recompute-modules mhc, the first of a layer's two sublayers defers mixing to the second sublayer, which does
+    not save the mixed streams.
     """
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -27,7 +27,7 @@ class Epsilons(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Operands from which the streams after a sublayer are computed."""
+    """Operands for computing the streams after a sublayer."""
 
     x: Tensor
     """[..., n, h]: streams before the sublayer."""

@@ -1,4 +1,4 @@
-"""Registration and rules of an attention module and an activation function with a norm of their outputs. This module
+"""Registration and rules of an attention module and an activation function whose outputs are normalized. This module
 does not import torch."""
 
 from __future__ import annotations

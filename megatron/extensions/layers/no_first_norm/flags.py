@@ -1,4 +1,4 @@
-"""Registration and rules of the layer. This module does not import torch."""
+"""Registration and rules of layers without a first norm. This module does not import torch."""
 
 from __future__ import annotations
 

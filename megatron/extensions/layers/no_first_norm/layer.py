@@ -1,4 +1,4 @@
-"""Layer that has no norm before attention if it is the first layer."""
+"""Layer that omits the norm before attention in the first layer of the model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class NoFirstNormLayer(TransformerLayer):
-    """`TransformerLayer` that has no norm before attention in layer 0, where attention reads embeddings that are
-    already normalized."""
+    """`TransformerLayer` without a norm before attention in layer 0. The embeddings that layer 0 reads are already
+    normalized."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -19,16 +19,16 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Maps the MLP's activation function to the gate function of the embeddings: silu, or the GELU approximation."""
+"""Gate function of the embeddings, by the MLP's activation function: silu, or the GELU approximation."""
 
 
 def size_of(config: TransformerConfig) -> int:
-    """Return the number of channels of each layer's embeddings; 0 if the model has none."""
+    """Return the number of channels of each layer's embeddings; 0 if the model has no per-layer embeddings."""
     return config.options(PerLayerEmbeddingFlags).per_layer_embedding_size or 0
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with per-layer embeddings."""
+    """Check the flags of models with per-layer embeddings."""
     m = config.model
     size, ranks = size_of(m), config.parallel.tensor_model_parallel_size
     if not size:
@@ -36,7 +36,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.activation not in GATES:
         rule = f"gates embeddings with the function that gates the MLP; known are {', '.join(GATES)}"
         yield Problem(SWITCH, size, rule, f"use one of them, not {m.activation}")
-    with suppress(ValueError):  # if other rules refuse the pattern
+    with suppress(ValueError):  # other rules report an invalid pattern
         if not all(kind.mixes and kind.mlp for kind in m.layers):
             yield Problem(SWITCH, size, "follows the MLP of each layer, but some layers have no MLP", "remove it")
     if not divides(ranks, size):
@@ -64,7 +64,8 @@ class PerLayerEmbeddingFlags:
         ),
     )
     """Per-layer embeddings: number of channels of each layer's embedding table. After the MLP, the layer adds norm(W
-    (act(G x) * p)), where p combines the token's row of the table with a projection of its word embedding (Gemma 4)."""
+    (act(G x) * p)), where p combines the token's row of the table with a projection of the token's word embedding
+    (Gemma 4)."""
 
 
 RESIDUALS.register(

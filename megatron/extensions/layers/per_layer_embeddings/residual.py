@@ -1,10 +1,10 @@
 """Residual stream of models with per-layer embeddings, [s, b, 2h + e].
 
-It consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings to the
-channels of its own embeddings, so the stream carries them. All layers normalize these projections with the same weight,
-which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, where the other layers read it,
-and its gradient returns the same way, so pipeline stages need no further messages. Tensor-parallel ranks share the
-channels of tables and projections.
+The stream consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings
+to the channels of its own embeddings, so the stream carries them. All layers normalize these projections with the same
+weight, which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, and the other layers
+read the weight from the stream. The gradient of the weight returns the same way, so pipeline stages need no additional
+messages. Tensor-parallel ranks share the channels of tables and projections.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PerLayerEmbeddings(nn.Module):
 
     @staticmethod
     def scaled(stream: Tensor, factor: Tensor, config: TransformerConfig) -> Tensor:
-        """Multiply the hidden states of a stream by a factor."""
+        """Multiply the hidden states in a stream by a factor."""
         x, rest = stream.split((config.hidden_size, config.hidden_size + size_of(config)), dim=-1)
         return torch.cat((x * factor, rest), dim=-1)
 
@@ -78,7 +78,8 @@ class HiddenStates(nn.Module):
 class LayerEmbeddings(nn.Module):
     """Add norm(W (act(G x) * p)) to the hidden states x of a layer.
 
-    With the token's row r of the table and its word embedding v, p = (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2).
+    p = (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2), where r is the token's row of the embedding table, and v is the
+    token's word embedding.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -96,7 +97,7 @@ class LayerEmbeddings(nn.Module):
         self.approximate = GATES.get(config.activation, "none")
         self.scales = hidden**-0.5, rounded(sqrt(size), ctx.dtype)
         self.context_layernorm = None
-        """Weight of the projection norm of all layers; None except in layer 0."""
+        """Weight of the projection norm that all layers share; None except in layer 0."""
         if ctx.layer == 0:
             partial_over = sequence_partial(ctx.sequence_parallel)
             weight = ParamMeta(f"{name}.context_layernorm.weight", (size,), partial_over=partial_over, role="norm")
@@ -122,7 +123,8 @@ class LayerEmbeddings(nn.Module):
         return (self._normed(self.context_proj(words) * of_words, weight) + rows * of_rows) * 2**-0.5
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [s, b, e/tp], normalized over the channels of all ranks, times this rank's part of the weight [e]."""
+        """Normalize x [s, b, e/tp] over the channels of all ranks, and multiply it by this rank's part of the weight
+        [e]."""
         wide = x.float() if x.itemsize == 2 else x
         # every rank's computation uses the sum over all ranks, so the sum's gradient is also a sum over ranks
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)

@@ -1,4 +1,4 @@
-"""Registration of the layer. This module does not import torch."""
+"""Registration of layers with a stored output scale. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.torch_private import AutogradContext
 
 BETA = 0.5
-"""Slope of xIELU at zero, b in the paper."""
+"""Slope of xIELU at zero, which the paper calls b."""
 
 
 class XIELU(nn.Module):

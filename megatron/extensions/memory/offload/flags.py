@@ -40,8 +40,8 @@ class HostStateFlags:
         excludes="--optimizer-post-validation: updates on the host cannot be rolled back",
     )
     """Keep the fraction --optimizer-offload-fraction of the optimizer states in host memory and update it there
-    (ZeRO-Offload). Copies of gradients to the host, and of updated parameters back, overlap with updates of other
-    elements."""
+    (ZeRO-Offload). Copies of gradients to the host, and of updated parameters to the device, overlap with updates of
+    other elements."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: fraction of the elements whose states are in host memory, in [0, 1]."""
@@ -60,7 +60,7 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        if layers > longest:  # reports only lengths above the average; the exact stage lengths depend on the vocabulary
+        if layers > longest:  # the average always fits; exact lengths depend on the vocabulary size
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
@@ -81,9 +81,9 @@ class ActivationFlags:
         False,
         excludes="--optimizer-post-validation: activations of forward passes that are rolled back stay offloaded",
     )
-    """Offload the activations that the first layers of each pipeline stage save for the backward pass to host memory,
-    which is pinned for GPUs. They are copied while the forward pass computes, and fetched one layer ahead of the
-    backward pass."""
+    """Offload to host memory the activations that the first layers of each pipeline stage save for the backward pass.
+    For GPUs, this host memory is pinned. Activations are copied while the forward pass computes, and fetched one layer
+    ahead of the backward pass."""
 
     cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: number of layers at the beginning of each stage whose activations are offloaded. If the last
@@ -97,15 +97,15 @@ class ActivationFlags:
 @dataclass(frozen=True)
 class HostWeightFlags:
     offload_weights: bool = flag(False)
-    """Keep weights and gradients in host memory together with the optimizer states. The weights of the layers, the
-    embedding and the output layer are copied to the device ahead of each pass that needs them, and their gradients are
-    copied to the host after each backward pass."""
+    """Keep weights and gradients in host memory together with the optimizer states. The weights of the transformer
+    layers, the embedding and the output layer are copied to the device ahead of each pass that needs them. Weight
+    gradients are copied to the host after each backward pass."""
 
     offload_weights_folder: str | None = flag(
         None, path="local", writes="folder", no_effect_without="--offload-weights"
     )
-    """--offload-weights: folder on a fast local disk. Weights, gradients and states are kept in memory-mapped files in
-    this folder, if they do not fit into host memory."""
+    """--offload-weights: keep weights, gradients and optimizer states in memory-mapped files in this folder, which
+    should be on a fast local disk. Use this flag if they do not fit into host memory."""
 
 
 def _layers(config: ModelParallelConfig) -> int:

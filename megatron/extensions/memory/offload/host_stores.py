@@ -1,4 +1,4 @@
-"""Entry of HOST_MEMORY, which provides the update of states in host memory and the store of offloaded activations."""
+"""Entry of HOST_MEMORY that provides the update of states in host memory, and the store of offloaded activations."""
 
 from __future__ import annotations
 

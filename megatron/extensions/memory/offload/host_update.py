@@ -4,11 +4,11 @@
 As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates states
 and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
 and parameters pass through a few slots: while one chunk is updated, the gradients of the next chunk arrive and the
-parameters of the previous chunk leave, each direction on its own stream. Meanwhile the device updates the states that
-it holds.
+parameters of the previous chunk leave, each direction on its own stream. Meanwhile, the device updates the states in
+its own memory.
 
-Unlike ZeRO-Offload's delayed update, a step is complete when it returns: it equals the step of the same optimizer on
-the device, up to kernel rounding.
+Unlike with ZeRO-Offload's delayed update, the update is complete when the step returns. The result equals the step of
+the same optimizer on the device, up to kernel rounding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class CopyQueue:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_after(self, event: torch.cuda.Event | None = None) -> None:
-        """Make later copies wait for `event`, or by default for all work launched on the current stream."""
+        """Make later copies wait for `event`. By default, later copies wait for all work launched on the current
+        stream."""
         if self._stream is not None:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy. Returns an event at the end of the copy."""
+        """Start a copy. Return an event at the end of the copy."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -54,8 +55,8 @@ class CopyQueue:
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
-        """Make kernels launched within the block wait for the copies started so far; kernels launched after the block
-        do not wait."""
+        """Context manager: kernels launched in the block wait for the copies started so far. Kernels launched after the
+        block do not wait."""
         if self._stream is None:
             yield
             return
@@ -74,7 +75,7 @@ class CopyQueue:
 
 
 class Slots:
-    """Host tensors [elements] that chunks use in turn, each with the event of its last copy."""
+    """Host buffers [elements] that chunks use in turn, each with the event at the end of its last copy."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
@@ -86,7 +87,7 @@ class Slots:
         self._events[place] = copy(self.tensors[place])
 
     def ready(self, chunk: int) -> Tensor:
-        """Return the slot of a chunk, after waiting for the last copy that was started in the slot."""
+        """Wait for the last copy that was started in the slot of a chunk, and return the slot."""
         place = chunk % len(self.tensors)
         if (event := self._events[place]) is not None:
             event.synchronize()
@@ -98,7 +99,7 @@ class Slots:
 
 
 class HostUpdate:
-    """Update of `shards`, whose states are in host memory, with the corresponding entries of `chains`."""
+    """Update of the shards whose states are in host memory. Entry i of `chains` updates entry i of `shards`."""
 
     def __init__(
         self,
@@ -135,22 +136,22 @@ class HostUpdate:
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
-        """Start to copy the first gradients, which must be final up to a common factor. Kernels that are launched later
-        must not read the parameters before `update` has been called."""
+        """Start copying the first gradients, which must be final up to a common factor. Kernels that are launched later
+        must not read the parameters before `update` is called."""
         self._to_host.start_after()
         self._to_device.start_after()
         for chunk in range(self._number):
             self._start_grads(chunk)
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start to copy the values that `update` needs, so that it does not wait for kernels that are launched
+        """Start copying the values that `update` needs, so that `update` does not wait for kernels that are launched
         later."""
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """Perform one update after `start`, with the `scalars` of this step. If `scaled` is True, gradients are
-        multiplied by the factor in `scalars`. The call waits for the gradients. Kernels that are launched afterwards
-        read the new parameters."""
+        multiplied by the factor in `scalars`. The call waits for the gradients. Kernels that are launched after the
+        call read the new parameters."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return
@@ -178,8 +179,8 @@ class HostUpdate:
 def _update(
     shard: Shard, chain: ShardUpdate, grads: Tensor, params: Tensor, values: StepValues, factor: Tensor | None
 ) -> None:
-    """Update a shard from gradients in host memory, which are first multiplied by `factor`, and write parameters to
-    host memory."""
+    """Update a shard from gradients in host memory, and write the parameters to host memory. Gradients are first
+    multiplied by `factor`."""
     shard.attach(grads, params)
     if factor is not None:
         chain.scale_gradients(factor)

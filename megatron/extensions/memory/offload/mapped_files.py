@@ -1,8 +1,8 @@
 """Weights, gradients and states in memory-mapped files (--offload-weights-folder).
 
 Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
-unlinked once it is mapped, so that its space is freed however the run ends. Space is reserved when a file is created,
-because a process would be killed without a message if the disk had no space for a page later.
+unlinked once it is mapped, so that the disk space is freed however the run ends. Space is reserved when a file is
+created. Otherwise, a process would be killed without a message if the disk later had no space for a page.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class MappedFiles:
 
 
 class WeightsFolder(Callback):
-    """Callback that checks, before any space is reserved, that the disk has enough space for all ranks that use it."""
+    """Function that is called before any space is reserved, to check that the disk has enough space for all ranks that
+    use it."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         folder = config.options(HostWeightFlags).offload_weights_folder
@@ -78,7 +79,7 @@ class WeightsFolder(Callback):
 def bytes_of_units(
     layouts: tuple[BufferLayout, ...], optimizer: OptimizerConfig, params: torch.dtype, main: torch.dtype
 ) -> int:
-    """Return the number of bytes that a rank needs for matrices, their gradients and their states.
+    """Return the number of bytes that a rank needs for matrices and for the gradients and optimizer states of matrices.
 
     Args:
         layouts: Layouts of the parameter buffers.

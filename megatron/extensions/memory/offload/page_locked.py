@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Return zeros in host memory; if `pinned`, copies can be asynchronous.
-
-    The memory is page-locked in place. torch's allocator of pinned memory rounds sizes up to a power of two, which can
-    nearly double the memory of tensors that exist for the whole run."""
+    """Return zeros in host memory. If `pinned` is True, the memory is page-locked in place, so that copies can be
+    asynchronous. torch's allocator of pinned memory is not used, because it rounds sizes up to a power of two. Rounding
+    can nearly double the memory of long-lived tensors."""
     zeros = torch.zeros(numel, dtype=dtype, device="cpu")
     if pinned and numel:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)))

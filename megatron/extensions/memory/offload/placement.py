@@ -13,8 +13,8 @@ HOST_CHUNK = 2**23
 host."""
 
 HOST_SLOTS = 2
-"""Number of chunks of gradients and parameters in host memory at the same time: one is updated while the other is
-copied."""
+"""Number of chunks of gradients and parameters that are in host memory at the same time. One chunk is updated while the
+other chunk is copied."""
 
 
 def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> dict[BucketPlace, list[range]]:
@@ -22,9 +22,9 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
     `HOST_CHUNK` elements.
 
     The ranges contain the fraction `config.host_fraction` of all elements, in whole blocks of `ALIGNMENT`. Buckets are
-    selected in the order of `owned`, in which the backward pass completes them, so that the parameters that the next
-    forward pass needs first are updated on the device. At most one bucket has states both on the device and on the
-    host."""
+    selected in the order of `owned`, which is the order in which the backward pass completes buckets. The parameters
+    that the next forward pass needs first are therefore updated on the device. At most one bucket has states both on
+    the device and on the host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():

@@ -1,12 +1,13 @@
-"""Activation offloading: tensors that layers save for the backward pass are kept in host memory until then (vDNN, Rhu
-et al., arXiv 1602.08124; ZeRO-Offload, Ren et al., arXiv 2101.06840, offloads states in a similar way).
+"""Activation offloading: tensors that layers save for the backward pass are kept in host memory until the backward pass
+(vDNN, Rhu et al., arXiv 1602.08124). ZeRO-Offload (Ren et al., arXiv 2101.06840) offloads optimizer states in a similar
+way.
 
 The first layers of each stage are offloaded, because their activations are kept the longest. A part is one layer, or
 several layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes,
 on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the device
 holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward pass
-of the following part computes. They are written to new device memory, which autograd frees as it would free the
-original tensors.
+of the following part computes. Fetched tensors are written to new device memory, which autograd frees as it would free
+the original tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -16,8 +17,8 @@ tensors stay on the device:
 - the input that another stage has sent, which the pipeline executor holds;
 - tensors with fewer elements than `--min-offloaded-tensor-size`.
 
-Tensors that are views of the same memory are copied once. With recomputation, only the tensors that are saved for it
-are copied: the input of a layer that is recomputed as a whole, or the tensors outside recomputed modules.
+Tensors that are views of the same memory are copied once. With recomputation, only saved tensors are copied: the input
+of a layer that is recomputed as a whole, or the tensors outside recomputed modules.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class HostBuffer:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Round a size up to a power of two, as torch's pinned memory allocator does. Only a few buffer sizes then occur,
-    even if shapes change from step to step, as with experts."""
+    """Round a size up to a power of two, as torch's pinned memory allocator does. Therefore only a few buffer sizes
+    occur, even if shapes change from step to step, as with experts."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -69,7 +70,7 @@ class HostPool:
         self._returned: deque[HostBuffer] = deque()  # finalizers, which may run in any thread, append to it
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a free buffer of at least `nbytes`, which is in use until it is given back."""
+        """Return a free buffer of at least `nbytes`. The buffer is in use until the caller returns it."""
         while self._returned:
             buffer = self._returned.popleft()
             self._free.setdefault(len(buffer.memory), []).append(buffer)
@@ -96,8 +97,8 @@ class ActivationOffload:
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
 
     def reset(self, pinned: bool = True) -> HostPool:
-        """Replace the pool of host buffers with an empty one. In plans, whose tensors are meta tensors, buffers are
-        meta tensors too."""
+        """Replace the pool of host buffers with an empty pool. In plans, tensors are meta tensors, so buffers are meta
+        tensors too."""
         self.sent = 0
         """Number of bytes copied to the host so far."""
         self.pool = HostPool(pinned and self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
@@ -112,8 +113,8 @@ class ActivationOffload:
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
-        """Start to copy x, uint8 [bytes], to the host, after the work launched so far. Returns the buffer, and the
-        event at the end of the copy."""
+        """Start copying x, uint8 [bytes], to the host. The copy waits for the work launched so far. Return the buffer,
+        and the event at the end of the copy."""
         buffer = self.pool.take(len(x))
         self.to_host.start_after()
         if buffer.read is not None:
@@ -122,8 +123,8 @@ class ActivationOffload:
         return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
 
     def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
-        """Start to copy a buffer to new device memory. Returns uint8 [bytes], whose contents are valid after the event
-        `buffer.read`."""
+        """Start copying a buffer to new device memory. Return a uint8 tensor [bytes], whose contents are valid after
+        the event `buffer.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.to_device.start_after()  # kernels launched so far may still use the memory for another tensor
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
@@ -151,8 +152,8 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """Fetch tensors when the backward pass of the last part begins: the tensors of this part, and those of the
-        previous part, which is next. `output` is the output of the last part."""
+        """When the backward pass of the last part begins, fetch the tensors of this part and of the previous part,
+        whose backward pass is next. `output` is the output of the last part."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
@@ -174,7 +175,7 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that a part of a stage has saved for one micro-batch."""
+    """Tensors that a part of a stage saved for one micro-batch."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -205,14 +206,15 @@ class Part:
         return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def let_go(self) -> None:
-        """Free the device memory. Kernels that use the memory for new tensors wait for the end of the copies."""
+        """Free the device memory of the saved tensors. Kernels that use this memory for new tensors wait for the end of
+        the copies."""
         self.offload.to_device.wait(self._sent)
         for moved in self._held.values():
             moved.original = None
         self._held.clear()
 
     def fetch(self) -> None:
-        """Start to fetch the tensors that the backward pass needs."""
+        """Start fetching the tensors that the backward pass needs."""
         for found in self._moved:
             if (moved := found()) is not None:
                 moved.fetch()
@@ -235,8 +237,8 @@ class _View(NamedTuple):
 
 
 class _Moved:
-    """Storage of saved tensors, which is copied to the host and back. It exists as long as the graph needs one of its
-    tensors; then its buffer is returned to the pool."""
+    """Storage of saved tensors that is copied to the host and back. A storage exists as long as the graph needs one of
+    its tensors. Afterwards, the storage's buffer is returned to the pool."""
 
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)
@@ -247,7 +249,7 @@ class _Moved:
         self.host, self.sent = offload.send(original)
 
     def fetch(self) -> None:
-        """Start to copy the storage back, unless this has been done or the storage is still on the device."""
+        """Start copying the storage back, unless the copy has already started or the storage is still on the device."""
         if self.host is None or self.original is not None:
             return
         self._back, self._arrived = self.offload.fetch(self.host, self.nbytes), self.host.read
@@ -255,7 +257,7 @@ class _Moved:
         self.host = None
 
     def fetched(self) -> Tensor:
-        """Return the storage on the device, uint8 [bytes], for kernels that are launched afterwards."""
+        """Return the storage on the device, uint8 [bytes]. Kernels that are launched after this call may use it."""
         if self.original is not None:
             return self.original
         self.fetch()

@@ -1,20 +1,21 @@
 """Weights in host memory (--offload-weights). The matrices of a unit are on the device only while a pass needs them.
 
-A unit is a transformer layer, or another module with matrices: the embedding and the output layer are streamed like
-layers. Parameters and fp32 gradient sums are kept in host memory between passes, and the optimizer updates them there;
-vectors such as norms and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv
+A unit is a transformer layer or another module with matrices, that is, the embedding or the output layer. Parameters
+and fp32 gradient sums are kept in host memory between passes, and the optimizer updates the parameters there. Vectors
+such as norm weights and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv
 2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
 
 - the parameters of the next unit are copied to the device while a unit computes, in the forward and the backward pass;
 - the gradients of a unit are copied directly into the sums on the host while the next unit computes;
-- from the second micro-batch on, the sum of a unit is copied back to the device before the unit's backward pass adds to
-it. Therefore every sum is bit-equal to the sum without offloading, and the host performs no additions.
+- from the second micro-batch on, the gradient sum of a unit is copied back to the device before the unit's backward
+pass adds to the sum. Therefore every sum is bit-equal to the sum without offloading, and the host performs no
+additions.
 
-`UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies. The device
-holds the parameters of at most two units, and the gradients of at most three: one that is copied to the host, one that
-is being accumulated, and one that is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps
-its shards in its host memory. Shards are copied to the device and then gathered; reduced shards are added to the sums
-on the device.
+`UnitSharding` determines when a unit is needed and which unit is next. This module performs the copies. The device
+holds the parameters of at most two units, and the gradients of at most three units: one unit's gradients are copied to
+the host, one unit's are accumulated, and one unit's are copied to the device. With several data-parallel ranks
+(ZeRO-3), each rank keeps its shards in its host memory. Shards are copied to the device and then gathered; reduced
+shards are added to the sums on the device.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class HostUnitStore(ShardedUnits):
         return units
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
-        """Start to copy a shard from the host, and then to gather `whole` from the shards of all ranks. Kernels
+        """Start copying a shard from the host, and then gathering `whole` from the shards of all ranks. Kernels
         launched so far may still use the memory of `whole` for another tensor, so the copy waits for them."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
@@ -109,7 +110,7 @@ class HostUnitStore(ShardedUnits):
             return start_all_gather(part, axis, out=whole)
 
     def start_send(self, source: Tensor, target: Tensor) -> Arrival:
-        """Start to copy `source` to `target` on the host, after the work launched so far."""
+        """Start copying `source` to `target` on the host. The copy waits for the work launched so far."""
         self.to_host.start_after()
         return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
 
@@ -122,10 +123,10 @@ class StreamedBucket(UnitBucket):
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer, store: HostUnitStore) -> None:
         self.store = store
         self.summed = False
-        """True if `grad_shard` contains the sum over this step's micro-batches so far; False if it contains the sum of
-        the previous step."""
+        """True if `grad_shard` contains the gradient sum over this step's micro-batches so far; False if it contains
+        the sum of the previous step."""
         self.adding = False
-        """True if the current micro-batch has added to the whole gradients."""
+        """True if the current micro-batch has added to the unsharded gradients."""
         self._coming: Pending | None = None
         self._leaving: Pending | None = None
         super().__init__(layout, buffer)
@@ -141,7 +142,8 @@ class StreamedBucket(UnitBucket):
             self.whole_params = True
 
     def open_grads(self) -> None:
-        """Allocate memory for gradients, and start to fetch the sum so far. Call `await_sum` before adding to it."""
+        """Allocate memory for gradients, and start fetching the gradient sum so far. Call `await_sum` before adding to
+        the sum."""
         if self.whole_grads or not self.returns:
             super().open_grads()
             return
@@ -208,7 +210,7 @@ class StreamedBucket(UnitBucket):
             self.await_sum()
 
     def settle_sum(self) -> None:
-        """End a step: set the sum to zero if no micro-batch has added to it."""
+        """End a step. If no micro-batch has added to the gradient sum, set the sum to zero."""
         if not self.summed:
             self.grad_shard.zero_()
             self.summed = True
@@ -271,15 +273,15 @@ class StreamedUnits(UnitSharding):
         bucket.await_sum()
 
     def _fetch_ahead(self) -> None:
-        """Start to fetch the next sum to which gradients are added, if it is needed soon."""
+        """Start fetching the next gradient sum to which gradients are added, if it is needed soon."""
         following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
         if following is not None and following.returns and not following.whole_grads:
             self._make_room()
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent to the host before the last forward pass, including the gradients of the last
-        unit of a backward pass."""
+        """Free gradients that were sent to the host before the last forward pass. These include the gradients of the
+        last unit in a backward pass."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

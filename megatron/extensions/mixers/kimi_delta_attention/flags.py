@@ -41,9 +41,9 @@ class KimiDeltaFlags:
     (Ling 3.0)."""
 
     kda_decay_lower_bound: float | None = flag(None, below=0)
-    """Kimi Delta Attention: lower bound b of the logarithm of a decay. With a bound, the logarithm is b sigmoid(A (x +
-    bias)), where x is the projection and A is a rate (Ling 3.0 uses b = -5). By default, it is -A softplus(x + bias),
-    without a bound."""
+    """Kimi Delta Attention: lower bound b of log decays. With a bound, a log decay is b sigmoid(A (x + bias)), where x
+    is the projection and A is a rate (Ling 3.0 uses b = -5). By default, a log decay is -A softplus(x + bias), without
+    a bound."""
 
 
 def heads(config: TransformerConfig) -> str:
@@ -53,7 +53,7 @@ def heads(config: TransformerConfig) -> str:
 
 
 def kimi_delta(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with Kimi Delta Attention."""
+    """Check the flags of models with Kimi Delta Attention."""
     own = c.options(KimiDeltaFlags)
     heads, width = ("--kda-num-heads", own.kda_num_heads), own.kda_head_dim
     yield from unless_shared(c, *heads, "its heads")

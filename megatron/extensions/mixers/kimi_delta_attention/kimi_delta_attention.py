@@ -1,9 +1,9 @@
 """Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
-It is a gated delta net with a separate decay for each channel of the state. Low-rank projections produce the decays and
-the output gates; the first factor of each projection is replicated on all tensor-parallel ranks. Ling 3.0 uses one full
-matrix instead of two factors. The gates are sigmoids. Everything else works as in `GatedDeltaNet`, with one value head
-for each key head.
+Kimi Delta Attention is a gated delta net with a separate decay for each channel of the state. Low-rank projections,
+each a product of two matrices, produce the decays and the output gates. The first matrix is replicated on all
+tensor-parallel ranks. Ling 3.0 uses one full matrix instead of two. The gates are sigmoids. Everything else works as in
+`GatedDeltaNet`, with one value head for each key head.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class KimiDeltaAttention(GatedDeltaNet):
     """Kimi Delta Attention: projections, convolution, delta rule with a decay per channel, gated norm, output
     projection.
 
-    in_proj is [heads, 3 * channels + 1, h]: all channels of the first head, then of the second, and so on."""
+    in_proj is [heads, 3 * channels + 1, h], ordered by head: all channels of the first head come first."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer has other parameters than its base class
+        nn.Module.__init__(self)  # this layer's parameters differ from the base class's
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp
@@ -63,7 +63,7 @@ class KimiDeltaAttention(GatedDeltaNet):
             part, inputs = (f"{of}_proj", hidden) if own.kda_full_rank_gates else (f"{of}_b_proj", width)
             return column_parallel(ColumnLinear(f"{name}.{part}", inputs, (heads, width), False), ctx)
 
-        # Initial values are those of Hugging Face's implementation. None of the projections has a bias.
+        # Initial values match Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
         self.f_a_proj, self.g_a_proj = down("f"), down("g")  # one for decays, one for output gates
@@ -83,7 +83,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Return query, key, value, gate, writing strength and decay of each head, [s/cp, b, heads/tp * channels]."""
+        """Return the query, key, value, gate, write strength and decay of each head, [s/cp, b, heads/tp * channels]."""
         width = self.value_width
         mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
         decay = self.f_b_proj(self.f_a_proj(x))

@@ -30,11 +30,12 @@ class LightningFlags:
 
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with lightning attention. Another rule checks that the number of heads is a multiple of TP."""
+    """Check the flags of models with lightning attention. A different rule checks that the number of heads is a
+    multiple of the tensor-parallel size."""
     heads = "--num-attention-heads", c.model.num_attention_heads
     if divides(c.parallel.tensor_model_parallel_size, heads[1]):
         yield from unless_shared(c, *heads, "the heads of lightning attention")
-        if not c.model.attention_facts.grouped:  # otherwise, another rule checks the heads
+        if not c.model.attention_facts.grouped:  # with attention layers, another rule checks the heads
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 

@@ -6,10 +6,10 @@ states. A head's state S decays at a fixed rate:
 
     S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
 
-This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes it in
-chunks by matrix products. Each tensor-parallel rank holds a part of the heads. Under context parallelism, one
-all-to-all exchanges sequence shards for heads before mixing, and another one restores the sequence shards of the
-outputs.
+This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes
+lightning attention in chunks by matrix products. Heads are sharded over the tensor-parallel ranks. Under context
+parallelism, one all-to-all exchanges sequence shards for heads before mixing, and a second all-to-all restores the
+sequence shards of the outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
 
 EPSILON = 1e-6
-"""Epsilon of the output norm. It is fixed, as in MiniMax-Text-01, and does not depend on --norm-epsilon."""
+"""Epsilon of the output norm. The epsilon is fixed, as in MiniMax-Text-01, and does not depend on --norm-epsilon."""
 
 
 class LightningAttention(nn.Module):
@@ -55,7 +55,7 @@ class LightningAttention(nn.Module):
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
-        # Rows are the query, key, value and gate of the first head, then of the second, and so on. Neither projection
+        # Rows are ordered by head; each head has its query, key, value and gate. Neither projection
         # has a bias.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False), ctx)
         self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
@@ -100,7 +100,7 @@ def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the decay rates [n] of heads. In the first layer of a model with 8 heads, the rates are the slopes of
-    ALiBi, from 1/2 to 1/256. They decrease with the layer number to nearly 0 in the last layer.
+    ALiBi, from 1/2 to 1/256. The rates decrease with the layer number to nearly 0 in the last layer.
 
     Args:
         heads: Head numbers.

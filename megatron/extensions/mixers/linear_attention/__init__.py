@@ -1,7 +1,7 @@
 """Gated delta nets: linear attention used in three out of four layers of Qwen3-Next.
 
 Selected by --experimental-attention-variant gated_delta_net for the layers that --linear-attention-freq selects, or by
-the letter G of --hybrid-layer-pattern. Flags that set its shape: --linear-num-key-heads, --linear-num-value-heads,
+the letter G of --hybrid-layer-pattern. Shape flags: --linear-num-key-heads, --linear-num-value-heads,
 --linear-key-head-dim, --linear-value-head-dim and --linear-conv-kernel-dim.
 
 Read first: `gated_delta_net.py`, the module; `gated_delta_rule.py`, the mixing of tokens.

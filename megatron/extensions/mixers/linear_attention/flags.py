@@ -54,14 +54,14 @@ class LinearAttentionFlags:
     """Gated delta net: epsilon of the norm of each head's output; default: --layernorm-epsilon."""
 
     linear_norm_placement: str | None = flag(None, choices=("pre",))
-    """Gated delta net: norm placement in layers with gated delta nets (pre in Olmo Hybrid); default:
+    """Gated delta net: norm placement in layers with a gated delta net (pre in Olmo Hybrid); default:
     --norm-placement."""
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Numbers of channels that a gated delta net projects for each key head: query, keys, values, value gates, and
-        the write strengths beta and a decay of each value head. With several keys per token, all keys come first, then
-        all their values."""
+        """Numbers of channels that a gated delta net projects for each key head: query, keys, values, value gates,
+        write strengths beta, and one decay per value head. With several keys per token, all keys come first, then all
+        values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
@@ -82,7 +82,7 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def delta_nets(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with gated delta nets."""
+    """Check the flags of models with gated delta nets."""
     own, tp = c.options(LinearAttentionFlags), c.parallel.tensor_model_parallel_size
     keys, values = ("--linear-num-key-heads", own.linear_num_key_heads), own.linear_num_value_heads
     if own.linear_num_key_heads > 0:

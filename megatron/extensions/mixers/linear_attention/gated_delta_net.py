@@ -1,14 +1,14 @@
 """Gated delta net (arXiv 2412.06464, section 3.4), the linear attention of Qwen3-Next.
 
 One projection produces queries, keys, values, gates, write strengths and decays. A short convolution and SiLU are
-applied to queries, keys and values, and queries and keys are normalized. The gated delta rule mixes tokens; each head's
-output is normalized, multiplied by its gate and projected to hidden states. Each tensor-parallel rank holds some of the
-key heads, with their value heads.
+applied to queries, keys and values, and queries and keys are normalized. The gated delta rule mixes tokens. Each head's
+output is normalized, multiplied by the head's gate and projected to hidden states. Key heads, together with their value
+heads, are sharded over the tensor-parallel ranks.
 
-Under context parallelism, one all-to-all exchanges sequence shards for key heads, for any value of --cp-comm-type,
-which applies to attention only. Another one restores the sequence shards of the outputs. Each rank convolves and scans
-whole sequences for its heads. Convolution, documents, chunks and kernels then work as in one process, and all ranks
-compute at the same time. If the state passed from rank to rank instead, it would cross every border of the zig-zag
+Under context parallelism, one all-to-all exchanges sequence shards for key heads, and a second all-to-all restores the
+sequence shards of the outputs. --cp-comm-type applies only to attention. Each rank convolves and scans whole sequences
+for its heads. Therefore convolution, documents, chunks and kernels work as in one process, and all ranks compute at the
+same time. If ranks instead sent the state from rank to rank, the state would have to cross every border between zig-zag
 shards, one after another.
 """
 
@@ -54,19 +54,20 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The operands q, k, v, g and beta of the gated delta rule."""
 
 FEW_TOKENS = 4
-"""Largest number of tokens that generation computes step by step. This takes fewer operations than computing one
+"""Largest number of tokens that generation computes step by step, which takes fewer operations than computing one
 chunk."""
 
 
 class GatedDeltaNet(nn.Module):
     """Gated delta net: projection, convolution, gated delta rule, gated norm, output projection.
 
-    in_proj is [key heads, channels, h]: all channels of the first key head, then of the second, and so on; see
+    in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come first. See
     `linear_channels`. The backward pass recomputes the activations between the projections from the output of in_proj.
     If a kernel computes the rule, activations are recomputed only with `--recompute-modules core_attn`."""
 
     steps = 1
-    """Number of keys that each token writes. The rule processes this many rows per token; see `in_steps`."""
+    """Number of keys that each token writes. The gated delta rule processes this many rows per token; see
+    `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class GatedDeltaNet(nn.Module):
         self.value_width, self.steps = own.linear_value_head_dim, own.linear_num_householder
         self.widths = own.linear_key_head_dim, self.value_width
 
-        # Names and initial values are those of Megatron-LM (arXiv 2412.06464, section 3.4). Neither projection has a
+        # Names and initial values match Megatron-LM (arXiv 2412.06464, section 3.4). Neither projection has a
         # bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(self.channels)), False)
         self.in_proj = column_parallel(in_proj, ctx)
@@ -165,8 +166,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the number of documents, except the first, that began at or before each token, [s, b], for whole samples
-    of `length` tokens. All layers and passes of a micro-batch share the result."""
+    """Return the number of documents that began at or before each token, [s, b], not counting the first document. The
+    samples are whole samples of `length` tokens. All layers and passes of a micro-batch share the result."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
@@ -188,7 +189,7 @@ def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> 
 
 
 class DeltaWeights(NamedTuple):
-    """Parameters with which `delta_operands` computes operands."""
+    """Parameters that `delta_operands` reads."""
 
     conv1d: Tensor
     dt_bias: Tensor
@@ -208,7 +209,7 @@ class DeltaRows(NamedTuple):
     """Number of keys that a token writes."""
 
     least_decay: float | None = None
-    """Lower bound of g, which is then computed with a sigmoid. None for a softplus without a bound."""
+    """Lower bound of g. With a bound, g is computed with a sigmoid; None for a softplus without a bound."""
 
 
 def delta_operands(
@@ -253,12 +254,12 @@ def delta_operands(
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:
-    """x [s, b, n, steps * c] -> [s * steps, b, n, c]: all steps of the first token, then of the second, and so on"""
+    """x [s, b, n, steps * c] -> [s * steps, b, n, c], ordered by token: all steps of the first token come first"""
     return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def at_step(x: Tensor, step: int, steps: int) -> Tensor:
-    """x [s, ...] -> [s * steps, ...]: the value of a token in one of its steps, and zeros in its other steps"""
+    """x [s, ...] -> [s * steps, ...]: a token's value in one of the token's steps, and zeros in the other steps"""
     if steps == 1:
         return x
     zeros = torch.zeros_like(x)

@@ -1,8 +1,8 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
 
-Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays; the value that it
-stores for the token's key moves towards the token's value by the fraction beta; and the state is read with the token's
-query:
+Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays. The value that the
+state stores for the token's key moves towards the token's value by the fraction beta. The state is then read with the
+token's query:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
 
@@ -13,20 +13,20 @@ values that the tokens of a chunk write are the rows of U - W S, where S is the 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
 Only the states pass from one chunk to the next. At the first token of a document, the state is reset: every decay
-factor that spans it is 0.
+factor that spans this reset is 0.
 
-Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk], and A and the
-scores of queries are sums over channels, each with its own decay (`channel_products`).
+Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk]. A and the scores
+of queries are then sums over channels, and each channel has its own decay (`channel_products`).
 
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The value heads that share a key
 head are adjacent.
 
 16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
-summed in fp32. They are the products of keys and of queries with keys, which are exact, and the two reads in a chunk, Q
-S of the state before it and (Q Kᵀ * D) (U - W S) of its tokens. Each of the four operands of the reads has a relative
-rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q| |S| + |Q Kᵀ * D| |U - W S|), in addition to
-fp32 rounding. The values that tokens write and the states are not rounded, because their errors would accumulate from
-chunk to chunk.
+summed in fp32. One exception is the products of keys and of queries with keys, which are exact. The other two are the
+reads in a chunk: Q S reads the state before the chunk, and (Q Kᵀ * D) (U - W S) reads the chunk's tokens. Each of the
+four operands of the reads has a relative rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q|
+|S| + |Q Kᵀ * D| |U - W S|), in addition to fp32 rounding. States, and the values that tokens write, are not rounded,
+because rounding errors would accumulate from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ CHUNKS = Chunks(CHUNK)
 def gated_delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule token by token. This is used for a few tokens, and as a reference for `gated_delta_chunks`.
-    Arguments and results are the same as for `gated_delta_chunks`."""
+    """Apply the gated delta rule token by token. This function is used for a few tokens, and as a reference for
+    `gated_delta_chunks`. Arguments and results are the same as for `gated_delta_chunks`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -97,7 +97,7 @@ def gated_delta_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule in chunks of tokens.
+    """Apply the gated delta rule in chunks of tokens.
 
     Args:
         q: [s, b, key heads, dk], queries.
@@ -128,7 +128,7 @@ def gated_delta_chunks(
         keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads the names below
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads below the diagonal
     values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
@@ -150,13 +150,13 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return the values and keys that T multiplies, the keys times their decay until the chunk's end, and the queries
-    times the decay of the state before the chunk."""
+    """Return four tensors: the values and the keys that T multiplies, the keys times their decay until the end of the
+    chunk, and the queries times the decay of the state before the chunk."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
-    """Divide tokens into chunks. Zeros pad the last chunk; they write nothing and cause no decay.
+    """Divide tokens into chunks. Zeros pad the last chunk. The padding writes nothing to the state and causes no decay.
 
     Args:
         x: [s, b, n, d] or [s, b, n].
@@ -183,9 +183,9 @@ def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
 
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays within chunks, for g [..., chunk] and number [..., 1 + chunk]: the sum of g up to token i [..., i];
-    the fraction of the state before the chunk that remains at token i [..., i, 1]; and the fraction of the write of
-    token i that remains at the chunk's end [..., i, 1]."""
+    """Return decays within chunks, for g [..., chunk] and number [..., 1 + chunk]. The first result is the sum of g up
+    to token i [..., i]. The second is the fraction of the state before the chunk that remains at token i [..., i, 1].
+    The third is the fraction of token i's write that remains at the chunk's end [..., i, 1]."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
     total = g @ earlier  # torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
@@ -294,8 +294,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N, all S except
-    the last one, and the last S."""
+    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Return all N, all S except
+    the last, and the last S."""
 
     # Shapes: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk,
     # 1], state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
@@ -338,12 +338,12 @@ class _Scan(torch.autograd.Function):
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""Function (q, k, v, g, beta, documents) -> out [s, b, heads, dv]; the shapes are those of this module."""
+"""Function (q, k, v, g, beta, documents) -> out [s, b, heads, dv], with the shapes in this module's docstring."""
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
-    """Return the rule implemented with the kernels of the flash-linear-attention package. Returns None if the kernels
-    cannot be used: they need the package, a GPU and 16-bit operands, and are not deterministic."""
+    """Return the gated delta rule, implemented with the kernels of the flash-linear-attention package. Return None if
+    the kernels cannot be used: they need the package, a GPU and 16-bit operands, and are not deterministic."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

@@ -59,7 +59,8 @@ class MambaFlags:
     """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
 
     mamba_norm_before_gate: bool = False
-    """Mamba-2: normalize outputs before instead of after the multiplication by the SiLU of the gates (Falcon-H1)."""
+    """Mamba-2: normalize the outputs before they are multiplied by the SiLU of the gates, instead of after
+    (Falcon-H1)."""
 
     mamba_multipliers: tuple[float, ...] | None = flag(None, many=True)
     """Mamba-2: five scale factors, for the projected gates, inputs, B, C and step sizes (Falcon-H1). Default: no
@@ -90,7 +91,7 @@ def described(config: TransformerConfig) -> str:
 
 
 def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with Mamba-2."""
+    """Check the flags of models with Mamba-2."""
     own = c.options(MambaFlags)
     m = c.model
     p = c.parallel
@@ -135,7 +136,7 @@ def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Pro
 
 
 def _aligned(c: RunConfig, groups: int) -> Iterator[Problem]:
-    """Check that the matrix dimensions of each rank are multiples that the linear format needs."""
+    """Check that the matrix dimensions on each rank are multiples of the size that the linear format requires."""
     name, tp = linear_format(c.parallel), c.parallel.tensor_model_parallel_size
     if name is None:
         return

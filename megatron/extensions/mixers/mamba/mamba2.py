@@ -1,13 +1,14 @@
 """Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
 One projection produces gates, inputs x, B, C and step sizes dt. A short convolution and SiLU are applied to x, B and C.
-The state-space model mixes tokens; its output is multiplied by the SiLU of the gates, normalized within each group of
-heads, and projected to hidden states. Each tensor-parallel rank holds some of the groups, with their heads.
+The state-space model mixes tokens. The output of the model is multiplied by the SiLU of the gates, normalized within
+each group of heads, and projected to hidden states. Groups, together with their heads, are sharded over the
+tensor-parallel ranks.
 
-Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks, it
-exchanges them for heads of a group, and several ranks receive the group's B and C. Another all-to-all restores the
-sequence shards of the outputs. Each rank convolves and scans whole sequences for its heads, so documents and chunks are
-the same as in one process. The gates are not exchanged.
+Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks,
+sequence shards are exchanged for heads of a group, and several ranks receive the group's B and C. A second all-to-all
+restores the sequence shards of the outputs. Each rank convolves and scans whole sequences for its heads, so documents
+and chunks are the same as in one process. The gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 """The operands x, dt, B and C of `ssd_chunks`."""
 
 OF_GROUP = (1, 2)
-"""Positions of B and C, which all heads of a group share, in the order x, B, C, dt."""
+"""Positions of B and C in the order x, B, C, dt. All heads of a group share B and C."""
 
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
@@ -51,7 +52,7 @@ STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
 class Mamba2(nn.Module):
     """Mamba-2: projection, convolution, state-space model, gated norm, output projection.
 
-    in_proj is [groups, channels, h]: all channels of the first group, then of the second, and so on; see
+    in_proj is [groups, channels, h], ordered by group: all channels of the first group come first. See
     `group_channels`. The backward pass recomputes the activations between the projection and the norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -72,7 +73,7 @@ class Mamba2(nn.Module):
         self.min_step, self.factors = own.mamba_min_step_size, own.mamba_multipliers
         self.groups, self.head_dim = own.mamba_num_groups // ctx.tp.size, own.mamba_head_dim
         self.gates, *self.channels = channels
-        # Names and initial values are those of Megatron-LM. The convolution covers the channels of x, B and C of a
+        # Names and initial values match Megatron-LM. The convolution covers the channels of x, B and C of a
         # group.
         self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (*mixed, taps), ctx, role="convolution")
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", mixed, ctx, role="bias", init=within)
@@ -81,7 +82,7 @@ class Mamba2(nn.Module):
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay rate per unit of step size."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factors of the inputs, which are added to the outputs."""
+        """Factors of the inputs. The scaled inputs are added to the outputs."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
@@ -219,7 +220,7 @@ def mamba_operands(
 
 
 def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Compute `mamba_operands(*prepared)`, and return the operands in chunks; see `operands_in_chunks`."""
+    """Return the operands `mamba_operands(*prepared)`, divided into chunks; see `operands_in_chunks`."""
     (x, dt, B, C), _ = mamba_operands(*prepared)
     return operands_in_chunks(x, dt, decay, B, C, chunk)
 
@@ -232,7 +233,8 @@ def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
         gate: [s, b, groups, c].
         weight: [groups * c], norm weight; None for no norm.
         eps: Epsilon of the norm.
-        normed_first: True to multiply the output of the norm by the gates, instead of its input.
+        normed_first: True to multiply the gates with the output of the norm; False to multiply the gates with the input
+            of the norm.
 
     Returns:
         [s, b, groups * c] in the dtype of `gate`.

@@ -11,7 +11,7 @@ j <= i, and r_i = exp(sum of dt A from the chunk's first token to token i). The 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
 where S is the state before the chunk. Only the states pass from one chunk to the next. At the first token of a
-document, the state is reset: every decay factor that spans it is 0.
+document, the state is reset: every decay factor that spans this reset is 0.
 
 Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, groups, n]. The heads of a group are
 adjacent.
@@ -49,8 +49,8 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the model token by token. This is used for a few tokens, and as a reference for `ssd_chunks`. Arguments and
-    results are the same as for `ssd_chunks`."""
+    """Run the state-space model token by token. This function is used for a few tokens, and as a reference for
+    `ssd_chunks`. Arguments and results are the same as for `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
     dt = dt.to(wide)
@@ -78,7 +78,7 @@ def ssd_chunks(
     state: Tensor | None = None,
     chunks: Chunks = CHUNKS,
 ) -> tuple[Tensor, Tensor]:
-    """Run the model in chunks of tokens.
+    """Run the state-space model in chunks of tokens.
 
     Args:
         x: [s, b, heads, p], inputs.
@@ -108,8 +108,8 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Run the model on operands that are already divided into chunks. Returns y, for whole chunks, and the state after
-    the last token.
+    """Run the state-space model on operands that are already divided into chunks. Return y, for whole chunks, and the
+    state after the last token.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
@@ -190,8 +190,8 @@ def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Ten
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Return the operand unchanged; make its gradient contiguous, so that a compiled region writes it in the order in
-    which matrix products read it."""
+    """Return the operand unchanged, and make its gradient contiguous. A compiled region then writes the gradient in the
+    order in which matrix products read it."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -214,8 +214,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Returns all S except the last one, in the dtype of B,
-    and the last S."""
+    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Return all S except the last, in the dtype of B, and
+    the last S."""
 
     # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
     # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]

@@ -1,7 +1,7 @@
 """Mamba-1: a state-space layer with a decay rate for each element of the state, used by Mamba, Falcon-Mamba and Jamba.
 
 Selected by the letter S of --hybrid-layer-pattern, or by --experimental-attention-variant mamba1 in layers that also
-have an MLP. Flags that set its shape: --mamba1-channels, --mamba1-state-dim, --mamba1-step-rank,
+have an MLP. Shape flags: --mamba1-channels, --mamba1-state-dim, --mamba1-step-rank,
 --mamba1-conv-kernel-dim and --mamba1-norm.
 
 Read first: `mamba1.py`, the module; `selective_scan.py`, the mixing of tokens.

@@ -42,8 +42,8 @@ class Mamba1Flags:
     """Mamba-1: kernel size of the causal convolution, in tokens."""
 
     mamba1_norm: str = flag("none", choices=("none", "plain", "weighted"))
-    """Mamba-1: norms of the projected step sizes, B and C: none, plain (without weights, Falcon-Mamba) or weighted
-    (Jamba)."""
+    """Mamba-1: norms of the projected step sizes, B and C. The choices are none, plain (without weights, Falcon-Mamba)
+    and weighted (Jamba)."""
 
     mamba1_norm_epsilon: float | None = flag(None, above=0)
     """Mamba-1: epsilon of the norms of step sizes, B and C; default: --norm-epsilon."""
@@ -66,7 +66,7 @@ def described(config: TransformerConfig) -> str:
 
 
 def mamba1(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with Mamba-1."""
+    """Check the flags of models with Mamba-1."""
     own, default = c.model.options(Mamba1Flags), 2 * c.model.hidden_size
     if own.mamba1_norm == "none" and own.mamba1_norm_epsilon is not None:
         rule = "has no effect without --mamba1-norm plain or weighted"

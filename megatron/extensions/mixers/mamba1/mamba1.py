@@ -1,13 +1,14 @@
 """Mamba-1 (arXiv 2312.00752, section 3.4).
 
 One projection produces the inputs x and gates of each channel. A depthwise causal convolution and SiLU are applied to
-x. A second projection, from all channels, produces B, C and a low-rank vector, which a third projection maps to the
-step sizes of the channels. The selective scan mixes tokens; its output times the SiLU of the gates is projected to
-hidden states.
+x. A second projection, from all channels, produces B, C and a low-rank vector. A third projection maps this vector to
+the step sizes of the channels. The selective scan mixes tokens. The output of the scan, multiplied by the SiLU of the
+gates, is projected to hidden states.
 
-Each tensor-parallel rank holds some of the channels; B, C and the low-rank step sizes are sums over ranks. Under
-context parallelism, one all-to-all exchanges sequence shards for channels, and another one restores the sequence shards
-of the outputs. Each rank convolves and scans whole sequences for its channels. The gates are not exchanged.
+Channels are sharded over the tensor-parallel ranks. B, C and the low-rank step sizes are sums over these ranks. Under
+context parallelism, one all-to-all exchanges sequence shards for channels, and a second all-to-all restores the
+sequence shards of the outputs. Each rank convolves and scans whole sequences for its channels. The gates are not
+exchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Mamba1(BetweenProjections):
         decays = Init("constant", value=tuple(log(number) for number in range(1, states + 1)))
 
         self.norm, self.eps = own.mamba1_norm, own.mamba1_norm_epsilon or config.norm_epsilon
-        # Names and initial values are those of Mamba.
+        # Names and initial values match Mamba.
         self.conv_weight = make_sharded_parameter(f"{name}.conv1d.weight", (channels, 1, taps), ctx, role="convolution")
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias", init=of_taps)
         x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, role="hidden")
@@ -67,10 +68,10 @@ class Mamba1(BetweenProjections):
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of the decay rates per unit of step size. The parameter is one-dimensional, so that it is not
-        treated as a matrix and has no weight decay."""
+        """Logarithms of the decay rates per unit of step size. The parameter is one-dimensional, so the optimizer does
+        not treat it as a matrix and applies no weight decay."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
-        """Factors of the inputs, which are added to the outputs."""
+        """Factors of the inputs. The scaled inputs are added to the outputs."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
             make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)
@@ -108,8 +109,8 @@ class Mamba1(BetweenProjections):
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the step sizes of u [s, b, channels/(tp*cp)], in fp32 or wider, and B and C [s, b, states].
 
-        B, C and the low-rank step sizes are sums over ranks, which cover all channels. Each rank computes a part of the
-        gradients of these sums and of the norms. Context-parallel ranks sum the gradients of norms as data-parallel
+        B, C and the low-rank step sizes are sums over all channels, and thus over ranks. Each rank computes a part of
+        the gradients of these sums and of the norms. Context-parallel ranks sum the gradients of norms as data-parallel
         ranks do.
         """
         sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)

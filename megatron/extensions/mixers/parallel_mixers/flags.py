@@ -27,7 +27,7 @@ class ParallelMixerFlags:
     """Parallel attention and Mamba-2: scale factor of the attention input."""
 
     attention_key_multiplier: float = 1.0
-    """Parallel attention and Mamba-2: scale factor of the keys, and thereby of attention scores."""
+    """Parallel attention and Mamba-2: scale factor of the keys, and therefore of attention scores."""
 
     attention_output_multiplier: float = 1.0
     """Parallel attention and Mamba-2: scale factor of the attention output."""

@@ -47,7 +47,7 @@ def shape_of(config: TransformerConfig) -> tuple[int, int]:
 
 
 def rg_lru(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with RG-LRU."""
+    """Check the flags of models with RG-LRU."""
     own = c.model.options(RgLruFlags)
     hidden = c.model.hidden_size
     heads = c.model.num_attention_heads

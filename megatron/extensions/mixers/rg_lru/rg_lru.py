@@ -7,9 +7,9 @@ recurrence:
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
 At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
-is projected to hidden states. Each tensor-parallel rank holds some of the blocks. Under context parallelism, one
-all-to-all exchanges sequence shards for blocks, and another one restores the sequence shards of the outputs. The output
-gates are not exchanged.
+is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, one
+all-to-all exchanges sequence shards for blocks, and a second all-to-all restores the sequence shards of the outputs.
+The output gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARPNESS = 8.0
 """Constant factor in the logarithm of the decay."""
 
 STEEPEST = 1000.0
-"""Upper bound of the derivative of the square root, which is infinite at 0."""
+"""Upper bound of the derivative of the square root. The exact derivative is infinite at 0."""
 
 
 class RgLru(BetweenProjections):

@@ -33,7 +33,7 @@ class ShortConvolutionFlags:
 
 
 def convolutions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check models with short convolutions."""
+    """Check the flags of models with short convolutions."""
     yield from unless_shared(c, "--hidden-size", c.model.hidden_size, "the channels of short convolutions")
     yield from unless_aligned(c, "--hidden-size", c.model.hidden_size, 1, "channels of a short convolution")
 

@@ -1,10 +1,12 @@
 """Short convolution between two gates, as in LFM2 (arXiv 2511.23404).
 
 One projection produces gates B and C and inputs x of each channel. A depthwise causal convolution of a few taps is
-applied to B x; its output times C is projected to hidden states. Each tensor-parallel rank holds some of the channels.
+applied to B x. The convolution output, multiplied by C, is projected to hidden states. Channels are sharded over the
+tensor-parallel ranks.
 
-Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and another one restores the
-sequence shards of the outputs. Each rank convolves whole sequences for its channels. Neither gate is exchanged.
+Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and a second all-to-all
+restores the sequence shards of the outputs. Each rank convolves whole sequences for its channels. Neither gate is
+exchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class BetweenProjections(nn.Module):
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """Return the input of the second projection. `mixed` [s/cp, b, features/tp] is the output of the first
-        projection; `number` [s, b] is the number of documents that have begun."""
+        projection. `number` [s, b] is the number of documents that have begun."""
         raise NotImplementedError
 
 

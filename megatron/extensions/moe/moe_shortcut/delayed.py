@@ -1,7 +1,7 @@
 """Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-The stream [s, b, 2h] contains the hidden states, and the output of the previous layer's experts, which is added after
-the next MLP. Each token is computed independently, so no layout needs additional communication.
+The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. This output is added to
+the hidden states after the next MLP. Each token is computed independently, so no layout needs additional communication.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DelayedExperts(nn.Module):
-    """Residual stream that adds the output of a sublayer to the hidden states, but the output of experts only after the
-    next MLP."""
+    """Residual stream that adds the output of experts to the hidden states only after the next MLP. Outputs of other
+    sublayers are added immediately."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class DelayedExperts(nn.Module):
 
 
 class SumOfBoth(nn.Module):
-    """Sum of both halves of the stream: the hidden states after the last layer."""
+    """Computes the hidden states after the last layer: the sum of both halves of the stream."""
 
     def forward(self, stream: Tensor) -> Tensor:
         """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

@@ -30,9 +30,9 @@ class ShortcutFlags:
             "--parallel-residual: sublayers read the stream one after another",
         ),
     )
-    """Add the output of the routed experts to the residual stream after the MLP of the next layer, or after the last
-    layer, instead of in the same layer. The output of the shared expert is still added in the same layer
-    (LongCat-Flash, with --moe-layer-freq 2)."""
+    """Add the output of a layer's routed experts to the residual stream after the MLP of the next layer, instead of in
+    the same layer. The output of the last layer's experts is added after the last layer. The output of the shared
+    expert is still added in the same layer (LongCat-Flash, with --moe-layer-freq 2)."""
 
 
 RESIDUALS.register(

@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("routing", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class RoutingFlags:
-    """Routers in addition to those of the trunk."""
+    """Options for additional routing methods."""
 
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
@@ -39,7 +39,7 @@ class RoutingFlags:
 
 
 def balances_choices(config: MoEConfig) -> bool:
-    """Return True if the choice of experts is balanced without a loss."""
+    """Return True if the router balances the load of experts without a loss."""
     return "sinkhorn" in config.moe_router_load_balancing_type
 
 
@@ -51,7 +51,7 @@ def sinkhorn_scores(config: MoEConfig) -> str | None:
 
 
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
-    """Check that no other flag balances the choice of experts or sets scores if Sinkhorn routing is used."""
+    """Check that Sinkhorn routing is not combined with other flags that balance the load of experts or set scores."""
     sinkhorn = "--moe-router-load-balancing-type sinkhorn"
     if any(m.moe_aux_loss_coeff):
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")

@@ -22,7 +22,7 @@ from megatron.extensions.moe.routing.flags import RoutingFlags, balances_choices
 
 
 class SpecialRouter(TopKRouter):
-    """Router that in training chooses experts by Sinkhorn's algorithm or at random."""
+    """Router that chooses experts by Sinkhorn's algorithm or at random during training."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -51,9 +51,9 @@ class SpecialRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
-    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. The weight of
-    each chosen expert, in turn, is a softmax over the experts that were not chosen before and whose logits are near the
-    largest remaining one."""
+    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. Experts are
+    weighted in the order in which they were chosen. The weight of an expert is its softmax over the experts that were
+    not chosen before and whose logits are near the largest remaining logit."""
 
     eps: float
 
@@ -68,8 +68,9 @@ class SparseMixerScores(SoftmaxScores):
 
 
 class RandomLogits(nn.Module):
-    """Random numbers that replace router logits in benchmarks. They depend only on the seed, layer, sample, position in
-    the sample, and expert, so that experts receive about the same number of tokens for any router weights.
+    """Random numbers that replace router logits in benchmarks. The random numbers depend only on the seed, layer,
+    sample, position in the sample, and expert. Experts therefore receive about the same number of tokens for any router
+    weights.
 
     The numbers are uniform in [-2, 2). Gradients are passed unchanged to the logits, so that a step costs the same as
     without random numbers.
@@ -86,7 +87,7 @@ class RandomLogits(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return the second operand; in the backward pass, give its gradient to the first operand."""
+    """Return the second operand. The backward pass passes the gradient of the result to the first operand."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -99,22 +100,23 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""Number of Sinkhorn iterations. It is fixed, because a convergence test would synchronize with the device, and could
-depend on the layout."""
+"""Number of Sinkhorn iterations. The number is fixed, because a convergence test would synchronize with the device, and
+could depend on the layout."""
 
 
 @torch.no_grad()
 def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Return the logarithms of the experts' Sinkhorn factors: logits [s, b, E] of this rank's tokens -> [b, E].
+    """Return the log Sinkhorn factors of the experts: logits [s, b, E] of this rank's tokens -> [b, E].
 
     The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums and all columns
-    have equal sums. The experts of a token are then its k largest entries, so that experts receive about the same
-    number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The factor of a token does not affect
-    its choice, so the logarithms of the experts' factors, which are biases of the logits, suffice.
+    have equal sums. Each token then chooses the experts with its k largest entries, so that experts receive about the
+    same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The factor of a token does not
+    affect which experts the token chooses. The log factors of the experts, which act as biases of the logits, therefore
+    suffice.
 
-    Each sequence is scaled separately, over all ranks that hold its tokens, so that the choice depends neither on the
-    layout nor on the micro-batch size. `places` [s] contains the positions of the tokens in their sequences, which are
-    sharded along `sequence`. This is a collective over `sequence`.
+    Each sequence is scaled separately, over all ranks that have tokens of the sequence. The choice of experts therefore
+    depends neither on the layout nor on the micro-batch size. `places` [s] contains the positions of the tokens in
+    their sequences, which are sharded along `sequence`. This function is a collective over `sequence`.
     """
     whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # the same order under every layout
     bias = whole.new_zeros(whole.shape[1:])

@@ -1,5 +1,5 @@
-"""Upcycling: MoE models that start from a dense model, from our or a Hugging Face checkpoint, with the same outputs at
-step 0.
+"""Upcycling: MoE models that start from a dense model, with the same outputs at step 0. The dense model may be a
+checkpoint of this program or of Hugging Face.
 
 Enabled by --moe-use-upcycling. Read `flags.py`, then `dense_start.py`, which loads the weights.
 """

@@ -1,4 +1,4 @@
-"""Initialization of an MoE model from a dense model. Each rank reads the boxes of its own parameters."""
+"""Initialization of an MoE model from a dense model. Each rank reads only the slices that its own parameters need."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def check_fits(source: Source, config: RunConfig, load: str) -> None:
 
 
 class DenseWeights:
-    """Weights of an MoE model, computed from those of a dense model.
+    """Weights of an MoE model, computed from the weights of a dense model.
 
     The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
-    into G experts, the weights of each part sum to s / G. Therefore linear_fc2 of the experts is multiplied by G / s,
-    and its bias by 1 / s.
+    into G experts, the weights of each part sum to s / G. Therefore, the linear_fc2 weight of each expert is multiplied
+    by G / s, and the linear_fc2 bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
@@ -90,8 +90,8 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Write the box of a parameter that begins at `offset`. States, and parameters that only the MoE model has,
-        keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
+        """Fill `box`, the slice of a parameter that begins at `offset`. States, and parameters that only the MoE model
+        has, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -108,7 +108,7 @@ class DenseWeights:
             raise ValueError(f"the dense model has no {name}")
 
     def _fill_experts(self, name: str, slices: Box, box: Tensor) -> None:
-        """Fill the weights of a layer's experts. Expert e gets the part e % G of the MLP's width."""
+        """Fill the expert weights of a layer. Expert e receives part e % G of the MLP's width."""
         kind = name.partition(EXPERTS)[2]
         dense_name = name.replace(EXPERTS, ".mlp.")
         if name.startswith(MULTI_TOKEN) and dense_name not in self.source.metas:
@@ -132,7 +132,7 @@ class DenseWeights:
         return whole[:: self.parts].repeat_interleave(self.parts, dim=0)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a parameter of the dense model. The most recently read parameter is cached, because the boxes of a
+        """Read a parameter of the dense model. The most recently read parameter is cached, because the slices of a
         parameter are filled one after another."""
         if self._last is None or self._last[0] != f"{name} {dtype}":
             self._last = f"{name} {dtype}", self.source.read(name, dtype)

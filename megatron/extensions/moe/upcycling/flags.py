@@ -45,8 +45,8 @@ class UpcyclingFlags:
     same outputs as the dense model until the first step. Routers are initialized at random."""
 
     moe_upcycling_granularity: int = flag(1, above=0, no_effect_without=SWITCH)
-    """Divide each MLP into this many experts of equal width. All experts of an MLP start with equal router weights, so
-    that each token is sent to all of them or none."""
+    """Divide each MLP into this many experts of equal width. The experts made from one MLP start with equal router
+    weights, so that each token is sent to all or none of these experts."""
 
     moe_upcycling_noise: float = flag(0.0, at_least=0, no_effect_without=SWITCH)
     """Add random initial weights, multiplied by this number, to each expert. With 0, all experts of a layer are equal
@@ -73,8 +73,8 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield settings under which copies of an MLP would not have the same outputs as the MLP: flag, value, True if it
-    is given, and its effect on the experts' outputs."""
+    """Yield the settings under which copies of an MLP would not have the same outputs as the MLP. A setting consists of
+    the flag, its value, True if the setting applies, and the effect on the outputs of experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")

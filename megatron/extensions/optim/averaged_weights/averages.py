@@ -1,9 +1,9 @@
 """Moving averages of the weights, updated from the main parameters of this rank's shard after one or several steps.
 
 With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent
-numbers. With a decay above 0.998, it would lose every change. The average is therefore rounded stochastically, with a
-hash of the operands and the iteration as random bits. A resumed run computes the same bits, and an average of constant
-weights converges to the weights.
+numbers. With a decay above 0.998, the average would lose every change. The average is therefore rounded stochastically,
+with a hash of the operands and the iteration as random bits. A resumed run computes the same bits, and an average of
+constant weights converges to the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Number of elements of a bf16 average that are updated at a time, which bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 average that are updated at a time. The limit bounds the memory of temporary tensors."""
 
 
 SALT = 0x3C6EF372
@@ -31,7 +31,7 @@ SALT = 0x3C6EF372
 
 class MovingAverages(Callback):
     """Callback that keeps averages of the main parameters, in fp32 under --bf16 and --fp16. A skipped step counts as a
-    step without changes."""
+    step that does not change the weights."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class MovingAverages(Callback):
         """Number of updates of each average, by name; 0 if the average has not started."""
 
         self.updated: tuple[int, int] | None = None
-        """Iterations and samples of the run at the last update."""
+        """Numbers of iterations and samples of the run at the last update of the averages."""
 
         self.said = False
         """True if the run has already logged that no average has started."""

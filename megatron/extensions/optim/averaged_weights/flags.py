@@ -1,4 +1,4 @@
-"""Flags of averaged weights, and the averages that they request. This module does not import torch."""
+"""Flags of averaged weights, and the averages that the flags request. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class AveragedWeightsFlags:
     less frequent."""
 
     ema_interval: int = flag(1, above=0, no_effect_without=AVERAGES)
-    """Steps between updates of the averages. An update applies the decay of all steps since the previous one."""
+    """Steps between updates of the averages. An update applies the decay of all steps since the previous update."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
-    """Weights used in evaluations: the trained weights, or the first average (of --ema-decay if that is given).
-    Before the first update of the average, a run evaluates the trained weights and reports this; --skip-train refuses
-    to run."""
+    """Weights used in evaluations: the trained weights, or the first average (of --ema-decay if it is given). Before
+    the first update of the average, a run evaluates the trained weights and logs a message, whereas --skip-train
+    reports an error."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 (arXiv 2505.01618). The logits are multiplied by 1 / width. Weights of routers and gates, whose outputs have no factor,
 follow table 3, the equivalent parametrization without output factors.
 
-All rules follow from two numbers, both of which are relative to the base model. `change` is the size of an element's
-update that changes outputs as much as in the base model, and `gradient` is the size of a gradient element. Adam's
-updates are proportional to the learning rate. Its learning rate is therefore multiplied by `change`, and its epsilon,
-which is added to gradient magnitudes, by `gradient`. SGD's updates are proportional to learning rate times gradient, so
-its learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times decay, equals
-the base model's.
+All rules follow from two numbers, both relative to the base model. `change` is the size of the update of one element
+that changes outputs as much as in the base model. `gradient` is the size of one gradient element. Adam's updates are
+proportional to the learning rate. Adam's learning rate is therefore multiplied by `change`. Adam's epsilon is added to
+gradient magnitudes, and is therefore multiplied by `gradient`. SGD's updates are proportional to learning rate times
+gradient, so its learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times
+decay, equals the base model's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Name parts of norms within heads, whose width does not grow. Norms over all heads are sharded."""
+"""Name parts of norms within heads. The width of heads does not grow. Norms over all heads are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
-"""Name suffixes of biases with one element per vocabulary token, or per expert."""
+"""Name suffixes of biases that have one element per vocabulary token or per expert."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,16 @@ def in_block(meta: ParamMeta) -> bool:
 
 
 def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
-    """Return the learning rate factor for an `optimizer`.
-
-    `matrix_scale` is --muon-scale-mode, for a matrix that Muon updates. Optimizers other than SGD and Muon are assumed
-    to behave like Adam, whose updates do not grow with the gradients.
+    """Return the learning rate factor for an `optimizer`. For a matrix that Muon updates, `matrix_scale` is
+    --muon-scale-mode. All optimizers except SGD and Muon are assumed to behave like Adam, whose updates do not grow
+    with the gradients.
     """
     if optimizer == "sgd":
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # Muon's updates have equal singular values, which must grow as sqrt(outputs / inputs) does (arXiv 2310.17813).
+    # Muon's updates have equal singular values, which must grow in proportion to sqrt(outputs / inputs) (arXiv
+    # 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5
     made = {"spectral": max(inputs, outputs) ** 0.5, "unit_rms_norm": wanted, "shape_scaling": max(1.0, wanted)}

@@ -24,22 +24,23 @@ class MupFlags:
     depth, so that hyperparameters tuned on the base model transfer to this model."""
 
     mup_base_hidden_size: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: hidden size of the base model. Its other widths (MLPs, heads or their channels, latents) have the
-    same proportion to the hidden size as in this model. Default: --hidden-size."""
+    """--use-mup: hidden size of the base model. Other widths of the base model (MLPs, heads or their channels, latents)
+    have the same proportion to the hidden size as in this model. Default: --hidden-size."""
 
     mup_base_widths: tuple[str, ...] | None = flag(
         None, many=True, no_effect_without="--mup-base-hidden-size", training_only=True
     )
-    """--use-mup: widths of the base model that have a different proportion, as NAME=NUMBER with the names of their
-    flags, such as moe-ffn-hidden-size=512 for experts whose width does not grow."""
+    """--use-mup: widths of the base model that have a different proportion to the hidden size, as NAME=NUMBER with a
+    flag name, such as moe-ffn-hidden-size=512 for experts whose width does not grow."""
 
     mup_base_num_layers: int | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: --num-layers of the base model. With this flag, the output of each sublayer is multiplied by base /
-    number of layers (CompleteP), and initial values do not depend on depth. Default: no scaling with depth."""
+    """--use-mup: --num-layers of the base model. With this flag, the output of each sublayer is multiplied by the base
+    number of layers / --num-layers (CompleteP), and initial values do not depend on depth. Default: no scaling with
+    depth."""
 
     mup_base_head_dim: float | None = flag(None, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: channels of a head in the base model. Scores are then multiplied by sqrt(base) / channels^power
-    instead of 1 / channels^power, so that the base model's scores are scaled as without muP."""
+    """--use-mup: channels of a head in the base model. With this flag, scores are multiplied by sqrt(base) /
+    channels^power instead of 1 / channels^power. Scores of the base model are then scaled as without muP."""
 
     mup_embedding_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: factor of word embeddings."""

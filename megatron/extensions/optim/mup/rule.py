@@ -49,7 +49,7 @@ class MupRule(ParameterRule):
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """Scale the initial values of the parameter's role.
 
-        A module that sets its own initial values already computes them from its widths.
+        If a module sets its own initial values, they already depend on the module's widths.
         """
         std = self.factors(meta).std
         if meta.init is not None or std == 1:
@@ -57,7 +57,8 @@ class MupRule(ParameterRule):
         return replace(init, std=init.std * std)
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Return lines with the multipliers and the factors: one line per role, or several if its parameters differ."""
+        """Return log lines with the multipliers, and with the factors of each role. A role whose parameters differ has
+        several lines."""
         own = self.options
         logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
         base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "

@@ -18,7 +18,7 @@ RATED = ("adam", "sgd", "muon")
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Return the model fields under --use-mup with their values."""
+    """Return the names and values of the model fields under --use-mup."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {
@@ -50,7 +50,7 @@ def with_multipliers(c: RunConfig) -> RunConfig:
         values["softmax_scale"] = score_factor(m)
         parameters = own_ratios(c) or None
     except (ArithmeticError, AssertionError, TypeError, ValueError):
-        return c  # invalid sizes, which other rules refuse
+        return c  # other rules report invalid sizes
     usual = MupFlags()
     options = replace(
         own,
@@ -62,12 +62,12 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """Return the value of --softmax-scale. A given value is kept."""
+    """Return the value of --softmax-scale. If the flag is given, its value is kept."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # only this factor of attention_scale changes
+    usual = 1 / sqrt(model.head_dim)  # only this factor of attention_scale is replaced
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

@@ -25,14 +25,14 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Width fields that grow with the hidden size if they are given."""
+"""Width fields that grow with the hidden size if their flags are set."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Width fields within heads, which keep their size by default."""
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Parse --mup-base-widths to field values of the base model. Raises ValueError if an entry has another form."""
+    """Parse --mup-base-widths to field values of the base model. Raises ValueError if an entry is not NAME=NUMBER."""
     found = {}
     for entry in options.mup_base_widths or ():
         name, _, value = entry.partition("=")
@@ -45,7 +45,7 @@ def given_widths(options: MupFlags) -> dict[str, int]:
 
 
 def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
-    """Return field values at another hidden size, for given widths that are not in --mup-base-widths."""
+    """Return field values at a different hidden size, for set widths that are not in --mup-base-widths."""
     stay = given_widths(c.model.options(MupFlags))
     values = {field: named_value(c, field) for field in WIDTHS if field not in stay}
     return {
@@ -54,7 +54,7 @@ def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
 
 
 def base_sizes(c: RunConfig) -> dict[str, int]:
-    """Return field values of the base model. Raises ValueError if a width is not an integer there."""
+    """Return field values of the base model. Raises ValueError if a width of the base model is not an integer."""
     own = c.model.options(MupFlags)
     shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
     given, sizes = given_widths(own), dict[str, int]()
@@ -71,12 +71,14 @@ def base_sizes(c: RunConfig) -> dict[str, int]:
 
 
 def own_ratios(c: RunConfig) -> tuple[str, ...]:
-    """Return NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs grow differently from its role's default.
+    """Return NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs grow differently from the default of the
+    parameter's role.
 
-    Ratios are relative to the base model, and NAME has no layer numbers. Raises ValueError as `base_sizes` does.
+    Ratios are relative to the base model, and NAME has no layer numbers. Raises ValueError in the same cases as
+    `base_sizes`.
     """
     own = c.model.options(MupFlags)
-    latent = named_value(c, "q_lora_rank") is not None  # its norm has the same name as a norm within heads
+    latent = named_value(c, "q_lora_rank") is not None  # the latent norm has the same name as a norm within heads
     if not (own.mup_base_widths or latent):
         return ()
     try:

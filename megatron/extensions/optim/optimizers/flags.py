@@ -18,8 +18,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 HERE = "megatron.extensions.optim.optimizers"
 
 SCALE_BLOCK = 64
-"""Number of elements of an optimizer state that share a scale. Parameters and shards start at multiples of this number
-in buffers."""
+"""Number of consecutive elements of an optimizer state that share a scale. Parameters and shards start at multiples of
+this number in buffers."""
 
 SWITCH = "--use-precision-aware-optimizer"
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
@@ -38,7 +38,7 @@ class MuonFlags:
     )
 
     muon_momentum: float = flag(0.9, at_least=0, below=1)
-    """Muon: decay of the momentum, an average of the gradients."""
+    """Muon: decay of the momentum. The momentum is a moving average of the gradients."""
 
     muon_nesterov: bool = flag(False, "--muon-use-nesterov")
     """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
@@ -62,14 +62,14 @@ class MuonFlags:
     or fp32."""
 
     muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
-    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. With blockwise, the result depends
-    on the tensor-parallel size."""
+    """Muon: orthogonalize whole matrices, or with blockwise, each tensor-parallel shard separately. The result of
+    blockwise depends on the tensor-parallel size."""
 
     muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
     """Muon: orthogonalize queries, keys and values as one matrix."""
 
     muon_split_gate_up: bool = flag(True, name="--muon-no-split-gate-up")
-    """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
+    """Muon: orthogonalize the gate and up projections of a gated MLP as one matrix, as in Megatron-LM."""
 
     muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
     """Muon: optimizer for all parameters other than the matrices of hidden layers."""
@@ -82,18 +82,20 @@ class MuonFlags:
 @dataclass(frozen=True)
 class SoapFlags:
     """--optimizer soap: Adam in the eigenbasis of Shampoo's factors, for the matrices of hidden layers; Adam for
-    embeddings, output layer, norms and biases. Both use --adam-beta1, --adam-beta2 and --adam-eps."""
+    embeddings, output layer, norms and biases. SOAP and Adam both use --adam-beta1, --adam-beta2 and --adam-eps."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition("--optimizer soap", lambda config: config.optimizer.optimizer == "soap")
 
     soap_precondition_frequency: int = flag(10, above=0)
-    """SOAP: number of updates between two steps of the power iteration, which updates the bases from the factors."""
+    """SOAP: number of optimizer updates between two steps of the power iteration. The power iteration updates the bases
+    from the factors."""
 
     soap_shampoo_beta: float | None = flag(None, at_least=0, below=1)
-    """SOAP: decay of the factors, averages of products of gradients; default: --adam-beta2."""
+    """SOAP: decay of the factors, which are moving averages of gradient products; default: --adam-beta2."""
 
     soap_max_precondition_dim: int = flag(10_000, above=0)
-    """SOAP: largest matrix dimension for which a factor is computed. Larger dimensions are not rotated."""
+    """SOAP: largest matrix dimension for which a factor is computed. Dimensions larger than this number are not
+    rotated."""
 
 
 @extension_flags("QK-clip", may_change=True, rules=f"{HERE}.rules:qk_clip", resolve=f"{HERE}.rules:with_max_logits")
@@ -112,7 +114,7 @@ class QKClipFlags:
         ),
     )
     """QK-clip (MuonClip, Kimi K2): after an update, scale down the query and key projections of each head whose
-    largest attention logit in the step exceeded --qk-clip-threshold. Attention then runs in plain torch."""
+    largest attention logit in the step exceeded --qk-clip-threshold. With this flag, attention runs in plain torch."""
 
     qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
     """--qk-clip: heads whose largest attention logit exceeds this value are clipped."""
@@ -131,8 +133,8 @@ class PrecisionAwareFlags:
     --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), needs=SWITCH)
-    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, with stochastic
-    rounding, which is unbiased."""
+    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches. Stochastic rounding
+    keeps the sums unbiased."""
 
     main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), needs=SWITCH)
     """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64 elements."""
@@ -142,8 +144,8 @@ class PrecisionAwareFlags:
     of 64 elements."""
 
     exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES, needs=SWITCH)
-    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
-    for each block of 64 elements."""
+    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 store the square root of the
+    moment, with a scale for each block of 64 elements."""
 
     store_param_remainders: bool = flag(True, name="--no-store-param-remainders", no_effect_without=SWITCH)
     """--use-precision-aware-optimizer: store complete fp32 main parameters instead of the 16 low bits that bf16
@@ -157,8 +159,8 @@ class NamedParameterFlags:
 
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
     """'REGEX key=value ...': learning rate and weight decay of the parameters whose names match the regular expression.
-    Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (replaces it). May
-    be given more than once; if several expressions match, the last one takes precedence."""
+    Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (replaces the weight
+    decay). May be given more than once; if several expressions match, the last one takes precedence."""
 
     freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
     """Freeze the parameters whose names match this regular expression. May be given more than once."""
@@ -177,14 +179,14 @@ def product_dtypes(optimizer: OptimizerConfig, main_dtype: str) -> tuple[str, ..
 
 
 class PackedPlan(StatePlan):
-    """Optimizer states in the formats of the flags above."""
+    """Storage of optimizer states in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     def holds(self, optimizer: Section) -> bool:
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Return how main parameters are stored: besides the kinds of the base class, "fp16" (with scales) and, on the
-        device, "remainders" (the 16 bits that bf16 parameters lack)."""
+        """Return how main parameters are stored. In addition to the kinds of the base class, there is "fp16" (with
+        scales) and, on the device, "remainders" (the 16 bits that bf16 parameters lack)."""
         options = optimizer.options(PrecisionAwareFlags)
         plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
         if plain == "aliased" or options.main_params_dtype == "fp16":

@@ -1,7 +1,7 @@
 """Muon: each hidden-layer matrix is updated with its orthogonalized momentum, computed for the whole matrix.
 
-K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Moonlight (arXiv 2502.16982) for the update
-scale and the use in large models. All other parameters use --muon-scalar-optimizer.
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), describes the optimizer. Moonlight (arXiv
+2502.16982) describes the update scale and the use in large models. All other parameters use --muon-scalar-optimizer.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coe
 
 EPS = 1e-15
 """Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. Because the bound is
-small, gradients of any size give updates of the same size.
+small, the size of updates does not depend on the size of gradients.
 """
 
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
-    """Return a function that tells whether the weights fused under a name (`ParamMeta.fused`) are updated as separate
-    matrices."""
+    """Return a predicate that decides whether the weights fused under a name (`ParamMeta.fused`) are updated as
+    separate matrices."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 
@@ -47,10 +47,10 @@ def muon(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
 
 
 class Muon(FusedTransform):
-    """Muon: W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the average M <- mu M + (1 - mu) G.
-
-    With Nesterov's look-ahead, mu M + (1 - mu) G with the new M is orthogonalized instead. All matrices are updated in
-    one fused operation, because they are communicated together, and matrices of equal size are multiplied in one batch.
+    """Muon: W <- (1 - lr * decay) W - lr * scale * orthogonalized(M), with the moving average M <- mu M + (1 - mu) G.
+    With Nesterov's look-ahead, the updated M is replaced with mu M + (1 - mu) G before orthogonalization. All matrices
+    are updated in one fused operation, because they are communicated together, and because matrices of equal size are
+    multiplied in one batch.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -71,14 +71,14 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of a parameter's Newton-Schulz iterations, once per matrix, independent of layout and
-        batch."""
+        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, independent of
+        layout and batch."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 
 
 class MuonKernel(ShardUpdate):
-    """Update of all matrices of a stage with Muon, in flat shards."""
+    """Muon update of all matrices in a stage, stored as flat shards."""
 
     def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         self.options = options
@@ -147,10 +147,11 @@ def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 
 
 def scale(rows: int, columns: int, mode: str) -> float:
-    """Return the update's scale for a matrix [rows, columns], which maps `columns` features to `rows`.
+    """Return the update scale for a matrix [rows, columns] that maps `columns` features to `rows` features.
 
     "spectral" (arXiv 2502.16982, section 2.2) makes the root mean square of the elements 1 for any shape.
-    "unit_rms_norm" (Scion, arXiv 2502.07529) does the same for the outputs. "shape_scaling" is K. Jordan's rule.
+    "unit_rms_norm" (Scion, arXiv 2502.07529) makes the root mean square of the outputs 1. "shape_scaling" is K.
+    Jordan's rule.
     """
     if mode == "spectral":
         return max(rows, columns) ** 0.5

@@ -24,7 +24,7 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 
 
 class NamedParameters(ParameterRule):
-    """Parameter groups and frozen parameters, by their names in the whole model."""
+    """Parameter groups and frozen parameters, selected by parameter names in the whole model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
@@ -41,8 +41,8 @@ class NamedParameters(ParameterRule):
         return any(re.search(pattern, meta.name) for pattern in self.frozen)
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Yield an error for each expression that matches no parameter of the whole model, and one if no parameter is
-        left to train."""
+        """Yield an error for each expression that matches no parameter of the whole model, and an error if no parameter
+        is left to train."""
         names = [meta.name for meta in metas]
         texts = [("--freeze", pattern, pattern) for pattern in self.frozen]
         texts += [("--param-group", text, group_rule(text).pattern) for text in self.expressions]
@@ -67,7 +67,7 @@ class GroupRule:
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # zero in any notation belongs to the same group
+        if (decay := self.settings.get("weight_decay")) is not None:  # every notation of zero selects the same group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)
@@ -123,7 +123,7 @@ def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> st
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Return the expressions that can be parsed."""
+    """Return the --param-group expressions that can be parsed."""
     options = c.options(NamedParameterFlags)
     for pattern in options.freeze or ():
         try:

@@ -36,11 +36,11 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-"""Coefficients of each step.
+"""Coefficients of each step, by the name of the set.
 
 "simple" is by K. Jordan (Muon, 2024) and used by Moonlight (arXiv 2502.16982). "quintic" is by F. L. Cesista, optimized
-for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with its safety factor 1.01. "cans" is from arXiv
-2506.10935.
+for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with the paper's safety factor 1.01. "cans" is from
+arXiv 2506.10935.
 """
 
 CYCLES = ("simple", "quintic")
@@ -48,6 +48,6 @@ CYCLES = ("simple", "quintic")
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:
-    """Return the coefficients of each of `steps` steps."""
+    """Return the coefficients of each Newton-Schulz step, for `steps` steps."""
     known = COEFFICIENTS[kind]
     return tuple(known[i % len(known) if kind in CYCLES else min(i, len(known) - 1)] for i in range(steps))

@@ -1,7 +1,7 @@
 """Adam with moments and main parameters stored in fewer bits than fp32 (--use-precision-aware-optimizer).
 
-Each update reads part of the states into fp32, applies Adam there and rounds the results. With compiled regions this
-takes a few kernels, which read and write only the stored bytes.
+Each update converts part of the states to fp32, applies Adam in fp32, and rounds the results. With compiled regions, an
+update consists of a few kernels that read and write only the stored bytes.
 
 If parameters are bf16, fp32 main parameters are stored as the missing 16 bits per element (Megatron-LM's
 --store-param-remainders), so no bit is lost.
@@ -9,11 +9,11 @@ If parameters are bf16, fp32 main parameters are stored as the missing 16 bits p
 Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest, a
 bf16 or fp8 moment would not change at all, because one update changes it by less than half the distance to the next
 number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
-neither on the layout nor on the state of a random generator, and a resumed run makes the same steps.
+neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
 fp16 and fp8 (e4m3) states have a power-of-two scale per block of 64 elements. Buffers align parameters and shards to
-these blocks, so no sharding splits a block. In these formats the second moment is stored as its square root, which
-needs half the exponent range; its rounding makes the expected square exact.
+these blocks, so no sharding splits a block. In these formats, the square root of the second moment is stored, which
+needs half the exponent range. The square root is rounded such that the expected square is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale; blocks of smaller numbers are zero in fp32 too."""
+"""Exponent of the smallest scale. Blocks of smaller numbers would be zero in fp32, too."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class StateFormat:
     """Largest number of the format, for formats with scales."""
 
     exported: torch.dtype | None = None
-    """Dtype of a stored state in checkpoints, if the format has scales; it represents every stored value exactly."""
+    """Dtype of a stored state in checkpoints, if the format has scales. This dtype represents every stored value
+    exactly."""
 
     @property
     def scaled(self) -> bool:
@@ -68,7 +69,7 @@ FORMATS = {
 
 
 class StoredState:
-    """One flat state of a shard, in a format of `FORMATS`. With `squared` it is a non-negative second moment.
+    """One flat state of a shard, in a format of `FORMATS`. With `squared`, the state is a non-negative second moment.
 
     `numel` is a multiple of the scale block. fp32 is replaced by `main_dtype`.
     """
@@ -132,8 +133,8 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Return the checkpoint contents: the memory itself for formats without scales; otherwise an exact copy on the
-        host."""
+        """Return the checkpoint contents. For formats without scales, they are the state's own memory; otherwise, they
+        are an exact copy on the host."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
@@ -151,7 +152,7 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """Yield [start, stop) of parts with at most `size` elements, which bounds the memory of temporary tensors."""
+    """Yield [start, stop) of parts with at most `size` elements. The limit bounds the memory of temporary tensors."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
@@ -171,7 +172,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    Values that were already rounded with such a scale stay exact if the scale is computed again from them.
+    If values are already rounded with such a scale, computing the scale from these values again leaves them exact.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -181,9 +182,8 @@ def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
 
 
 def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool) -> Tensor:
-    """Round to the format's numbers, returned in fp32.
-
-    The expected value is exact, or, with `squared`, the expected square.
+    """Round to numbers of the format, and return them in fp32. The expected value is exact; with `squared`, the
+    expected square is exact.
     """
     assert number.largest is not None
     magnitude = x.abs()
@@ -232,8 +232,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded with ties away from zero, as with remainders, regardless of where states are
-        stored."""
+        """True if parameters are rounded with ties away from zero. Remainders round in this way, regardless of where
+        states are stored."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
@@ -243,14 +243,14 @@ class PackedShard(Shard):
         self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
-        """Do nothing: an update writes the parameters with the main parameters."""
+        """Do nothing: an update writes the parameters together with the main parameters."""
 
     def read_main(self, start: int, stop: int) -> Tensor:
         first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the tensors that an update of elements [start, stop) reads and writes; the range covers whole
+        """Return the tensors that an update of elements [start, stop) reads and writes. The range must cover whole
         blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
@@ -291,9 +291,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of a range of elements of a shard.
-
-    Tensors that the kind of main parameters lacks are empty. Stored states are (codes, exponents).
+    """Views of a range of elements of a shard. A tensor is empty if the kind of main parameters does not use the
+    tensor. Stored states are (codes, exponents).
     """
 
     grads: Tensor
@@ -305,7 +304,8 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Inputs of an update other than states: scalars on the device, so that a change does not trigger compilation."""
+    """Inputs of an update other than states. The inputs are scalars on the device, so that a new value does not trigger
+    recompilation."""
 
     lr: Tensor
     weight_decay: Tensor
@@ -357,7 +357,7 @@ def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]
 
 
 class PackedKernel(ShardUpdate):
-    """Update of packed shards."""
+    """Update of shards with packed states."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
         self.config = config
@@ -400,7 +400,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     main = before * (1 - lr * weight_decay) - lr * direction
 
     key = mixed(_leading_bits(before))
-    if kind == "fp16":  # mix in the gradient, because few distinct values do not distinguish elements
+    if kind == "fp16":  # add the gradient, because few distinct main parameters do not distinguish elements
         key = mixed(key ^ _leading_bits(grad))
     key = key ^ mixed(number.to(torch.int32))
     _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)
@@ -419,7 +419,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 def _leading_bits(x: Tensor) -> Tensor:
     """Return sign, exponent and 16 mantissa bits as int32.
 
-    Rounds to nearest, so that a different summation order rarely changes the result.
+    Round to nearest, so that a different summation order rarely changes the result.
     """
     return (x.float().view(torch.int32) + 0x40) >> 7
 

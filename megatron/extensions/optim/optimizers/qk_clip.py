@@ -1,8 +1,8 @@
 """QK-clip (MuonClip): attention logits are bounded by scaling the query and key projections after an update.
 
 Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
-step, across micro-batches, data- and context-parallel ranks. A head whose largest logit S exceeds the threshold tau
-gets the factor tau / S, divided between its queries and its keys.
+step, across micro-batches, data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold
+tau, the factor tau / S is divided between the head's queries and keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip on one rank: the rank's attention layers, and its shard of the parameters to scale."""
+    """QK-clip on one rank, with the rank's attention layers and the rank's shard of the parameters to scale."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scale the main parameters that this rank owns. Has no effect if `skip` is 1."""
+        """Scale the main parameters that this rank owns, unless `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
@@ -89,8 +89,8 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
     [heads/tp].
 
-    Queries get the factor eta^alpha, and keys the remaining factor. All heads of a group use the smallest eta of the
-    group. A key shared by all heads is not scaled, so the queries get the whole factor.
+    Queries are scaled by eta^alpha, and keys by the remaining factor. All heads of a group use the smallest eta of the
+    group. A key that all heads share is not scaled, so the queries are scaled by the whole factor.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {
@@ -106,7 +106,7 @@ def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
     """Return the factors of elements [start, stop) of a parameter's flattened local tensor.
 
     Args:
-        of_rows: Factors of its rows, [groups, rows].
+        of_rows: Factors of the parameter's rows, [groups, rows].
         columns: Number of elements in each row.
         start: First element.
         stop: End of the elements.

@@ -42,8 +42,8 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def with_max_logits(c: RunConfig) -> RunConfig:
-    """Return the configuration with attention in plain torch, the only implementation that provides the largest
-    logits."""
+    """Return the configuration with attention in plain torch, which is the only implementation that provides the
+    largest logits."""
     if not c.options(QKClipFlags).qk_clip or c.parallel.attention_backend != "auto":
         return c
     return replace(c, parallel=replace(c.parallel, attention_backend="unfused"))
@@ -56,7 +56,7 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not o.use_precision_aware_optimizer:
         return
     if c.optimizer.optimizer != "adam":
-        rule = f"stores Adam's states, and --optimizer is {c.optimizer.optimizer}"
+        rule = f"stores Adam's states, but --optimizer is {c.optimizer.optimizer}"
         yield Problem(switch, None, rule, "use --optimizer adam")
     if not c.optimizer.use_distributed_optimizer:
         off, remedy = unsharded_by(c)
@@ -81,10 +81,8 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Yield a problem if tensor parallelism splits a scale block.
-
-    fp8 states have one scale per block. Results are equal under all layouts only if each shard consists of whole
-    blocks.
+    """Yield a problem if tensor parallelism splits a scale block of fp8 states. Results are equal under all layouts
+    only if each shard consists of whole blocks.
     """
     o = c.options(PrecisionAwareFlags)
     m = c.model
@@ -98,7 +96,7 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         metas = stage_metas(m)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # invalid sizes, which other rules report
+        return  # other rules report invalid sizes
     for meta in metas:
         for axis, dim in meta.sharded.items():
             run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])

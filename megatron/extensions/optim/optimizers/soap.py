@@ -2,14 +2,14 @@
 
 For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m], and R likewise from G^T G [n, n], the update is Q_L
 Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the previous steps. Every
---soap-precondition-frequency steps they are updated with a step of power iteration and a QR decomposition.
+--soap-precondition-frequency steps, the bases are updated with a step of power iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP): the first update only
-initializes L and R, and weight decay acts on the updated parameter. One difference keeps rounding noise out of the
-update, so that it agrees between layouts: a non-square matrix has directions that its gradients have not reached. In
-the authors' program, the basis of these directions is rounding noise. Here, they keep their previous basis, which
-initially consists of unit vectors. Eigenvectors whose eigenvalues are just above the noise still differ between
-layouts.
+initializes L and R, and weight decay acts on the updated parameter. One difference from the authors' program keeps
+rounding noise out of the update, so that updates agree between layouts. A non-square matrix has directions that its
+gradients have not reached. In the authors' program, the basis of these directions is rounding noise. Here, these
+directions keep their previous basis, which initially consists of unit vectors. Eigenvectors whose eigenvalues are just
+above the noise still differ between layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.extensions.optim.optimizers.flags import SoapFlags
 SIDES = ("left", "right")
 
 NOISE = 4.0
-"""Eigenvalues below this multiple of the rounding error of the largest one are noise."""
+"""Eigenvalues below this multiple of the rounding error of the largest eigenvalue are treated as noise."""
 
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
@@ -66,8 +66,9 @@ class Soap(Transform):
         return [*moments, *factors, *(of_matrices(f"{side}_basis", meta, size, size) for side, size in sides)]
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of products per update: the factors, two changes of basis, and the power iteration with two
-        more changes of basis, divided by the number of updates between iterations."""
+        """Return the FLOPs of matrix products per update, for the factors, two changes of basis, and the power
+        iteration. The power iteration, with two more changes of basis, is divided by the number of updates between
+        iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -89,9 +90,10 @@ class Soap(Transform):
         x.update = step - x.lr * x.weight_decay * (x.param + step)
 
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
-        """Return the change of a matrix [m, n] without Adam's corrections, then add the gradient to the factors.
+        """Return the change of a matrix [m, n] without Adam's corrections, and update the factors.
 
-        Because of this order, no gradient is rotated into a basis that the gradient itself has influenced.
+        The gradient is added to the factors after the change is computed, so that no gradient is rotated into a basis
+        that the gradient itself influenced.
 
         Args:
             matrix: Gradient [m, n].
@@ -127,7 +129,7 @@ def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -
 
 
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
-    """Make one step of power iteration for each factor.
+    """Take one step of power iteration for each factor.
 
     The average of gradients is rotated into the new bases. The average of squares cannot be rotated, and keeps the
     order of its directions.
@@ -145,10 +147,9 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the orthonormal basis of `power`, a factor times its old basis, and the order of directions in it.
-
-    Directions that the factor lacks are last and follow from the old basis. QR would compute only rounding errors for
-    these directions and for all directions after them.
+    """Return the orthonormal basis of `power`, which is a factor times its old basis, and the order of directions in
+    the new basis. Directions that the factor lacks come last and are derived from the old basis. QR would compute only
+    rounding errors for these directions and for all directions after them.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
@@ -195,7 +196,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
 def eigenbasis(factor: Tensor) -> Tensor:
     """Return the eigenvectors of a factor as columns, the largest eigenvalue first.
 
-    LAPACK computes them in fp64, because it may not converge in fp32.
+    LAPACK computes the eigenvectors in fp64, because it may not converge in fp32.
     """
     values, vectors = torch.linalg.eigh(factor.double())
     values, vectors = values.flip(0).to(factor.dtype), vectors.flip(1).to(factor.dtype)
@@ -207,7 +208,7 @@ def eigenbasis(factor: Tensor) -> Tensor:
 
 
 def noise_of(sizes: Tensor) -> Tensor:
-    """Return the size up to which values are rounding errors of the largest value."""
+    """Return the magnitude below which values are rounding errors of the largest value."""
     return NOISE * len(sizes) ** 0.5 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 

@@ -1,7 +1,8 @@
 """Decayed branches. A branch is a run that continues from another run's checkpoint and decays the learning rate until
 it ends.
 
-A branch is an ordinary run with a schedule of two pieces: hold the checkpoint's rate, then decay it.
+A branch is an ordinary run whose schedule has two pieces: the first piece holds the checkpoint's learning rate, and the
+second piece decays it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def with_branch(config: RunConfig) -> RunConfig:
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the rules report the problem
+        return _with_any_length(config, options)  # the branch rules report the problem
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save
@@ -46,19 +47,20 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set a length for a branch that cannot start, so that its missing length is not reported in addition."""
+    """Set a length for a branch that cannot start, so that the missing length is not reported as a second problem."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
 
 def _saved(save: str) -> dict[str, Any] | None:
-    """Return the contents of the branch's latest checkpoint without tensors."""
+    """Return the contents of the branch's latest checkpoint, without loading tensors."""
     root = located(save)
     return saved_metadata(root) if candidates(root).folders else None
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the length and schedule of a branch that has already started. Raises ValueError if the flags differ."""
+    """Return the length and schedule of a branch that has already started. Raises ValueError if the flags differ from
+    the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -79,9 +81,10 @@ def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[s
 
 
 def _is_origin(origin: dict[str, Any], given: str) -> bool:
-    """Return True if --branch-from names the checkpoint from which a branch started, or its run.
+    """Return True if --branch-from names the checkpoint from which a branch started, or the run that saved this
+    checkpoint.
 
-    A checkpoint that has been moved is recognized by its iteration and samples.
+    A moved checkpoint is recognized by its iteration and its number of samples.
     """
     was, now = located(str(origin["from"])), located(given)
     if resolved(now) in (resolved(was), resolved(was).parent):
@@ -95,7 +98,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Return length and schedule of a branch that is about to start."""
+    """Return the length and schedule of a branch that is about to start."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))

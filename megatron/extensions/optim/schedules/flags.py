@@ -20,13 +20,14 @@ STYLE = "pieces"
 """Value of --lr-decay-style for piecewise schedules."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own rate."""
+"""Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own learning
+rate."""
 
 NOT_ROUNDED = 0.01
 """Largest fraction of a schedule without a piece that rounding can explain."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Fields whose warm-up a piecewise schedule replaces."""
+"""Warm-up fields that a piecewise schedule replaces."""
 
 
 def reads(config: RunConfig) -> RunConfig:
@@ -89,14 +90,14 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("schedules of pieces", may_change=True, reads=reads, resolve=resolve, rules=rules, always=True)
 @dataclass(frozen=True)
 class ScheduleFlags:
-    """Flags of a piecewise learning rate."""
+    """Flags for a piecewise learning rate schedule."""
 
     lr_schedule: str | None = None
-    """Pieces of the learning rate schedule, separated by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece is a
-    shape (warm-up, hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B tokens`,
-    `5e6 samples`, or the `rest`), and `to F`, its last rate as a factor of --lr. The default last rate is 1 x --lr for
-    a warm-up, and --min-lr for a decay. `power` needs the exponent of the consumed samples, and may have `after
-    LENGTH`, the position at which the decay starts."""
+    """Pieces of the learning rate schedule, separated by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece consists
+    of a shape (warm-up, hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B
+    tokens`, `5e6 samples`, or the `rest`), and `to F`, where F is the last rate of the piece as a factor of --lr. The
+    default last rate is 1 x --lr for a warm-up, and --min-lr for a decay. `power` needs `exponent E`, the exponent of
+    the consumed samples, and may have `after LENGTH`, the position at which the decay starts."""
 
     lr_schedule_file: str | None = flag(None, path="local")
     """File with the value of --lr-schedule, one piece per line; # begins a comment. The run's configuration records
@@ -104,7 +105,7 @@ class ScheduleFlags:
 
 
 def _length(config: RunConfig) -> int | None:
-    """Return the schedule's length in samples; None if only the data determine it."""
+    """Return the schedule's length in samples; None if the data alone determines the length."""
     optimizer, training = config.optimizer, config.training
     iterations, samples = optimizer.lr_decay_iters or training.train_iters, samples_of_run(config)
     if training.train_iters is not None and iterations is not None:
@@ -135,7 +136,7 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("branches of a run", may_change=True, reads=f"{__package__}.branch:with_branch", rules=rules_of_branch)
 @dataclass(frozen=True)
 class BranchFlags:
-    """Flags of a decayed branch of a run with a constant learning rate."""
+    """Flags for a decayed branch of a run with a constant learning rate."""
 
     branch_from: str | None = flag(None, path="stored", needs="--decay-tokens")
     """Branch from this checkpoint of another run, or from the latest checkpoint if a folder of checkpoints is given.

@@ -19,8 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Decay shapes by name: functions from the elapsed share of a piece to the remaining share of its rate change. 1-sqrt:
-arXiv 2405.18392."""
+"""Decay shapes by name. Each function maps the elapsed share of a piece to the remaining share of the rate change.
+1-sqrt: arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"
@@ -42,8 +42,8 @@ class Length:
         return self.unit if self.unit == REST else f"{_text(self.amount)}{' ' if self.unit != '%' else ''}{self.unit}"
 
     def in_samples(self, total: float) -> float:
-        """Return the length in samples, in a schedule of `total` samples. Tokens must be converted before
-        (`without_tokens`)."""
+        """Return the length in samples, in a schedule of `total` samples. Token counts must be converted first, with
+        `without_tokens`."""
         assert self.unit in ("%", "samples"), self.unit
         return self.amount if self.unit == "samples" else self.amount / 100 * total
 
@@ -60,13 +60,14 @@ class Piece:
     shape: str
     length: Length
     to: float | None = None
-    """Factor of the peak at the piece's end; None means 1 for a warm-up and --min-lr for a decay."""
+    """Learning rate at the end of the piece, as a factor of the peak. None means 1 for a warm-up and --min-lr for a
+    decay."""
 
     exponent: float | None = None
-    """For `power`: exponent of the samples consumed since the start of the run."""
+    """For `power`: exponent of the number of samples consumed since the start of the run."""
 
     after: Length | None = None
-    """For `power`: position up to which the initial rate is held and at which the power law starts; None means the
+    """For `power`: position at which the power law starts. The initial rate is held up to this position. None means the
     start of the piece."""
 
     def __str__(self) -> str:
@@ -157,7 +158,8 @@ def without_tokens(text: str, seq_length: int) -> str:
 
 
 def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
-    """Return the samples of each piece in a schedule of `total` samples. Raises ValueError if they exceed it."""
+    """Return the number of samples in each piece of a schedule of `total` samples. Raises ValueError if the pieces
+    exceed `total`."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
         raise ValueError(f"its pieces have {fixed:g} samples, but the schedule has only {total:g}; shorten some")
@@ -178,7 +180,7 @@ class Rates:
 
 
 def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:
-    """Return the rate after a number of consumed samples. After the last piece, the rate stays constant.
+    """Return the learning rate after a number of consumed samples. After the last piece, the rate stays constant.
 
     Args:
         pieces: The schedule.
@@ -197,9 +199,8 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
 
 
 def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
-    """Return the rate in a piece that starts with `rate`.
-
-    `place` contains the samples before the piece, the samples in it so far, and its length.
+    """Return the learning rate in a piece that starts with `rate`. `place` contains the number of samples before the
+    piece, the number of samples in the piece so far, and the length of the piece.
     """
     begin, here, length = place
     ratio = here / length if length > 0 else 1.0

@@ -1,4 +1,4 @@
-"""The piecewise schedule as the optimizer calls it. This module does not import torch."""
+"""Piecewise schedule with the interface that the optimizer calls. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose passes begin before the previous step has ended: the training loop's step function, and the pipeline that
+"""Steps whose passes begin before the previous step ends: the step function of the training loop, and the pipeline that
 keeps the state of started passes."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor that keeps messages and graphs of passes of the next step, and chooses the weights of each pass."""
+    """Executor that keeps the messages and autograd graphs of started passes of the next step, and chooses the weights
+    of each pass."""
 
     optimizer: LateOptimizer
     """Owner of both versions of the weights."""
@@ -33,8 +34,9 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
-        """Run one step, and the passes of the `following` micro-batches that the list contains. The next call runs
-        their remaining passes. Returns the loss sums of the step's own micro-batches, as `run` does."""
+        """Run one step, together with passes of the next step's micro-batches `following` that are in `actions`. The
+        next call runs the remaining passes of these micro-batches. Return the loss sums of this step's micro-batches,
+        as `run` does."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)
@@ -52,7 +54,7 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
         super().handle(action)
 
     def _number_from(self, first: int) -> None:
-        """Renumber the held messages and graphs, so that micro-batch `first` becomes the first one."""
+        """Renumber the held messages and graphs, so that micro-batch `first` becomes micro-batch 0."""
         later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
         self.held = Held(
             outbox={later(send): tensor for send, tensor in self.held.outbox.items()},
@@ -62,16 +64,16 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ContinuingPipeline(Pipeline):
-    """Pipeline that runs the lists of consecutive steps without a flush."""
+    """Pipeline that runs the action lists of consecutive steps without a flush."""
 
     executor_type = ContinuingExecutor
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step, whose passes may begin only in the next call of `train`."""
+    """Micro-batches of the next step. The next call of `train` may begin their passes."""
 
     _begun = 0
-    """Number of micro-batches of the last step, if it has begun passes of the next step."""
+    """Number of micro-batches in the last step, if passes of the following step have already begun."""
 
     @property
     def counting_rank(self) -> int | None:
@@ -94,17 +96,17 @@ class ContinuingPipeline(Pipeline):
         return super().evaluate(batches)
 
     def drop_begun(self) -> None:
-        """Discard started passes of the next step, so that the next call of `train` runs all of its passes."""
+        """Discard started passes of the next step, so that the next call of `train` runs all passes of that step."""
         if self._begun:
             self.executor.drop()
             self._begun = 0
 
 
 class ContinuedStep(TrainStep):
-    """Step whose passes may begin during the previous step."""
+    """Training step whose passes may begin during the previous step."""
 
     begun: StepInput | None = None
-    """Inputs of the next step, if its passes have begun."""
+    """Inputs of the next step, if passes of that step have begun."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -115,8 +117,8 @@ class ContinuedStep(TrainStep):
             run.say(" weights before the last update are not loaded: both versions start from the newest weights")
 
     def inputs(self, step: Step) -> StepInput:
-        """Return the current inputs if passes of this step began in the previous step. Reads the inputs of the next
-        step."""
+        """Return the inputs of this step, and read the inputs of the next step. If passes of this step already began,
+        return the inputs that those passes used."""
         given = self._read(step)
         self.begun = None if is_read(self.run, step) else self._following(step)
         return given
@@ -129,8 +131,8 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Return the inputs of the next step; None if no next step uses the same model, or if meters read each step as
-        a whole."""
+        """Return the inputs of the next step. Return None if the next step does not use the same model or is skipped,
+        or if a meter reads the result of the next step."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

@@ -12,7 +12,7 @@ from megatron.extensions.pipeline.pipedream_2bw.rules import NAME, two_versions
 from megatron.training.step_parts import STEP_PARTS
 
 PREVIOUS = "previous_param"
-"""Kind of checkpoint state: the parameters before the last update, in their own dtype."""
+"""Kind of checkpoint state for the parameters before the last update, which are saved in the parameter dtype."""
 
 HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
@@ -25,8 +25,8 @@ class TwoVersions:
 
 
 class StoredMain(StatePlan):
-    """State plan that keeps main parameters in addition to both versions, even if the parameters have the same
-    precision."""
+    """State plan that keeps main parameters in addition to both versions of the weights, even if the weights have the
+    same precision."""
 
     optional = (PREVIOUS,)
 

@@ -1,5 +1,5 @@
-"""Action lists of one step, cut from the lists of an endless run, in which passes of a step begin before the previous
-step has ended."""
+"""Action lists of one step, cut from the lists of an endless run. In these lists, passes of a step begin before the
+previous step ends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
     """Return the action lists of one step of a schedule that does not flush, for the executor.
 
-    The passes of three consecutive steps are ordered as one long step. Each rank's list is the part after its last
-    backward pass of the previous step, up to its last backward pass of this step. Micro-batches are numbered from the
-    first one of this step, so that numbers of at least `microbatches` belong to the next step. VALIDATE precedes the
-    first pass of the next step, which needs the update of the previous step. For the adjacent steps, only the passes
-    that overlap with this step are built.
+    The passes of three consecutive steps are ordered as one long step. Each rank's list begins after the rank's last
+    backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batch 0 is the
+    first micro-batch of this step, so micro-batches with numbers of at least `microbatches` belong to the next step.
+    VALIDATE precedes the first pass of the next step, because this pass needs the update of the previous step. For the
+    adjacent steps, only the passes that overlap with this step are built.
 
     Args:
         schedule: Name of the schedule.
@@ -41,9 +41,10 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Divide lists with communication into two parts. On each rank, the first part ends with the actions that complete
-    the backward passes of the first `microbatches` micro-batches. A receive is in the same part as its send, so that no
-    message crosses the border, but the second part may use a tensor that the first part received."""
+    """Divide action lists with communication into two parts. On each rank, the first part ends with the actions that
+    complete the backward passes of the first `microbatches` micro-batches. A receive is in the same part as the
+    matching send, so that no message crosses the border. However, the second part may use a tensor that the first part
+    received."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]
@@ -58,7 +59,7 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """Insert VALIDATE before the first pass of any micro-batch with this or a higher number."""
+    """Insert VALIDATE before the first pass of any micro-batch with number `microbatches` or higher."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

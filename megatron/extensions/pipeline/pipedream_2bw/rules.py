@@ -18,7 +18,7 @@ SCHEDULE = "--pipeline-schedule"
 
 
 def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Refuse features that do not support late updates, or two versions of the weights."""
+    """Report features that do not support late updates or two versions of the weights."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:

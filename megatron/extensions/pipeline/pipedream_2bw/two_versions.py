@@ -5,13 +5,14 @@ update,
 
     W(t+1) = W(t) - lr g(W(t-1)),
 
-so that its passes can begin before the previous step has ended, and the pipeline never empties. Unlike in the paper,
-clipping is exact: gradients are kept until the norm over all stages is known, and no rank waits for the norm. Each rank
-makes the update of step t before its first pass of step t+2 (VALIDATE); until then, the passes of step t+1 continue.
+so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Unlike in the
+paper, clipping is exact, because gradients are kept until the norm over all stages is known. No rank waits for the
+norm. Each rank performs the update of step t before its first pass of step t+2 (VALIDATE). Until then, the passes of
+step t+1 continue.
 
-Each parameter has two memories. The newest version is in the buffers' own memory, which is gathered and saved. An
-update writes into the other memory, whose passes have all ended, and then the two are swapped. Tensors that a forward
-pass has saved for its backward pass therefore stay in place."""
+Each parameter has two memory locations. The newest version is in the parameter buffers, which are gathered and saved.
+All passes that use the other location have ended when an update writes to it. The two locations are then swapped.
+Tensors that a forward pass saved for its backward pass therefore stay in place."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Shard whose updates read a copy of the gradients, and whose parameters alternate between two memories."""
+    """Shard whose updates read a copy of the gradients, and whose parameters alternate between two memory locations."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update. They are a view of the other memory once it exists."""
+        """This shard's parameters before the last update. The tensor is a view of the other memory location once that
+        location exists."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
@@ -58,7 +60,8 @@ class _Waiting(NamedTuple):
 
 
 class LateOptimizer(DistributedOptimizer):
-    """Optimizer that makes an update when it is needed: before the first pass two steps later."""
+    """Optimizer that performs the update of a step as late as possible: before the first pass of the step after the
+    next step."""
 
     def __init__(
         self,
@@ -72,8 +75,8 @@ class LateOptimizer(DistributedOptimizer):
         self.is_read = True
         """True if the result of the next `step` is read before the following step."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Memory of the parameters before the last update, by buffer. It contains NaN until it is loaded, or until
-        `start`."""
+        """Memory that stores the parameters before the last update, for each buffer. The memory contains NaN until a
+        checkpoint is loaded, or until `start` is called."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -98,7 +101,7 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Make the update of the last step, if it is still pending, and use the newest weights."""
+        """Perform the update of the last step, if it is still pending, and use the newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)
@@ -110,7 +113,8 @@ class LateOptimizer(DistributedOptimizer):
 
     def use_for(self, of_next_step: bool) -> None:
         """Choose the weights of a pass: the weights before the last update or, for a pass of the next step, the newest
-        weights. Until the previous step's update is made, the newest weights are the weights before the last update."""
+        weights. Until the update of the previous step is performed, the newest weights are used as the weights before
+        the last update."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:
@@ -121,7 +125,7 @@ class LateOptimizer(DistributedOptimizer):
         self._in_use = version
 
     def _exchange(self) -> None:
-        """Swap the two memories."""
+        """Swap the two memory locations of all parameters."""
         for number, buffer in enumerate(self.ddp.buffers):
             buffer.param_data, self.other[number] = self.other[number], buffer.param_data
             for bucket in buffer.buckets:
@@ -133,8 +137,8 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Gather the weights before the last update from the shards that each rank has loaded. Weights that were not
-        loaded are set to the newest weights. Returns True if all weights of this rank were loaded. Collective."""
+        """Gather the weights before the last update from the shards that each rank loaded. Weights that were not loaded
+        are set to the newest weights. Return True if all weights of this rank were loaded. Collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})
@@ -148,7 +152,7 @@ class LateOptimizer(DistributedOptimizer):
 
 
 def _views(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters in the memory that the buffers use now."""
+    """Return the parameters in the memory that the buffers currently use."""
     views: dict[int, Tensor] = {}
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

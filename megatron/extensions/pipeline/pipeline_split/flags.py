@@ -38,15 +38,17 @@ class SplitFlags:
         ),
         same_setting_as="num_virtual_stages_per_pipeline_rank",
     )
-    """Explicit pipeline stages, such as "Et*3|(tt|)*6t*2L": E is the embedding, t a layer, m a multi-token
-    prediction module (right before L), L the loss, | begins the next stage, and *n repeats a symbol or group. The
-    number of stages must be a multiple of PP; stages are assigned to ranks in turn."""
+    """Explicit pipeline stages, such as "Et*3|(tt|)*6t*2L": E is the embedding, t is a layer, m is a multi-token
+    prediction module (right before L), and L is the loss. | begins the next stage, and *n repeats a symbol or group.
+    The number of stages must be a multiple of PP; stages are assigned to ranks in turn."""
 
     decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Number of layers on the first pipeline rank, spread over its stages; with zb-v, on the first stage."""
+    """Number of layers on the first pipeline rank, divided among its stages. With zb-v, number of layers on the first
+    stage."""
 
     decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Number of layers on the last pipeline rank, spread over its stages; with zb-v, on the last stage."""
+    """Number of layers on the last pipeline rank, divided among its stages. With zb-v, number of layers on the last
+    stage."""
 
     account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
     """Count the embedding as one layer when layers are divided into stages, instead of by its FLOPs (zero)."""

@@ -1,8 +1,8 @@
 """Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
-loss); | separates stages. m must come right before L, and shares its head. A symbol or a group in parentheses is
-repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
+loss). The character | separates stages. m must come right before L, and shares the head of L. A symbol or a group in
+parentheses is repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 
 
 def multi_token_depths(text: str) -> int:
-    """Return the number of multi-token prediction modules. Raises ValueError as `layers_of_stages` does."""
+    """Return the number of multi-token prediction modules.
+
+    Raises ValueError in the same cases as `layers_of_stages`.
+    """
     return expanded(text).count("m")
 
 

@@ -38,8 +38,8 @@ class StagesByHand:
 
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
-        """Map each stage to its number of layers, if the flags specify it. Raises ValueError if they do not fit the
-        model."""
+        """Return the number of layers of each stage for which the flags specify it. Raises ValueError if these numbers
+        do not fit the model."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))
@@ -76,7 +76,7 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
 
 
 def _spread(count: int, parts: int) -> Iterator[int]:
-    """Divide `count` into `parts` numbers that are as equal as possible, larger ones first."""
+    """Divide `count` into `parts` numbers that are as equal as possible, with the larger numbers first."""
     return (count // parts + (part < count % parts) for part in range(parts))
 
 

@@ -23,8 +23,8 @@ class PostValidationFlags:
         False, excludes="--fp8-param-gather: a rollback gathers parameters in their own format"
     )
     """Update the parameters of a pipeline stage before the gradients of other stages are complete, and check the global
-    gradient norm after the first forward passes of the next step, so that no rank waits between two steps. A step that
-    must be clipped or skipped is rolled back exactly and repeated (arXiv 2401.10241, section 4)."""
+    gradient norm after the first forward passes of the next step, so that no rank waits between steps. A step that must
+    be clipped or skipped is rolled back exactly and repeated (arXiv 2401.10241, section 4)."""
 
 
 STEP_PARTS.register(

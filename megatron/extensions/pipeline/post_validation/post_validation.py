@@ -1,16 +1,16 @@
-"""Optimizer post-validation: updates are made before the global gradient norm is known, and checked later.
+"""Optimizer post-validation: updates are performed before the global gradient norm is known, and checked later.
 
-Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and so for the last backward
-pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm and updates with
-the information that it has: it does not clip, and skips the update if its own gradients are not finite. Then it runs
-the first forward passes of the next step. At VALIDATE, before the first backward pass of that step, the reduction is
-complete. If the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the
-correct factor, and repeat the forward passes.
+Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and therefore for the last
+backward pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm, and
+updates its parameters without waiting for the result. The stage does not clip, and it skips the update only if its own
+gradients are not finite. Then the stage runs the first forward passes of the next step. At VALIDATE, before the first
+backward pass of that step, the reduction is complete. If the step should have been clipped or skipped on any rank, all
+ranks roll back, repeat the update with the correct factor, and repeat the forward passes.
 
-The paper rolls back by in-place arithmetic, which rounds. Here, states are copied before the update, so that a step
-that was rolled back and repeated is bit-equal to a step that waited for the norm. The copies need as much memory as a
-second set of this rank's shards. The paper also passes the partial norm from stage to stage. This would save nothing
-here, because one wrong guess on any rank makes all ranks repeat their forward passes.
+The paper rolls back by in-place arithmetic, which has rounding errors. Here, states are copied before the update, so
+that a step that was rolled back and repeated is bit-equal to a step that waited for the norm. The copies need as much
+memory as a second set of this rank's shards. The paper also passes the partial norm from stage to stage. Passing the
+partial norm would save nothing here, because one wrong guess on any rank makes all ranks repeat their forward passes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copy the current values, and also the values of the small `further` tensors."""
+        """Copy the current values of all tensors, including the small tensors `further`."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write back the values of the last `take`."""
+        """Restore the values that the last call of `take` copied."""
         if self.tensors:
             foreach_copy_(self.tensors, self.copies)
         for tensor, copy in self._further:
@@ -69,7 +69,8 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """Update that was made before its verdict, with the non-tensor parts of the state before it."""
+    """Update that was performed before the norm was known, with the non-tensor parts of the state before this
+    update."""
 
     update: Update
     result: StepResult
@@ -79,7 +80,8 @@ class _Unvalidated(NamedTuple):
 
 
 class PostValidatedOptimizer(DistributedOptimizer):
-    """Optimizer that makes updates before the norm is known, if the result of a step is not read before the next step.
+    """Optimizer that performs updates before the norm is known, unless the result of a step is read before the next
+    step.
 
     Main parameters, states and gradients are copied, because an update scales gradients in place.
     """
@@ -124,8 +126,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """True if the previous step was neither clipped nor skipped. Otherwise this step may be clipped or skipped too,
-        and waiting for the norm costs less than rolling back."""
+        """Return True if the previous step was neither clipped nor skipped. After a clipped or skipped step, this step
+        may be clipped or skipped, too, and waiting for the norm costs less than rolling back."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
@@ -134,9 +136,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Wait for the verdict on an unvalidated update, if there is one. Returns True on all ranks if the step was
-        rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to those after a step
-        that waited for the norm. Collective over the world."""
+        """Wait for the result of checking an unvalidated update, if there is such an update. Returns True on all ranks
+        if the step was rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to
+        their values after a step that waited for the norm. This method is a collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -154,8 +156,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 
 class StaleForwards(Exception):
-    """Raised if parameters have changed since the forward passes of a list, which the caller must run again from the
-    start. Either all ranks raise it or none does, and only while no message is in flight."""
+    """Raised if parameters have changed since the forward passes of an action list. The caller must run the list again
+    from the start. Either all ranks or no ranks raise this exception, and no message is in flight when they do."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
@@ -173,7 +175,7 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ValidatingPipeline(Pipeline):
-    """Pipeline whose lists contain VALIDATE before the first backward pass of all ranks."""
+    """Pipeline whose action lists contain VALIDATE before the first backward pass on any rank."""
 
     executor_type = ValidatingExecutor
 
@@ -187,7 +189,7 @@ class ValidatingPipeline(Pipeline):
 
 
 class PostValidatedStep(TrainStep):
-    """Step that repeats its forward passes if the update before them is rolled back."""
+    """Training step that repeats its first forward passes if the update of the previous step is rolled back."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

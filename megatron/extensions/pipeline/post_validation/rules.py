@@ -16,15 +16,15 @@ WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def without_use(c: RunConfig) -> RunConfig:
-    """Return the configuration with the flag turned off if no step can be updated early. The rule `post_validation`
-    reports this."""
+    """Return the configuration, with --optimizer-post-validation turned off if no update can be performed early. The
+    rule `post_validation` reports that the flag has no effect."""
     idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
     return c.with_options(PostValidationFlags()) if idle else c
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Report features that post-validation does not support. A rollback restores copies of everything that an update
-    changes, and repeats the forward passes after it."""
+    changes, and repeats the forward passes after the update."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

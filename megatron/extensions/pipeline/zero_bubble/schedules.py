@@ -19,19 +19,20 @@ def W(stage: int, microbatch: int) -> Action:
 def zb_h1(p: int, m: int) -> Schedule:
     """Return ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with weight gradients delayed until a rank would be idle.
 
-    Every rank holds up to p microbatches. In 1F1B, only the first rank holds this many, and later ranks hold fewer. The
-    bubble is (p - 1)(F + I - W).
+    Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps this many, and later ranks
+    keep fewer. The bubble is (p - 1)(F + I - W).
     """
     return _zero_bubble(p, m, 1)
 
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     """Return ZB-H2 (arXiv 2401.10241, section 2.2): twice as many initial forward passes reduce the bubble to (p - 1)(F
-    + I - 2W). A rank holds up to 2p - 1 microbatches.
+    + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
 
     With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
-    initial forward pass. A message to a neighbour takes one turn, and its answer another, so each rank runs two more
-    initial forward passes than the next rank. With a difference of one, as in ZB-H1, ranks would wait for each other.
+    initial forward pass. A message to a neighbour takes one turn, and the answer takes another turn. Each rank
+    therefore runs two more initial forward passes than the next rank. With one more instead of two, as in ZB-H1, ranks
+    would wait for each other.
     """
     return _zero_bubble(p, m, 2, in_turns)
 
@@ -56,8 +57,8 @@ def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
 def zb_v(p: int, m: int) -> Schedule:
     """Return ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p - 1 - r, so that rank 0 computes the loss.
 
-    There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals that of 1F1B. For fewer
-    microbatches, the schedule for 2p - 1 is used without the microbatches beyond m.
+    There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals that of 1F1B. If m is
+    smaller, the schedule for 2p - 1 microbatches is used, without the microbatches beyond m.
     """
     n = max(m, 2 * p - 1)
     lists = []
@@ -69,7 +70,7 @@ def zb_v(p: int, m: int) -> Schedule:
         f1 = (Kind.F, up)
         i1 = (Kind.I, up)
         w1 = (Kind.W, up)
-        fed = n - (2 * p - 1 - rank)  # rounds of the steady state that start a forward pass
+        fed = n - (2 * p - 1 - rank)  # number of steady-state rounds that start a forward pass
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
         order += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank

@@ -1,6 +1,7 @@
 """Chat templates: render messages to a prompt with the tokenizer's Jinja template.
 
-A template may come from an untrusted checkpoint, so it runs in a sandbox, in a process with time and memory limits.
+A template may come from an untrusted checkpoint. It therefore runs in a sandbox, in a process with time and memory
+limits.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ChatTemplate:
 
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
-    """Return the template in `file` (the value of --chat-template) or, without a file, the tokenizer's template. Raises
-    ValueError if there is no template."""
+    """Return the template in `file`, which is the value of --chat-template. If no file is given, return the tokenizer's
+    template. Raises ValueError if there is no template."""
     settings, folder = _settings(config)
     known = {} if folder is None else role_texts(folder)
     if file is not None:
@@ -113,7 +114,8 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Check messages and return them. Raises ValueError unless they are a list of messages with roles and contents."""
+    """Check messages and return them. Raises ValueError unless `messages` is a list of messages with roles and
+    contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):
@@ -128,7 +130,7 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """Join contents that are lists of texts."""
+    """Convert message contents that are lists of texts to single texts."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
@@ -147,7 +149,7 @@ def _settings(config: TokenizerConfig) -> tuple[dict[str, object], Path | None]:
 
 
 def pieces(engine: Engine, generation: Generation) -> Iterator[str]:
-    """Yield the text of a submitted request as it becomes certain."""
+    """Yield the text of a submitted request, piece by piece, as soon as a piece can no longer change."""
     shown = 0
     while generation.finish_reason is None:
         engine.step()
@@ -164,10 +166,10 @@ def chat(
     ask: Callable[[], str | None],
     show: Callable[[str], None],
 ) -> None:
-    """Hold a conversation. `ask` returns the user's message, or None at the end, and `show` receives the answers piece
-    by piece.
+    """Run a conversation. `ask` returns the user's message, or None at the end of the conversation. `show` is called
+    with each piece of an answer.
 
-    The prompt contains all messages. If it would be too long, the oldest messages are omitted in pairs.
+    The prompt contains all messages. If the prompt would be too long, the oldest messages are omitted in pairs.
     """
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages: list[Message] = []

@@ -1,5 +1,5 @@
 """Registration of the callback that keeps the tokenizer's files for inference. The training program has no inference
-flags; tools/generate_text.py and tools/serve.py have their own. This module does not import torch."""
+flags; tools/generate_text.py and tools/serve.py have their own flags. This module does not import torch."""
 
 from __future__ import annotations
 

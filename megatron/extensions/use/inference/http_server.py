@@ -1,6 +1,5 @@
-"""HTTP server with the OpenAI API, for trying out a model. It serves FastAPI routes with uvicorn.
-
-For many users, export the model and use a production server.
+"""HTTP server with the OpenAI API, for trying out a model. The server uses FastAPI and uvicorn. For many users, export
+the model and use a production server.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class HttpLimits:
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0
-    """Seconds within which the body of a request must arrive, and for which a connection may be idle."""
+    """Time limit in seconds for the body of a request to arrive, and for a connection to be idle."""
 
     answer_seconds: float = 600.0
     connections: int = 128
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if the next request does not begin, or its head is not complete, in time. uvicorn
-    limits only the time between an answer and the first byte of the next request."""
+    """Connection that is closed if the head of the next request does not arrive in time. uvicorn limits only the time
+    between an answer and the first byte of the next request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -66,7 +65,7 @@ class Connection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Return True if no request is being answered."""
+        """Return True if the server is not answering any request."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_head(self) -> None:
@@ -79,7 +78,8 @@ class Connection(H11Protocol):
 
 
 class ApiServer:
-    """Server for an API with the engine of a loop, in a separate thread. Raises OSError if the server cannot listen."""
+    """HTTP server that runs in a separate thread and submits API requests to an engine loop. Raises OSError if the
+    server cannot listen."""
 
     def __init__(
         self, address: tuple[str, int], api: OpenAIApi, loop: EngineLoop, limits: HttpLimits, log: Callable[[str], None]
@@ -108,7 +108,7 @@ class ApiServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut down, after giving waiting requests a second to receive the reason."""
+        """Shut down the server. Waiting requests have one second to receive the reason."""
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()
@@ -169,7 +169,7 @@ class ApiServer:
         events, here = asyncio.Queue[Progress](), asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
-            with suppress(RuntimeError):  # this loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 here.call_soon_threadsafe(events.put_nowait, progress)
 
         try:
@@ -217,7 +217,7 @@ class ApiServer:
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
         """Yield progress until every text is complete. Raises ApiError if a text fails, ClientDisconnect if the client
-        has disconnected."""
+        disconnected."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:
@@ -240,7 +240,7 @@ class ApiServer:
             self.loop.cancel(job)
 
     async def _stream(self, call: Call, job: Job, event: Progress, rest: AsyncIterator[Progress]) -> AsyncIterator[str]:
-        """Yield server-sent events. An error that occurs after the first piece is sent as an event too."""
+        """Yield server-sent events. An error that occurs after the first piece is also sent as an event."""
         count = len(call.requests)
         shown, counted = [0] * count, [0] * count
         try:

@@ -1,4 +1,4 @@
-"""Parsing of JSON requests, with errors, for files and the server. A file has one request per line, and the generated
+"""Parsing and validation of JSON requests, for files and the server. A file has one request per line, and the generated
 texts are written as JSON lines in the same order."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.extensions.use.inference.generation.engine import MOST_LOGPROBS, L
 from megatron.extensions.use.inference.model import LoadedModel
 
 NAMED, NAME_LENGTH = 5, 60
-"""Maximum number of unknown fields that an error names, and of characters of each name."""
+"""Maximum number of unknown fields that an error names, and maximum number of characters of each name."""
 
 
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -32,7 +32,7 @@ class Fields:
     def __init__(self, body: Mapping[str, object]) -> None:
         self.body = body
         self.problems: list[tuple[str, str]] = []
-        """Errors, each as (field, error)."""
+        """Errors in the JSON object, as (field, error) pairs."""
 
     def only(self, known: Collection[str]) -> None:
         """Report every field that is not in `known` as an error. Only the first `NAMED` fields are named, because a
@@ -50,7 +50,7 @@ class Fields:
         self.problems.append((name, problem))
 
     def whole(self, name: str, default: Number, least: int = 0, most: int | None = None) -> int | Number:
-        """Read an integer in a range; null stands for the default."""
+        """Read an integer in a range; null means the default."""
         value = self.body.get(name)
         if value is None:
             return default
@@ -156,7 +156,7 @@ MOST_STOPS = 64
 
 @dataclass(frozen=True)
 class Line:
-    """Input line: a request, or its errors."""
+    """Parsed input line: a request, or the errors in the line."""
 
     number: int
     request: Request | None = None
@@ -169,7 +169,7 @@ def read_lines(
     lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
 ) -> Iterator[Line]:
     """Read the requests in nonblank lines. `defaults` supplies the values that a line omits, except the prompt. If a
-    line has no seed, its seed is derived from the default seed and the line number."""
+    line has no seed, a seed is derived from the default seed and the line number."""
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue
@@ -191,7 +191,7 @@ def read_lines(
 
 
 def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
-    """Return a function that makes the request of a line from its prompt tokens. Reports the errors of all fields."""
+    """Return a function that creates the request of a line from the prompt tokens. Report the errors of all fields."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):
@@ -219,8 +219,8 @@ def is_prompt(value: object) -> TypeGuard[str | list[int]]:
 def answers(
     lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool
 ) -> Iterator[dict[str, object]]:
-    """Yield one object for each line, in order: text, finish_reason, and, if requested, token ids and
-    log-probabilities; or the line number and its error."""
+    """Yield one object for each line, in order. The object contains text, finish_reason and, if requested, token ids
+    and log-probabilities. For a line with an error, the object contains the line number and the error."""
     waiting: deque[Line] = deque()
 
     def requests() -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""Copies of a run's tokenizer files beside its checkpoints, which make the folder self-contained."""
+"""Copies of a run's tokenizer files next to its checkpoints. The copies make the checkpoint folder self-contained."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.training.hooks import Callback, RunView
 from megatron.training.run import TrainingRun
 
 BESIDE = (*FILES, "chat_template.jinja")
-"""Files beside a tokenizer.json, with special tokens and chat template."""
+"""Files next to a tokenizer.json that contain special tokens and the chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class KeptTokenizer(Callback):
-    """Callback that copies the tokenizer files to --save, unless the run only evaluates a checkpoint of another run
-    there."""
+    """Callback that copies the tokenizer files to --save. An evaluation-only run does not copy them if --save already
+    contains checkpoints."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)
@@ -54,8 +54,8 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
-    """Return the tokenizer of the run that saved a checkpoint in this folder, with the original files, or their copies
-    if the originals no longer exist."""
+    """Return the tokenizer configuration of the run that saved a checkpoint in this folder. Paths refer to the original
+    files, or to the copies if the original files no longer exist."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):

@@ -34,12 +34,12 @@ from megatron.training.initialize import StartupPhases, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
 RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)
-"""Rules that relate a model to a layout."""
+"""Validation rules that depend on both the model and the layout."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its stages divided among ranks."""
+    """Model for generation, with its stages divided among ranks."""
 
     runner: StageRunner
     tokenizer: Tokenizer
@@ -62,8 +62,8 @@ class LoadedModel:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt, which may already be token ids. An empty text stands for the beginning of a
-        document. Raises ValueError if the tokenizer has no token for this."""
+        """Return the token ids of a prompt, which may already be token ids. An empty text is converted to the token
+        that begins a document. Raises ValueError if the tokenizer has no such token."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)
@@ -84,9 +84,9 @@ def loaded_model(
     """Load the model of a checkpoint, saved under any layout, or of a Hugging Face folder, on the ranks of this launch.
     Collective.
 
-    `tokenizer` replaces the run's tokenizer. If the files of the run's tokenizer no longer exist, the copy beside the
-    checkpoints is used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the model
-    or the ranks.
+    `tokenizer` replaces the run's tokenizer. If the files of the run's tokenizer no longer exist, the copies next to
+    the checkpoints are used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the
+    model or the ranks.
     """
     if problem := wrong_world(layout, launch.world_size):
         raise ValueError(str(problem))
@@ -106,14 +106,15 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """Return the group over which the leader sends commands to the other ranks. It uses gloo, so that no GPU waits."""
+    """Return the group over which the leader sends commands to the other ranks. The group uses gloo, so that no GPU
+    waits."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Return a problem if the number of ranks is wrong. Generation needs each part of the model once."""
+    """Return a problem if the number of ranks is wrong. Generation needs exactly one copy of each part of the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp

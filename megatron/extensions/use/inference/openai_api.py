@@ -42,7 +42,7 @@ class Limits:
     """Limits for a single request."""
 
     choices: int = 16
-    """Maximum number of texts, which is the number of prompts times n."""
+    """Maximum number of texts per request, which is the number of prompts times n."""
 
     new_tokens: int = 4096
     """Maximum value of max_tokens."""
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """API request of either kind. Choice i answers requests[i]."""
+    """Parsed API request for a completion or a chat completion. Choice i answers requests[i]."""
 
     requests: list[Request]
     chat: bool
@@ -60,7 +60,7 @@ class Call:
     include_usage: bool
     echo: bool
     prompts: list[str]
-    """Prompt texts, one for each choice, if they are echoed."""
+    """Prompt texts, one for each choice, if prompts are echoed."""
 
     n: int
     id: str
@@ -87,11 +87,11 @@ INERT: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "parallel_tool_calls": (True, False),
 }
-"""Unsupported fields, with the neutral values that are accepted."""
+"""Unsupported fields, with the neutral values that are accepted for each field."""
 
 
 class OpenAIApi:
-    """OpenAI API of one model, for both kinds of requests."""
+    """OpenAI API of one model, for completions and chat completions."""
 
     def __init__(
         self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
@@ -108,7 +108,7 @@ class OpenAIApi:
         return {"object": "list", "data": [found | {"max_model_len": self.engine.longest}]}
 
     def call(self, body: Mapping[str, object], chat: bool) -> Call:
-        """Parse a request. Raises ApiError that lists every wrong field."""
+        """Parse a request. Raises an ApiError that lists every wrong field."""
         fields = Fields(body)
         fields.only([*(CHAT_FIELDS if chat else COMPLETION_FIELDS), *INERT])
         if body.get("model") not in (None, self.name):
@@ -186,7 +186,7 @@ class OpenAIApi:
                 for prompt in map(self.model.tokenize, prompts)
                 for choice in range(n)
             ]
-        except ValueError as error:  # errors of a tokenizer
+        except ValueError as error:  # the tokenizer refuses a prompt
             fields.refuse("prompt", str(error))
             return []
 
@@ -245,7 +245,8 @@ class OpenAIApi:
         return {"id": call.id, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
     def text_logprobs(self, call: Call, found: Generation) -> Mapping[str, object]:
-        """Return the log-probabilities of a completion and of an echoed prompt, whose first token has none."""
+        """Return the log-probabilities of a completion and of an echoed prompt. The first token of a prompt has no
+        log-probability."""
         if not call.echo:
             return self._completion_logprobs(found.logprobs, 0)
         start = self.model.tokenizer.detokenize(found.request.prompt[:1])

@@ -1,4 +1,4 @@
-"""Loop that runs the engine for requests from other threads."""
+"""Loop that runs the generation engine for requests from other threads."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """Requests that are answered together. `tell` receives the progress of each request, and is called in the engine's
-    thread."""
+    """Requests that are answered together. `tell` is called in the engine's thread with the progress of each
+    request."""
 
     requests: Sequence[Request]
     deadline: float
     tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
-    """Generations of the requests. They belong to the engine's thread until all have a finish_reason."""
+    """Generations of the requests. Only the engine's thread may use these generations until all have a
+    finish_reason."""
 
 
 class Busy(Exception):
@@ -42,9 +43,8 @@ class Busy(Exception):
 
 
 class EngineLoop:
-    """Engine loop: submit jobs of other threads, step the engine, and send back the results.
-
-    `run` runs in the main thread until `stop`. Active requests then have `grace` seconds to complete.
+    """Engine loop that submits jobs of other threads, steps the engine, and sends back the results. `run` runs in the
+    main thread until `stop` is called. Active requests then have `grace` seconds to complete.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -57,7 +57,7 @@ class EngineLoop:
         """Number of requested texts that are not complete."""
         self.stopping = threading.Event()
         self.failure: str | None = None
-        """Reason why the engine has ended."""
+        """Reason why the engine ended; None while it runs."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
         """Submit a job. May be called from any thread. Raises Busy if too many texts are waiting, or if the server is
@@ -118,7 +118,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Execute the calls of other threads, waiting up to `seconds` for one. Returns False if none arrived."""
+        """Execute the calls of other threads, waiting up to `seconds` for the first call. Return False if no call
+        arrived."""
         taken = False
         while True:
             try:
@@ -143,12 +144,12 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Send the progress of a text to its owner. A `reason` means that the text has ended."""
+        """Send the progress of a text to the thread that requested it. A `reason` means that the text has ended."""
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # before the owner is informed, who may then ask for the number of pending texts
+        if reason is not None:  # update first: the informed thread may ask for the number of pending texts
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

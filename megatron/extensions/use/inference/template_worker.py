@@ -1,9 +1,9 @@
 """Process that renders a chat template, with time and memory limits.
 
-A template comes with a tokenizer, which may be untrusted. Jinja's sandbox protects the interpreter, but stops neither
-nested loops nor texts that keep doubling, even at compile time. The process imports neither torch nor this package. Its
-first input line contains the template, and each further line the values for a rendering. It answers each line with a
-line of JSON.
+Templates come with tokenizers, which may be untrusted. Jinja's sandbox protects the interpreter, but stops neither
+nested loops nor texts that keep doubling, even at compile time. The process imports neither torch nor this package. The
+first input line of the process contains the template, and each further line contains the values for a rendering. The
+process answers each input line with a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SECONDS = 10.0
-"""Time limit of a rendering in seconds. Real templates take milliseconds."""
+"""Time limit of a rendering in seconds. Real templates render in milliseconds."""
 
 MEMORY = 1 << 30
 """Limit on the address space of the process, in bytes."""
 
 
 class TemplateWorker:
-    """Process for one template, which is restarted after it has ended."""
+    """Process that renders one template. The process is restarted after it ends."""
 
     def __init__(self, source: str) -> None:
         self._source, self._lock = source, threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self) -> dict[str, object]:
-        """Start the process. Returns an empty answer if the template is valid; otherwise, an answer with `line` and
-        `wrong`, the line and the reason of the error. Raises ValueError if a limit is exceeded."""
+        """Start the process. Return an empty answer if the template is valid. Otherwise, return an answer with the line
+        of the error, `line`, and its reason, `wrong`. Raises ValueError if a limit is exceeded."""
         with self._lock:
             return self._start()
 
     def render(self, values: dict[str, object]) -> dict[str, object]:
-        """Render the template. Returns an answer with `text`, or with `wrong`, the reason why the template refuses the
+        """Render the template. Return an answer with `text`, or with `wrong`, the reason why the template refuses the
         values.
 
         Raises ValueError if a limit is exceeded."""
@@ -117,10 +117,10 @@ def main() -> None:
     from jinja2 import TemplateSyntaxError
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the signal is meant for the program, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles the signal and then ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # this process ends if the program has ended
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process even if the main program no longer runs
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

@@ -6,10 +6,11 @@ lists for all key sets. Keys that are not selected, such as those of a window, a
 unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
-fixed order. The second pass is used in deterministic runs, on GPUs without vectorized atomic additions (all except data
-center Hopper and Blackwell), and if lists hold at least the fraction `DENSE` of all keys. For each block of keys, the
-second pass multiplies all pairs of a query and a key, from the first query that selected a key of the block to the last
-one. The second pass is faster than atomic additions if queries have selected many keys.
+fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
+data center Hopper and Blackwell). The second pass is also used if lists contain at least the fraction `DENSE` of all
+keys. For each block of keys, the second pass multiplies all pairs of a query and a key, from the first to the last
+query that selected a key of the block. The second pass is faster than atomic additions if queries have selected many
+keys.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Quer
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST_VALUES, WIDEST_REST = 512, 64
-"""Largest numbers of value channels and of other channels of a key that the kernels support."""
+"""Largest number of value channels per key, and largest number of other channels per key, that the kernels support."""
 
 DENSE = 0.16
-"""A second pass sums the gradients of keys if lists hold at least this fraction of all keys. At this fraction, both
-methods take the same time under the rates assumed for an H200 (`plan/planner/devices/h200.yaml`), which have not been
+"""A second pass sums the gradients of keys if lists contain at least this fraction of all keys. At this fraction, both
+methods take the same time at the rates assumed for an H200 in `plan/planner/devices/h200.yaml`. These rates are not
 measured."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
@@ -105,7 +106,7 @@ def attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Implement `attend_to_selected` with Triton kernels; the arguments are the same."""
+    """Implement `attend_to_selected` with Triton kernels, with the same arguments."""
     keys, picked, first = joined_sets(seen, k)
     out, lse, of_first, highest = _attend(_dense(q), keys, picked, sinks, first, scale, width)
     return Attended(out, lse, lse if len(k) == 1 else of_first, highest.amax((0, 1)) if notes else None)
@@ -121,7 +122,7 @@ def gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Implement `selected_attention_gradients` with Triton kernels; the arguments are the same."""
+    """Implement `selected_attention_gradients` with Triton kernels, with the same arguments."""
     keys, picked, _ = joined_sets(seen, k)
     adds = adds_gradients(q.device, len(keys), picked.shape[-1])
     dq, dk = _gradients(_dense(grad), _dense(q), keys, picked, out, lse, scale, adds)
@@ -129,7 +130,7 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Implement `attended_weights` for selected keys with a Triton kernel; the arguments are the same."""
+    """Implement `attended_weights` for selected keys with a Triton kernel, with the same arguments."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
@@ -149,7 +150,8 @@ def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: flo
 
 
 def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
-    """Return True if the kernel supports these arguments of `attended_weights`, which needs selected keys and `lse`."""
+    """Return True if the kernel supports these arguments of `attended_weights`. The kernel needs selected keys and
+    `lse`."""
     return rows.picked is not None and lse is not None and suits(q, min(q.shape[-1], WIDEST_VALUES))
 
 
@@ -191,7 +193,8 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Gradients of q, and of k in fp32. If `adds` is True, the gradients of k are accumulated by atomic additions."""
+"""Gradients of q and of k; the gradients of k are fp32. If `adds` is True, the gradients of k are accumulated by atomic
+additions."""
 
 
 BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
@@ -241,8 +244,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan; the other arguments are the
-    same."""
+    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan. The other arguments equal
+    those of `attend`."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -277,8 +280,8 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
-    """Record the second pass for a plan: tensors stored for a chunk of queries, and the kernels of all chunks. A
-    program reads the positions of its keys in the lists, and the listed rows, once for each slice of channels."""
+    """Record the second pass for a plan: tensors stored for a chunk of queries, and the kernels of all chunks. For each
+    slice of channels, a program reads the positions of its keys in the lists, and the listed rows."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -293,8 +296,8 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan; the other arguments are the
-    same."""
+    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan. The other arguments equal
+    those of `weights`."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())

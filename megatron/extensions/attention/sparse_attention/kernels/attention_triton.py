@@ -1,8 +1,8 @@
 """Triton kernels for attention to selected keys (`attention.py`).
 
-A program computes one query of a sample for some heads: it gathers the query's keys in blocks, and uses each block for
-all of these heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys or
-channels, and as few as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the
+A program computes one query of a sample for some heads. The program gathers the query's keys in blocks, and uses each
+block for all of these heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys
+or channels, and as few as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the
 gradients of one part fit in registers.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
@@ -101,8 +101,8 @@ def selected_forward(
 
 @triton.jit
 def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
-    """Add values [keys, HELD] atomically to rows of dk: to the `size` channels from `start`, in the rows that begin at
-    the elements `at`."""
+    """Add values [keys, HELD] atomically to the rows of dk that begin at the elements `at`, in the `size` channels from
+    `start`."""
     c = tl.arange(0, values.shape[1])
     where = dk + at[:, None] + (start + c)[None, :]
     tl.atomic_add(where, values, mask=inside[:, None] & (c < size)[None, :], sem="relaxed")
@@ -248,7 +248,7 @@ HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2)
 """Block sizes for compute capability 9, with 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Block sizes for compute capability 10; larger blocks would exceed its shared memory."""
+"""Block sizes for compute capability 10. Larger blocks would exceed the shared memory of these GPUs."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
 """Block sizes for other GPUs, with 99 KiB of shared memory per program."""

@@ -31,15 +31,15 @@ KEYS, PARTS = 128, 4
 """Numbers assumed in plans: keys per program of the second pass, and programs that share the queries of these keys."""
 
 MOST_HEADS = 64
-"""Largest number of indexer heads that a program holds."""
+"""Largest number of indexer heads per program."""
 
 SLOW_ADDITIONS = 150
-"""Matrix product FLOPs that an H200 computes in the time that fp32 atomic additions take per byte, at the rates assumed
-in `plan/planner/devices/h200.yaml`, which have not been measured."""
+"""Matrix product FLOPs that take an H200 as long as one byte of fp32 atomic additions. Both rates are assumptions from
+`plan/planner/devices/h200.yaml`, not measurements."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return True if the kernels support this loss, which needs selected keys and the log-sum-exps of attention."""
+    """Return True if the kernels support this loss. They need selected keys and the log-sum-exps of attention."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -54,7 +54,7 @@ def sums_later(keys: int, count: int, heads: int) -> bool:
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """Return the query chunks of the loss, merged within the queries of each rank's indexer."""
+    """Return the query chunks of the loss. Chunks are merged, but only with chunks of the same rank's indexer."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -115,8 +115,8 @@ gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Allocate the same tensors as `by_kernels` and record the same kernels, for a plan. The GPU is assumed to have
-    fast atomic additions."""
+    """Allocate the tensors of `by_kernels` and record its kernels, for a plan. The GPU is assumed to have fast atomic
+    additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None

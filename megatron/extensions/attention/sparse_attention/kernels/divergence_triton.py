@@ -5,8 +5,8 @@ log-sum-exp of their scores, then the gradients of the query and of the head wei
 [keys, heads], as in `attention_triton.py`.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel. A
-program of the second kernel holds a block of keys and visits the queries in order. It multiplies each query by all keys
-of the block; the gradient of a score is zero if the query did not select the key.
+program of the second kernel processes a block of keys and visits the queries in order. It multiplies each query by all
+keys of the block; the gradient of a score is zero if the query did not select the key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,11 +30,11 @@ class Blocks(NamedTuple):
     """Block sizes of the kernels."""
 
     listed: int = 64
-    """Keys that the program of a query gathers at once."""
+    """Number of keys that the program of a query gathers at once."""
     keys: int = 128
-    """Keys that a program of the second kernel holds."""
+    """Number of keys per program of the second kernel."""
     columns: int = 64
-    """Query heads that a program of the second kernel multiplies by its keys at a time."""
+    """Number of query heads that a program of the second kernel multiplies by its keys at a time."""
 
 
 BLOCKS = Blocks()

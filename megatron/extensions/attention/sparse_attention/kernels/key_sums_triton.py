@@ -1,8 +1,8 @@
 """Second backward pass of attention to selected keys: gradients of keys, summed in a fixed order.
 
 The first pass stores the weights of listed keys and the gradients of their scores, one chunk of queries at a time. A
-program holds some channels of a block of keys, and multiplies the stored values by the queries and by the output
-gradients, in ascending order. Keys of the block that a query did not select contribute zeros.
+program processes some channels of a block of keys. The program multiplies the stored values by the queries and by the
+output gradients, in ascending order of queries. Keys of the block that a query did not select contribute zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,7 @@ from megatron.extensions.attention.sparse_attention.kernels.rows_triton import d
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
 PARTS = 4
-"""Number of programs that share the queries of a block of keys."""
+"""Number of programs that share the queries of one block of keys."""
 
 
 class Tile(NamedTuple):
@@ -28,9 +28,9 @@ class Tile(NamedTuple):
 
     keys: int
     columns: int
-    """Query heads that a program multiplies at a time."""
+    """Number of query heads that a program multiplies at a time."""
     channels: tuple[int, int]
-    """Channels that a program holds, in two parts: a power of two, and half that number."""
+    """Number of channels per program, in two parts: a power of two, and half that number."""
     warps: int
     stages: int
 
@@ -110,7 +110,8 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Lookup table from blocks of keys to the queries of a chunk that list these keys. All tensors are int32."""
+    """Lookup table from each block of keys to the queries in a chunk that list keys of the block. All tensors are
+    int32."""
 
     places: Tensor
     """[n, b, blocks * block]: position of a key in a query's list, or -1."""

@@ -1,5 +1,5 @@
-"""Building blocks of Triton kernels that gather selected rows: loads of channels in parts, products of the parts, and
-the position of a program."""
+"""Building blocks of Triton kernels that gather selected rows: loading channels in parts, multiplying the parts, and
+locating a program in the grid."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,15 +12,15 @@ import triton.language as tl
 
 
 class Widths(NamedTuple):
-    """Numbers of key channels, and the powers of two to which they are padded."""
+    """Numbers of channels per key, and the powers of two to which these numbers are padded."""
 
     values: int
     """Number of value channels, which come first."""
     rest: int
     part: int
-    """Smallest power of two that holds a quarter of the value channels."""
+    """Smallest power of two that is at least a quarter of the number of value channels."""
     held_rest: int
-    """Smallest power of two that holds the other channels; 0 if there are none."""
+    """Smallest power of two that is at least the number of other channels; 0 if there are no other channels."""
 
     @classmethod
     def of(cls, width: int, values: int) -> Widths:
@@ -123,8 +123,9 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Return the row, sample and heads of a program, a mask of existing heads, and the offset of the first head in [n,
-    b, heads]. Rows with the most keys come first; programs of one row are adjacent, because they read the same keys."""
+    """Return the row, the sample and the heads of a program, a mask of the heads that exist, and the offset of the
+    first head in [n, b, heads]. Rows with the most keys come first. The programs of one row are adjacent, because they
+    read the same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Selection with Triton kernels, which replace `scores_of_keys` and `largest_scores`.
+"""Triton kernels for key selection, which replace `scores_of_keys` and `largest_scores`.
 
 The kernels store neither the products of individual heads nor sorted rows. Scores equal those of plain PyTorch up to
 rounding; plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
@@ -29,8 +29,8 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples used to
-check kernels."""
+"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples that check
+kernels."""
 
 
 def fits(q: Tensor) -> bool:
@@ -44,7 +44,7 @@ def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Implement `largest_scores` with a Triton kernel; the arguments are the same."""
+    """Implement `largest_scores` with a Triton kernel, with the same arguments."""
     begin, end = torch.broadcast_tensors(first, last)
     return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
 
@@ -83,8 +83,8 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan; the other arguments are the
-    same."""
+    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan. The other arguments equal those
+    of `scores`."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -95,8 +95,8 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Allocate the tensors of `largest` and record its kernel, for a plan; the other arguments are the same. The first
-    read of a row is from memory; later reads hit the cache."""
+    """Allocate the tensors of `largest` and record its kernel, for a plan. The other arguments equal those of
+    `largest`. The first read of a row is from memory; later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -105,8 +105,8 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan; the other arguments are the
-    same."""
+    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan. The other arguments equal those
+    of `keys`."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 

@@ -1,8 +1,9 @@
 """Triton kernels for selection (`selection.py`): the indexer scores, and the keys with the largest scores.
 
-Scores: a program holds a block of keys and visits queries. It multiplies the keys by all indexer heads of a query,
-applies ReLU and head weights, and sums over heads without storing the products. Selection: a program finds the smallest
-selected score of a query, digit by digit from the most significant one (radix select), and then lists the keys.
+Scores: each program keeps a block of keys and visits the queries in turn. The program multiplies the keys by all
+indexer heads of a query, applies ReLU and head weights, and sums over heads without storing the products. Selection: a
+program finds the smallest selected score of a query, digit by digit from the most significant one (radix select), and
+then lists the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS, QUERIES = 128, 16
-"""Keys and queries per program of the score kernel."""
+"""Numbers of keys and queries per program of the score kernel."""
 
 PLACES = 1024
-"""Scores that are read at once."""
+"""Number of scores that are read at once."""
 
 
 @triton.jit
@@ -61,8 +62,8 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     """List the keys with the largest scores, in ascending order; among equal scores, the later keys.
 
     scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]. If a
-    query may attend to fewer keys, the list is padded with -1. Each existing key after the last allowed one adds one
-    entry of padding at the end, until the list is full; the remaining padding is at the start.
+    query may attend to fewer than topk keys, the list is padded with -1. Each existing key after the last allowed key
+    adds one padding entry at the end, until the list is full. The remaining padding is at the start.
     """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

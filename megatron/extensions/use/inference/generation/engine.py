@@ -28,7 +28,7 @@ class Request:
     """Token ids of the prompt, at least one."""
 
     max_new_tokens: int = 64
-    """Maximum number of new tokens. The model's maximum sequence length is a limit too."""
+    """Maximum number of new tokens. The model's maximum sequence length also limits the text."""
 
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -36,20 +36,20 @@ class Request:
     """Random seed. The new text depends only on the seed, the prompt and the sampling."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the new text, which does not include them."""
+    """Strings that end the new text. The new text does not include these strings."""
 
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the new text, which does not include them."""
+    """Tokens that end the new text. The new text does not include these tokens."""
 
     eos_ids: frozenset[int] = frozenset()
-    """End-of-text tokens of the model; the new text does not include them."""
+    """End-of-text tokens of the model. The new text does not include these tokens."""
 
     logprobs: int | None = None
-    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position, as computed
-    before sampling modifies the logits."""
+    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position.
+    Log-probabilities are computed before sampling modifies the logits."""
 
     prompt_logprobs: bool = False
-    """Return log-probabilities for the tokens of the prompt too, except the first."""
+    """Also return log-probabilities of the prompt tokens, except the first token."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -78,7 +78,7 @@ class Logprob:
 
 
 WINDOW = 16
-"""Number of requests per cache row that are sorted by length together."""
+"""Number of requests per cache row that are read ahead and sorted by length."""
 
 
 @dataclass(eq=False)
@@ -87,20 +87,22 @@ class Generation:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New tokens. They include the tokens of a stop string, but not a token that ended the text."""
+    """New tokens. The list includes the tokens of a stop string, but not a token that ended the text."""
 
     text: str = ""
-    """Text of the new tokens, without a part that later tokens may still change; empty without a tokenizer."""
+    """Text of the new tokens, without the last characters that later tokens may still change. The text is empty if
+    there is no tokenizer."""
 
     logprobs: list[Logprob] = field(default_factory=list)
-    """Log-probabilities of the new tokens, if the request asks for them."""
+    """Log-probabilities of the new tokens, if the request asks for log-probabilities."""
 
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens except the first, if the request asks for them."""
+    """Log-probabilities of the prompt tokens except the first, if the request asks for log-probabilities."""
 
     finish_reason: str | None = None
     """Reason for the end of the text: "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
-    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while the text grows."""
+    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while tokens are still
+    generated."""
 
     error: str | None = None
     """Error that prevented or ended the text."""
@@ -113,9 +115,9 @@ class Generation:
 class Engine:
     """Engine that runs requests on the leader of a `StageRunner`.
 
-    At most `rows` texts grow at the same time. A waiting request takes the first row that becomes free. A forward pass
-    reads at most `prefill_tokens` prompt tokens, including padding, or a single prompt. Text and stop strings need
-    `detokenize`.
+    At most `rows` texts grow at the same time. A waiting request receives the first row that becomes free. A forward
+    pass reads at most `prefill_tokens` prompt tokens, including padding, unless it reads only one prompt. `detokenize`
+    is required for text and stop strings.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Engine:
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []
-        """Generation in each row of the cache."""
+        """Active generation in each row of the cache."""
         self._drop: list[int] = []
 
     @property
@@ -140,7 +142,7 @@ class Engine:
         return not (self.waiting or self.growing)
 
     def submit(self, request: Request) -> Generation:
-        """Append a request to the queue. If it cannot be answered, its `finish_reason` is set immediately."""
+        """Append a request to the queue. If the request cannot be answered, `finish_reason` is set immediately."""
         found = Generation(request)
         if problem := self.why_refused(request):
             found.finish_reason, found.error = "error", problem
@@ -173,13 +175,13 @@ class Engine:
         return None
 
     def cancel(self, generation: Generation) -> None:
-        """End a request. Its row is free for the next request."""
+        """End a request. The row of this request becomes free for the next request."""
         if generation.finish_reason is None:
             with self._failures_of([generation]):
                 self._end(generation, "cancelled")
 
     def step(self) -> list[Generation]:
-        """Read the prompts of waiting requests if rows are free, then add a token to every growing text. Returns the
+        """Read the prompts of waiting requests if rows are free, then add a token to every active text. Return the
         generations that changed."""
         changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
         if self.growing:
@@ -188,7 +190,7 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Exchange a sign of life with the other ranks. Raises an error if one of them has failed."""
+        """Check that the other ranks are alive, by running a pass without tokens. Raises an error if a rank failed."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
@@ -256,7 +258,7 @@ class Engine:
         return rows
 
     def _sample(self, logits: Tensor, rows: list[Generation]) -> None:
-        """Add the next token to each text. Texts with equal sampling are sampled together."""
+        """Add the next token to each text. Texts with equal sampling settings are sampled together."""
         groups: dict[Sampling, list[int]] = {}
         for row, generation in enumerate(rows):
             groups.setdefault(generation.request.sampling, []).append(row)
@@ -272,7 +274,7 @@ class Engine:
 
     @contextmanager
     def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
-        """Context that ends all texts in `rows` if its block raises an error. Other texts continue."""
+        """Context manager that ends all texts in `rows` if the block raises an error. Other texts continue."""
         try:
             yield
         except Exception as error:
@@ -316,7 +318,7 @@ class Engine:
 
 
 def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor) -> list[int]:
-    """Sample the next token of each text. All texts use the same sampling."""
+    """Sample the next token of each text. All texts use the same sampling settings."""
     uniform = [float(torch.rand((), generator=each.generator, dtype=torch.float64)) for each in rows]
     earlier = [[*each.request.prompt, *each.tokens] for each in rows] if sampling.repetition_penalty != 1 else ()
     tokens: list[int] = sampling.next_tokens(logits, torch.tensor(uniform, dtype=torch.float64), earlier).tolist()
@@ -324,7 +326,7 @@ def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor)
 
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:
-    """Convert a row of `token_logprobs`."""
+    """Convert a row that `token_logprobs` returns."""
     count = len(found) // 2
     best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
     return Logprob(token, found[0], tuple(best))

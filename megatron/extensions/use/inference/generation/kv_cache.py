@@ -1,4 +1,5 @@
-"""Key/value cache for generation: earlier tokens of several texts of different lengths, and attention to them.
+"""Key/value cache for generation, with the earlier tokens of several texts of different lengths, and attention to these
+tokens.
 
 Each text is a row of the cache, and its tokens begin in column 0. The new tokens of a forward pass are padded on the
 right to equal length. No query attends to the padding, which a later pass overwrites.
@@ -15,12 +16,12 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""Divisor of the number of columns, which grows by at least half at a time."""
+"""Divisor of the number of columns. The number of columns grows by at least half at a time."""
 
 
 class KeyValueCache:
-    """Cached keys and values by layer, or the latents from which they are projected, and states of linear attention
-    layers. Memory grows with the texts."""
+    """Cache of a model: keys and values by layer, or the latents from which keys and values are projected, and the
+    states of linear attention layers. Memory grows with the texts."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -44,7 +45,7 @@ class KeyValueCache:
         return Cached(self, first, past, tuple(counts), width, device)
 
     def drop(self, row: int) -> None:
-        """Remove the text in a row. The last row moves to its place."""
+        """Remove the text in a row. The last row is moved to this row."""
         last = len(self.lengths) - 1
         for tensors in (*self._layers.values(), *self._states.values()):
             for kept in tensors:
@@ -55,8 +56,8 @@ class KeyValueCache:
         self.lengths.pop()
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Return the memory of a layer, [at least rows, groups, at least columns, width]. It is enlarged if it is too
-        small."""
+        """Return the memory of a layer, [at least rows, groups, at least columns, width]. Memory that is too small is
+        enlarged."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:

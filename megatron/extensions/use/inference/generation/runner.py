@@ -1,7 +1,8 @@
 """Forward passes for generation over the pipeline stages and ranks of a model.
 
-One rank is the leader. It decides which tokens a pass reads, sends them to the others (`Pass`), and receives the logits
-of the last stage. The other ranks run the same passes on their stages and shards until the leader stops."""
+One rank is the leader. The leader decides which tokens a pass reads, sends these tokens to the other ranks (`Pass`),
+and receives the logits of the last stage. The other ranks run the same passes on their stages and shards until the
+leader stops."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ class Pass:
     """Number of the first row."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
-    """New tokens of each row. A pass without tokens is only a sign of life."""
+    """New tokens of each row. A pass without tokens only checks that all ranks are alive."""
 
     drop: tuple[int, ...] = ()
     """Rows to remove before the pass, one after another."""
 
     prompt_logprobs: int | None = None
-    """For a pass over one row: return the log-probability of each token except the first, and of this many most likely
-    tokens."""
+    """For a pass over one row: number of most likely tokens whose log-probabilities are returned, in addition to the
+    log-probability of each token except the first."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class Outputs:
     """Logits [b, vocab_size] after the last new token of each row."""
 
     prompt: Tensor | None = None
-    """Log-probabilities of the prompt, [s - 1, 1 + 2 n] fp64: for each token its own, then the n most likely tokens and
-    their log-probabilities."""
+    """Log-probabilities of the prompt, [s - 1, 1 + 2 n] fp64: each row contains the log-probability of a token, then
+    the n most likely tokens and their log-probabilities."""
 
 
 class StageRunner:
-    """Stages of one rank, their cache, and the messages to and from other ranks.
-
-    `stages` maps the global number of each local stage to its module; `layout` gives the pipeline rank of each stage.
-    `control` contains the ranks of the model, the leader first. By default, these are the tensor- and pipeline-parallel
-    ranks of `state`. If experts are on several data-parallel ranks, `control` must contain these ranks too.
+    """Runner of the stages on one rank, with the cache of these stages and the messages to and from other ranks.
+    `stages` maps the global number of each local stage to its module. `layout` gives the pipeline rank of each stage.
+    `control` contains the ranks of the model, with the leader first. By default, `control` contains the tensor- and
+    pipeline-parallel ranks of `state`. If experts are sharded over several data-parallel ranks, `control` must also
+    contain these ranks.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StageRunner:
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
-        """On the leader, the rank that sends the logits."""
+        """Rank that sends the logits to the leader; used on the leader only."""
         self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
@@ -95,19 +96,19 @@ class StageRunner:
 
     @torch.inference_mode()
     def run(self, step: Pass) -> Outputs | None:
-        """Run a pass on all ranks; called on the leader."""
+        """Run a pass on all ranks. Only the leader calls this method."""
         assert self.leads
         self._broadcast(step)
         return self._pass(step)
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Run the leader's passes until it stops; called on the other ranks."""
+        """Run the passes of the leader until the leader stops. All ranks except the leader call this method."""
         while (step := self._broadcast(None)) is not None:
             self._pass(step)
 
     def stop(self) -> None:
-        """End `follow` on the other ranks; called on the leader."""
+        """End `follow` on the other ranks. Only the leader calls this method."""
         self._broadcast(None)
 
     def _broadcast(self, step: Pass | None) -> Pass | None:
@@ -127,12 +128,12 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed the maximum
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed it
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # on the rank with the last stage
+        for hidden in ended:  # only the rank with the last stage has hidden states
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
@@ -179,20 +180,20 @@ def _with_cache(model: GPTModel, hidden: Tensor | None, given: tuple[Batch, Cach
 
 
 CHUNK = 256
-"""Number of prompt tokens whose logits are held at the same time."""
+"""Number of prompt tokens whose logits are in memory at the same time."""
 
 
 def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
-    """Compute, on the last stage, the logits [n, vocab_size] of the token after each row of hidden [n, h], which is not
-    sharded."""
+    """Compute, on the last stage, the logits [n, vocab_size] of the next token for each row of the unsharded hidden
+    states [n, h]."""
     assert model.output_layer is not None, "only the last stage has logits"
-    logits = model.output_layer(hidden[None])  # under sequence parallelism, there are as many copies as ranks
+    logits = model.output_layer(hidden[None])  # under sequence parallelism, each rank adds a copy
     return model.whole_logits(logits[:1])[0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Return the log-probability of each token, then the most likely tokens and their log-probabilities: logits [n,
-    vocab], tokens [n] -> [n, 1 + 2 top] fp64."""
+    """Return the log-probability of each token, followed by the most likely tokens and their log-probabilities: logits
+    [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = logits.to(wide).log_softmax(-1)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)

@@ -24,14 +24,15 @@ class Sampling:
     """Number of most likely tokens to choose from."""
 
     top_p: float | None = None
-    """Choose from the smallest set of most likely tokens with at least this total probability (arXiv:1904.09751)."""
+    """Choose from the smallest set of most likely tokens whose total probability is at least this number
+    (arXiv:1904.09751)."""
 
     min_p: float | None = None
     """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Factor by which positive logits of tokens in the prompt or the new text are divided, and negative ones multiplied
-    (CTRL, arXiv:1909.05858, section 4.1)."""
+    """Repetition penalty for tokens in the prompt or the new text: positive logits are divided by this factor, and
+    negative logits are multiplied by it (CTRL, arXiv:1909.05858, section 4.1)."""
 
     def __post_init__(self) -> None:
         problems = []

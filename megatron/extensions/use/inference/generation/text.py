@@ -1,12 +1,13 @@
-"""Incremental decoding. Incomplete characters, and text that may become a stop string, are held back until they are
-certain. This module needs no model."""
+"""Incremental decoding. Text streaming: incomplete characters, and text that may become a stop string, are held back
+until they can no longer change. This module needs no model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Replacement character, to which tokenizers decode an incomplete character, once or for each of its bytes."""
+"""Replacement character. Tokenizers decode an incomplete character to one replacement character, or to one for each of
+its bytes."""
 
 MOST_BYTES = 3
 """Largest number of bytes of an incomplete UTF-8 character."""
@@ -15,9 +16,9 @@ MOST_BYTES = 3
 class TextStream:
     """Stream that decodes the tokens after a prompt one by one.
 
-    A token is decoded together with earlier ones, because the space before a word may depend on the previous token, and
-    a character may consist of several tokens. `finish` returns the text that was held back. All returned pieces
-    together are the text.
+    A token is decoded together with earlier tokens, because the space before a word may depend on the previous token,
+    and a character may consist of several tokens. `finish` returns the text that was held back. The concatenation of
+    all returned pieces is the text.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -25,13 +26,13 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """Number of characters of the decoded text of tokens[_first:] that have been returned."""
+        """Number of returned characters of the text decoded from tokens[_first:]."""
         self._held = ""
         self.stopped = False
-        """True if a stop string has been found."""
+        """True if the text contains a stop string."""
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that has become certain."""
+        """Add a token and return the new text that can no longer change."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
@@ -42,7 +43,7 @@ class TextStream:
         return self._released(self._taken(final=True), final=True)
 
     def _taken(self, final: bool) -> str:
-        """Return new complete characters."""
+        """Return complete characters that have not been returned yet."""
         text = self._detokenize(self._tokens[self._first :])
         stable = text if final else _whole(text)
         new = stable[len(self._decoded) :] if len(stable) > len(self._decoded) else ""
@@ -69,7 +70,7 @@ CONTEXT = 16
 
 
 def _whole(text: str) -> str:
-    """Remove the end of a text that may form one character with the next tokens."""
+    """Remove the last characters of a text that may form one character with the next tokens."""
     end = len(text)
     while end > max(0, len(text) - MOST_BYTES) and text[end - 1] == REPLACEMENT:
         end -= 1
