@@ -61,7 +61,7 @@ def test_a_prompt_that_is_too_long_does_not_stop_the_others(
     flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
     assert main(flags) == 2
     said = capsys.readouterr()
-    assert said.out.startswith("one") and "has 60 tokens, and the model reads at most 48" in said.err
+    assert said.out.startswith("one") and "has 60 tokens, but the model reads at most 48" in said.err
 
 
 MISTAKES = [
@@ -106,7 +106,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"prompt": "x", "stop": ["a", ""]}', "none of them empty"),
     (b'{"prompt": "x", "top_p": 0, "temperature": NaN}', "top_p 0.0 must be above 0"),
     (b'{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 0, not 1.5"),
-    (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, and the model reads at most 48"),
+    (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, but the model reads at most 48"),
     (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no chat template"),
 ]
 
@@ -187,6 +187,6 @@ def test_chat_messages_are_answered(
     out = capsys.readouterr().out
     first = answers(checkpoint, tmp_path, [b'{"prompt": "sSuhia", "max_new_tokens": 4}'])[0]["text"]
     assert out.startswith(first + "\n")
-    assert "[has 64 tokens, and the model reads at most 48" in out and out.count("\n") >= 5
+    assert "[has 64 tokens, but the model reads at most 48" in out and out.count("\n") >= 5
     with pytest.raises(ValueError, match="--tokenizer-type ByteTokenizer has no chat template"):
         main(flags)

@@ -113,7 +113,7 @@ def test_errors_state_a_remedy() -> None:
     with pytest.raises(ValueError, match=fields):
         Request([], -1, stop=("a", ""), logprobs=101)
     (found,) = Engine(StageRunner({0: GPTModel(STYLES["gpt"])})).run([Request([1] * 16, 3)])
-    assert str(found.error).startswith("has 16 tokens, and the model reads at most 16")
+    assert str(found.error).startswith("has 16 tokens, but the model reads at most 16")
 
 
 def test_a_penalty_makes_tokens_of_the_text_less_likely() -> None:

@@ -205,7 +205,7 @@ WRONG: list[tuple[Any, str]] = [
     (b'{"prompt": "\\ud800"}', "half a character"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
     ({"prompt": "a", "seed": 2**65, "top_k": -2}, "top_k: must be a whole number"),
-    ({"prompt": "a" * 64}, "the prompt has 64 tokens, and the model reads at most 64"),
+    ({"prompt": "a" * 64}, "the prompt has 64 tokens, but the model reads at most 64"),
     ({"prompt": [1, -1]}, "tokens must be from 0 to 256"),
     ({"prompt": []}, "prompt: must be a text"),
     ({"prompt": "a", "stop": ""}, "stop: must be a text or a list of texts, none of them empty"),

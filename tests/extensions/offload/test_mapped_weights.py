@@ -82,7 +82,7 @@ def test_a_full_disk_is_refused_before_files_are_created(tmp_path: Path) -> None
     """The error states the bytes that all ranks on the disk need together."""
     for said in run_world(2, _starts, str(tmp_path)):
         assert said.startswith(f"--offload-weights-folder {tmp_path}: ") and "are needed for weights, gradients" in said
-        assert said.endswith("has 976.56 KiB; free space, or give a folder on another disk")
+        assert said.endswith("has 976.56 KiB; free space, or use a folder on a different disk")
 
 
 def test_a_file_without_room_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         "FILE: phase 3 (d): has more than one beginning",
         "FILE: phase 3 (d): lr-decay-style cubic: must be one of",
         "FILE: phase 4: is not a mapping; write a list of phases",
-        "FILE: phase 2 (a): name a: is the name of another phase as well; give each phase its own name",
+        "FILE: phase 2 (a): name a: is already the name of another phase; give each phase its own name",
         "FILE: phase 1 (b): from-tokens 0: must be after the beginning of phase a, sample 0; use a larger number",
         "--lr 0.0: must be above 0",
     ):

@@ -138,16 +138,19 @@ REFUSED = (
         '--lr-schedule "fall 10%"',
         "`fall 10%` has no shape; begin it with one of warm-up, hold, linear, cosine, sqrt, 1-sqrt, power",
     ),
-    ('--lr-schedule "hold"', "`hold` has no length; give it as 20%, 5e6 samples, 2B tokens or rest"),
+    ('--lr-schedule "hold"', "`hold` has no length; write for example 20%, 5e6 samples, 2B tokens or rest"),
     (
         '--lr-schedule "hold rest, linear rest"',
         "has more than one piece with the length `rest`; give the others a length",
     ),
     ('--lr-schedule "hold 90%, linear 20%"', "pieces have 17.6 samples, but the schedule has only 16; shorten some"),
     ('--lr-schedule "linear 1K tokens"', "--lr-schedule linear 1K tokens: its pieces have 125 samples, but"),
-    ('--lr-schedule "hold 10% to 0.5"', "hold takes no `to`; remove it"),
-    ('--lr-schedule "power 10%"', "needs an exponent below 0, and other shapes take none; for example exponent -0.51"),
-    ('--lr-schedule "linear 10% after 5%"', "linear takes no `after`; remove it"),
+    ('--lr-schedule "hold 10% to 0.5"', "hold does not accept `to`; remove it"),
+    (
+        '--lr-schedule "power 10%"',
+        "needs an exponent below 0, and other shapes accept none; for example exponent -0.51",
+    ),
+    ('--lr-schedule "linear 10% after 5%"', "linear does not accept `after`; remove it"),
     ('--lr-schedule "linear 10% until 5"', "has `until 5` after its length; only to, exponent and after are allowed"),
 )
 
@@ -211,7 +214,7 @@ def test_a_branch_continues_from_its_run_and_resumes_bitwise(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "stable")
     trained(tmp_path / "killed", branch)
     trained(tmp_path / "killed", branch)
-    assert "to continue, start another branch with more --decay-tokens" in (tmp_path / "killed.screen").read_text()
+    assert "to continue, start another branch with a larger --decay-tokens" in (tmp_path / "killed.screen").read_text()
     whole, parts = (Checkpoint(tmp_path / name / "iter_0000008") for name in ("branch", "killed"))
     assert all(torch.equal(whole.read(key), parts.read(key)) for key in whole.tensors)
     origin = {"from": str(source), "iteration": 4, "consumed_samples": 16}

@@ -286,7 +286,7 @@ def test_each_data_set_may_have_its_own_text_key(tmp_path: Path) -> None:
     for words, said in {
         f"{b}=text": "",
         f"body {b}=text {c}=text": "",
-        "text body": f"--text-key text body: a record has one document.*give the other keys as .*{b}=body",
+        "text body": f"--text-key text body: a record has one document.*set the other keys as .*{b}=body",
         f"{tmp_path}/d.jsonl=text": f"there is no data set {tmp_path}/d.jsonl; the data sets of the run are {a}, {b}",
         f"{b}=": "names no key; write PATH=KEY",
     }.items():

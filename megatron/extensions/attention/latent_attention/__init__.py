@@ -4,5 +4,5 @@ Flags: --multi-latent-attention, or --attention-module multi_latent_attention, w
 --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim. With --recompute-modules mla_up_proj, the
 backward pass recomputes the heads from the latents.
 
-Read first: `multi_latent_attention.py`, the module and its weights.
+Read first: `multi_latent_attention.py` contains the module and its weights.
 """

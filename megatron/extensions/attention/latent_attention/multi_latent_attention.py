@@ -2,7 +2,7 @@
 
 Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Query
 and key heads have non-rotary channels and rotary channels. The rotary channels of the key are projected directly from
-the hidden states, and all heads share them.
+the hidden states, and are shared by all heads.
 
 Every tensor-parallel rank computes the full latents and its own heads: the down-projections are replicated, and the
 up-projections are sharded by heads.

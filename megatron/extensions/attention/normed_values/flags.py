@@ -73,7 +73,7 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
     try:
         sources = [source_of(m, number) for number in range(m.num_layers)]
     except ValueError as error:
-        yield Problem(SHARED, count, str(error), "use a smaller number, or another --window-attn-skip-freq")
+        yield Problem(SHARED, count, str(error), "use a smaller number, or a different --window-attn-skip-freq")
         return
     yield from _of_other_stages(c, sources)
 
@@ -106,8 +106,8 @@ class NormedValuesFlags:
     NO_EFFECT_WITHOUT: ClassVar = Condition(CHOICE, lambda config: config.model.attention == NAME)
 
     global_keys_as_values: bool = False
-    """Normalized values: layers without a sliding window or attention chunks have no value projection. Their keys,
-    before norm and rotary embedding, serve as values."""
+    """Normalized values: layers without a sliding window or attention chunks have no value projection. The keys of
+    these layers, before norm and rotary embedding, serve as values."""
 
     kv_shared_layers: int = flag(0, at_least=0)
     """Normalized values: number of layers at the end of the model that project only queries. Each of these layers

@@ -8,6 +8,7 @@ flags --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk set t
 --dsa-indexer-skip-topk-offset, layers share the selected keys. Compressed attention is --experimental-attention-variant
 dsv4_hybrid, with --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 
-Read first: `sparse_attention.py`, the module; `selection.py`, `selected_attention.py` and `indexer_loss.py`, which
-process chunks of queries; `compressed_attention.py`, the module of DeepSeek-V4. `kernels` contains their GPU kernels.
+Read first: `sparse_attention.py` contains the module of DSA. `selection.py`, `selected_attention.py` and
+`indexer_loss.py` process chunks of queries. `compressed_attention.py` contains the module of DeepSeek-V4. The folder
+`kernels` contains the GPU kernels.
 """

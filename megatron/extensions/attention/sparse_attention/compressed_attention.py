@@ -3,9 +3,9 @@
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
 consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
 keys that a query attends to. With a larger ratio, a query attends to all compressed keys. One key, which is also the
-value, serves all heads. Its last channels are rotated by its position; a compressed key has the position of its first
-token. Outputs are rotated back by the query's position. The formulas match Hugging Face's implementation of
-DeepSeek-V4.
+value, serves all heads. The last channels of a key are rotated by the key's position. A compressed key has the position
+of its first token. Outputs are rotated back by the query's position. The formulas match Hugging Face's implementation
+of DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
 the compressed keys. No compressed key spans two documents.

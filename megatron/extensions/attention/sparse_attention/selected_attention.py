@@ -190,7 +190,7 @@ def selected_attention_gradients(
         seen: Key sets.
         k: Keys [s, b, w] of each set.
         scale: Factor of the scores.
-        width: Number of value channels, the first channels of a key.
+        width: Number of value channels, which are the first channels of a key.
     """
     dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
     for parts in _parts(q, k, seen):

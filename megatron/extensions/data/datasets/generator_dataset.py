@@ -72,7 +72,7 @@ class GeneratorDataset(TextDataset):
             raise ValueError(f"the stream of data ended at sample {self._next} of {self.samples}") from None
         if text.shape != (self.format.seq_length + 1,):
             raise ValueError(
-                f"sample {self._next} of the stream has shape {text.shape}, and must be --seq-length + 1 = "
+                f"sample {self._next} of the stream has shape {text.shape}, but must be --seq-length + 1 = "
                 f"{self.format.seq_length + 1} token ids"
             )
         self.format.check_ids(text, f"sample {self._next} of the stream")

@@ -45,7 +45,7 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 def damages_of(prefix: str) -> list[str] | None:
     """Return a message for each file of a dataset that differs from its checksum; None if the dataset has no checksums.
-    Both files are read completely."""
+    Both files of the dataset are read completely."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -89,8 +89,8 @@ class IndexedDatasetBuilder:
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document. `lengths` divides it into sequences; by default, the document is a single sequence. An
-        empty document adds a boundary but no sequence."""
+        """Append a document. `lengths` divides the document into sequences; by default, the document is a single
+        sequence. An empty document adds a boundary but no sequence."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []

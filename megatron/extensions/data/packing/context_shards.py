@@ -3,8 +3,8 @@ does not import torch.
 
 The default shards, an early and a late chunk of the sample for each rank, have equal work only if the sample is a
 single document. This module assigns different tokens to the ranks, but the same number of tokens per rank, so that
-shapes and padding do not change. It evaluates several divisions of the documents, and uses the one with the lowest
-`Score`:
+shapes and padding do not change. The module evaluates several divisions of the documents, and uses the division with
+the lowest `Score`:
 
 - pairs of chunks of the sample, the default division;
 - pairs of chunks of each document (zig-zag per document), whose work is equal by construction, but which fragments
@@ -47,7 +47,7 @@ Owners = NDArray[np.int64]
 
 
 class Score(NamedTuple):
-    """Cost of a division."""
+    """Cost of a division of the sequence over context-parallel ranks."""
 
     time: float
     """Query-key pairs of the busiest rank, plus `TILE` for each of its tiles."""
@@ -56,7 +56,7 @@ class Score(NamedTuple):
     """Query-key pairs of the busiest rank, divided by the mean."""
 
     travelling: int
-    """Number of keys that each rank sends to the others."""
+    """Number of keys that each rank sends to other ranks."""
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:

@@ -22,8 +22,8 @@ SWAPS = 4
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
-    """Return the number of query-key pairs in a sample. Its seq_length + 1 tokens are documents of `counts` tokens,
-    followed by padding. The last token is only a label."""
+    """Return the number of query-key pairs in a sample. The seq_length + 1 tokens of the sample are documents of
+    `counts` tokens, followed by padding. The last token is only a label."""
     sizes = [*counts, seq_length + 1 - sum(counts)]
     last = max(place for place, size in enumerate(sizes) if size)
     sizes[last] -= 1

@@ -30,7 +30,7 @@ class Imbalance(NamedTuple):
     after: float
     """Work of the busiest rank under the actual division, divided by the mean."""
     sent: float
-    """Fraction of a rank's keys that it sends to the others."""
+    """Fraction of a rank's keys that the rank sends to other ranks."""
 
 
 class Divider:

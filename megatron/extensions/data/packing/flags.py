@@ -66,7 +66,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     name, value = "--sequence-packing", own.sequence_packing
     if config.data.dataset != "gpt":
         rule = f"packs documents of files, but --dataset-type {config.data.dataset} makes its own samples"
-        yield Problem(name, value, rule, "remove it, or give --data-path")
+        yield Problem(name, value, rule, "remove it, or set --data-path")
     elif config.tokenizer.tokenizer_type is None:
         rule = "needs the tokenizer's end-of-document token for padding"
         yield Problem(name, value, rule, "add --tokenizer-type")
@@ -100,8 +100,8 @@ class PackingConfig:
     hybrid_context_parallel: bool = flag(
         False, "--dynamic-context-parallel", no_effect_without="--context-parallel-size above 1"
     )
-    """Keep each short document on one context-parallel rank, and divide long ones over all ranks, with equal work. Keys
-    and values of short documents are not communicated."""
+    """Keep each short document on one context-parallel rank, and divide long documents over all ranks, with equal work.
+    Keys and values of short documents are not communicated."""
 
     max_seqlen_per_dp_cp_rank: int | None = flag(None, above=0, no_effect_without="--hybrid-context-parallel")
     """Largest length, in tokens, of a document that stays on one context-parallel rank. By default, the limit is chosen

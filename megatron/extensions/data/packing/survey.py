@@ -94,8 +94,8 @@ def work_line(before: float, after: float, how: str = "as dealt") -> str:
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """Return the mean work imbalance between replicas, with samples in order and as assigned; None if there are fewer
-    samples than one step needs.
+    """Return the mean work imbalance between replicas, for samples in order and for samples as assigned. Return None if
+    there are fewer samples than one step needs.
 
     Args:
         packed: Samples.
@@ -115,6 +115,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """Return the work of the busiest replica of a step, divided by the mean, with samples in order and as assigned."""
+    """Return the work of the busiest replica of a step, divided by the mean, for samples in order and for samples as
+    assigned."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

@@ -120,7 +120,7 @@ def _read(path: str, changed: int) -> tuple[tuple[PhaseEntry, ...], tuple[Proble
     names = [entry.name for entry in found]
     for entry in found:
         if names.count(entry.name) > 1:
-            rule, remedy = "is the name of another phase as well", "give each phase its own name"
+            rule, remedy = "is already the name of another phase", "give each phase its own name"
             problems.append(Problem(f"{entry.where}: name", entry.name, rule, remedy))
     return tuple(found), tuple(dict.fromkeys(problems))
 

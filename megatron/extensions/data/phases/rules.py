@@ -77,7 +77,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
         yield Problem.exclusive("--data-phases", path, f"--dataset-type {config.data.dataset}")
     if config.data.per_split and any(entry.value("data_path") for entry in entries):
         rule = "phases with data paths cannot be combined with --train-, --valid- or --test-data-path"
-        yield Problem("--data-phases", path, rule, "give --valid NAME=PREFIX, or no data paths in the phases")
+        yield Problem("--data-phases", path, rule, "set --valid NAME=PREFIX, or no data paths in the phases")
     if config.data.dataset == "mock" and (where := those_with("data_path")):
         yield Problem(
             "--data-phases", path, f"{where}: synthetic data has no files", "remove data-path, or --mock-data"
@@ -96,7 +96,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     for field in ("lr_warmup_tokens", "lr_decay_tokens"):
         if getattr(config.optimizer, field) is not None and (where := those_with("seq_length")):
             rule = f"counts tokens of --seq-length {config.model.seq_length}, but {where} has a different length"
-            yield Problem(field_table()[field].name, None, rule, "give the schedule in samples, or in each phase")
+            yield Problem(field_table()[field].name, None, rule, "set the schedule in samples, or in each phase")
     if not config.checkpoint.load_lr_state:
         rule = "cannot be combined with --data-phases, whose schedules follow the samples of the run"
         yield Problem("--no-load-lr-state", None, rule, "remove it")
@@ -107,7 +107,7 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
     where = those_with("rotary_scaling_factor", "rope_type", "mscale")
     if config.model.attention_facts.scales_scores and config.model.mscale_all_dim and where:
         rule = f"scales the softmax, which is set when the model is built, but {where} changes YaRN's scaling"
-        yield Problem("--mscale-all-dim", config.model.mscale_all_dim, rule, "give YaRN's flags for the whole run")
+        yield Problem("--mscale-all-dim", config.model.mscale_all_dim, rule, "set YaRN's flags for the whole run")
     if config.optimizer.decoupled_lr is not None and (where := those_with("lr")):
         rule = f"has one peak for the whole run, but {where} changes lr"
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")

@@ -40,7 +40,7 @@ ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 
 
 class Rows(Protocol):
-    """Methods that this module uses, of streamed and of other data sets of the library."""
+    """Methods of the library's data sets that this module uses."""
 
     def __iter__(self) -> Iterator[Mapping[str, object]]: ...
 

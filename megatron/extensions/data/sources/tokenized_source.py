@@ -27,7 +27,7 @@ RECORDS = 1024
 
 
 def dtype_of(job: Job) -> np.dtype:
-    """Return the dtype of token ids. It depends on the size of the tokenizer's vocabulary or on --vocab-size."""
+    """Return the dtype of token ids. The dtype depends on the size of the tokenizer's vocabulary or on --vocab-size."""
     named = job.tokenizer.tokenizer_type is not None
     size = build_tokenizer(job.tokenizer, job.vocab_size).vocab_size if named else job.vocab_size
     return best_dtype(size or 1 << 30)

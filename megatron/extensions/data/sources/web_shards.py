@@ -141,7 +141,7 @@ class WebDocuments(Documents):
             if f"{name}.npy" in sample:
                 return self._decoded(f"{name}.npy", sample)
         members = [name for name in sample if not name.startswith("__")]
-        inside = f", of which json has {', '.join(map(repr, fields))}" if isinstance(fields, dict) and fields else ""
+        inside = f"; the member json has {', '.join(map(repr, fields))}" if isinstance(fields, dict) and fields else ""
         raise ValueError(f"no member {self._wanted!r} (--text-key); the members of the sample are {members}{inside}")
 
     def _decoded(self, name: str, sample: Mapping[str, bytes]) -> object:

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass
 class Encoded:
-    """Tokenized documents of a chunk. For each key, there is one array of concatenated tokens and one of document
+    """Tokenized documents of a chunk. For each key, there is one array of concatenated tokens and one array of document
     lengths."""
 
     tokens: list[NDArray]

@@ -31,7 +31,8 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Number of leading bytes that are all compared. After these bytes, about one in `SHARE_COMPARED` bytes is compared."""
+"""Number of leading bytes for which all token ids are compared. After these bytes, about one in `SHARE_COMPARED` bytes
+is compared."""
 
 
 class DifferentIds(Exception):

@@ -29,7 +29,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if len(plain) > 1:
         rule = "a record has one document, so that only one key can apply to all data sets"
         example = f"{paths[-1] if paths else 'b.jsonl'}={plain[-1]}"
-        yield Problem("--text-key", " ".join(plain), rule, f"give the other keys as PATH=KEY, such as {example}")
+        yield Problem("--text-key", " ".join(plain), rule, f"set the other keys as PATH=KEY, such as {example}")
     for word in (word for word in own.text_key if "=" in word):
         path = next((each for each in paths if word.startswith(f"{each}=")), word.rpartition("=")[0])
         if word == f"{path}=":

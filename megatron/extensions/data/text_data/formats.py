@@ -179,7 +179,7 @@ def _decoded(value: bytes, where: str) -> str:
 def _to_utf_8(text: bytes) -> str:
     """Return the remedy for a file that is not UTF-8."""
     utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
-    return f"convert a file of another encoding, such as by iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
+    return f"convert files in a different encoding, such as with iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 
 
 def _text(value: object, key: str) -> str:
@@ -209,7 +209,7 @@ class Unreadable(Exception):
 LOOKS_LIKE = (
     (rb"PAR1\x15", "Parquet; name it .parquet"),
     (rb"ARROW1\0\0|\xff\xff\xff\xff", "Arrow; name it .arrow"),
-    (rb"MMIDIDX\0\0", "an indexed dataset; give its prefix to --data-path"),
+    (rb"MMIDIDX\0\0", "an indexed dataset; pass its prefix to --data-path"),
     (rb"SQLite format 3\0", "a database; export it as JSON lines"),
     (rb"PK\x03\x04", "a zip archive; unpack it"),
     (rb"%PDF-\d\.\d\s", "a PDF; extract its text"),

@@ -15,8 +15,8 @@ def _integer(digits: str) -> int | Decimal:
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""JSON decoder without a limit on the length of integers. It is slower than the decoder of `json.loads`, which refuses
-integers of more than 4,300 digits."""
+"""JSON decoder without a limit on the length of integers. This decoder is slower than the decoder of `json.loads`,
+which refuses integers of more than 4,300 digits."""
 
 
 def from_json(text: str) -> object:

@@ -76,7 +76,7 @@ class Source:
         return cls(files, states, digests, described)
 
     def dtype(self, job: Job) -> np.dtype:
-        """Return the dtype of token ids in the dataset. It depends on the size of the tokenizer's vocabulary."""
+        """Return the dtype of token ids in the dataset. The dtype depends on the size of the tokenizer's vocabulary."""
         return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
 
     def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
@@ -136,7 +136,9 @@ class TextData:
             self._check_bad(left_out(target))  # the dataset may be from a run with a larger --max-bad-lines
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
-            raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
+            raise ValueError(
+                f"{flag} {value}: {rule}; choose a different folder with --data-cache-path FOLDER"
+            ) from None
         return str(target / "text_document")
 
     def _folder(self, flag: str, value: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 BEGINNING = 1 << 16
 HUGGING_FACE = (
-    "give the tokenizer.json of the same model on the Hugging Face hub, with --tokenizer-type HuggingFaceTokenizer"
+    "use the tokenizer.json of the same model on the Hugging Face hub, with --tokenizer-type HuggingFaceTokenizer"
 )
 
 
@@ -26,7 +26,7 @@ def kind_of_file(file: Path) -> tuple[str, str] | None:
     if start.startswith(b"#version"):
         return (
             "the merges.txt of a BPE",
-            "give it as --merge-file, with --vocab-file and --tokenizer-type GPT2BPETokenizer",
+            "pass it as --merge-file, with --vocab-file and --tokenizer-type GPT2BPETokenizer",
         )
     if re.match(rb"\n.[\s\S]?\n.*(<unk>|<s>|<pad>)", start, re.DOTALL) and not start.lstrip().startswith(b"{"):
         return "a SentencePiece model", "use --tokenizer-type SentencePieceTokenizer or Llama2Tokenizer"
@@ -49,12 +49,12 @@ def _kind_of_json(file: Path) -> tuple[str, str] | None:
     if found and all(isinstance(id, int) for id in found.values()):
         return (
             "the vocab.json of a BPE",
-            "give it as --vocab-file, with --merge-file and --tokenizer-type GPT2BPETokenizer",
+            "pass it as --vocab-file, with --merge-file and --tokenizer-type GPT2BPETokenizer",
         )
     if "tokenizer_class" in found or "eos_token" in found:
-        return "a tokenizer configuration", "give the tokenizer.json beside it"
+        return "a tokenizer configuration", "use the tokenizer.json in the same folder"
     if "architectures" in found or "model_type" in found:
-        return "a model configuration", "give the tokenizer.json beside it"
+        return "a model configuration", "use the tokenizer.json in the same folder"
     return None
 
 

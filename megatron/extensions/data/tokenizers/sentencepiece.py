@@ -24,7 +24,7 @@ class _OverModel:
         except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the message may quote invalid bytes
             wrong = described(Path(model), "a SentencePiece model", error)
             if wrong.startswith("not "):
-                wrong += "; train one with tools/train_tokenizer.py, or use another --tokenizer-type"
+                wrong += "; train one with tools/train_tokenizer.py, or use a different --tokenizer-type"
             raise ValueError(f"--tokenizer-model {model}: {wrong}") from None
         self.vocab_size: int = self._model.get_piece_size()
         self.bos, self.eos = (id if id >= 0 else None for id in (self._model.bos_id(), self._model.eos_id()))

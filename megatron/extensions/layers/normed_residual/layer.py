@@ -13,7 +13,7 @@ from megatron.extensions.layers.normed_residual.flags import NormedResidualFlags
 
 class NormedResidualLayer(TransformerLayer):
     """`TransformerLayer` with a normalized residual stream, as in MiniMax-Text-01 (arXiv 2501.08313): x = norm(x), then
-    x = weight * x + dropout(f(x)), for attention and MLP. The parameters are those of `TransformerLayer`.
+    x = weight * x + dropout(f(x)), for attention and MLP. The parameters are the same as in `TransformerLayer`.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -1,10 +1,10 @@
 """Residual stream of models with per-layer embeddings, [s, b, 2h + e].
 
 The stream consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings
-to the channels of its own embeddings, so the stream carries them. All layers normalize these projections with the same
-weight, which is a parameter of layer 0. Layer 0 writes the weight to each token of the stream, and the other layers
-read the weight from the stream. The gradient of the weight returns the same way, so pipeline stages need no additional
-messages. Tensor-parallel ranks share the channels of tables and projections.
+to the channels of its own embeddings, so the stream contains the word embeddings. All layers normalize these
+projections with the same weight, which is a parameter of layer 0. Layer 0 writes the weight to each token of the
+stream, and the other layers read the weight from the stream. The gradient of the weight returns the same way, so
+pipeline stages need no additional messages. Tensor-parallel ranks share the channels of tables and projections.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class HostStateFlags:
         False,
         excludes="--optimizer-post-validation: updates on the host cannot be rolled back",
     )
-    """Keep the fraction --optimizer-offload-fraction of the optimizer states in host memory and update it there
-    (ZeRO-Offload). Copies of gradients to the host, and of updated parameters to the device, overlap with updates of
-    other elements."""
+    """Keep a fraction of the optimizer states in host memory, and update these states there (ZeRO-Offload).
+    --optimizer-offload-fraction sets the fraction. Copies of gradients to the host, and of updated parameters to the
+    device, overlap with updates of other elements."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: fraction of the elements whose states are in host memory, in [0, 1]."""
@@ -105,7 +105,7 @@ class HostWeightFlags:
         None, path="local", writes="folder", no_effect_without="--offload-weights"
     )
     """--offload-weights: keep weights, gradients and optimizer states in memory-mapped files in this folder, which
-    should be on a fast local disk. Use this flag if they do not fit into host memory."""
+    should be on a fast local disk. Use this flag if the data does not fit into host memory."""
 
 
 def _layers(config: ModelParallelConfig) -> int:

@@ -50,7 +50,7 @@ class MappedFiles:
             return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).view(dtype)
         except OSError as error:
             rule = f"{byte_text(nbytes)} cannot be reserved ({error.strerror})"
-            raise ValueError(f"{NAME} {self.folder}: {rule}; free space, or give a folder on another disk") from None
+            raise ValueError(f"{NAME} {self.folder}: {rule}; free space, or use a folder on a different disk") from None
         finally:
             os.close(descriptor)
             os.unlink(name)
@@ -109,4 +109,4 @@ def check_room(folder: str, needed: int, world: Axis) -> None:
     for (host, _), (nbytes, free) in asked.items():
         if nbytes > free:
             rule = f"{byte_text(nbytes)} are needed for weights, gradients and states, but {host} has {byte_text(free)}"
-            raise ValueError(f"{NAME} {folder}: {rule}; free space, or give a folder on another disk")
+            raise ValueError(f"{NAME} {folder}: {rule}; free space, or use a folder on a different disk")

@@ -55,9 +55,9 @@ def rounded_up(nbytes: int) -> int:
 
 
 class HostPool:
-    """Pool of host buffers by size, which are pinned for copies from and to a GPU, and pageable on CPU. Pinning takes
-    milliseconds, so each buffer is pinned once. For each size, the pool grows to the largest number of buffers that
-    were in use at the same time, and does not shrink.
+    """Pool of host buffers, grouped by size. The buffers are pinned for copies from and to a GPU, and pageable on CPU.
+    Pinning takes milliseconds, so each buffer is pinned once. For each size, the pool grows to the largest number of
+    buffers that were in use at the same time, and does not shrink.
     """
 
     def __init__(self, pinned: bool, device: str = "cpu") -> None:

@@ -217,7 +217,7 @@ class StreamedBucket(UnitBucket):
 
 
 class StreamedUnits(UnitSharding):
-    """Hooks of the units of one rank whose weights are in host memory."""
+    """Hooks for the units of one rank, if weights are in host memory."""
 
     buckets: Sequence[StreamedBucket]
     store: HostUnitStore
@@ -280,8 +280,8 @@ class StreamedUnits(UnitSharding):
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent to the host before the last forward pass. These include the gradients of the
-        last unit in a backward pass."""
+        """Free gradients that were sent to the host before the last forward pass. The freed gradients include those of
+        the last unit in a backward pass."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

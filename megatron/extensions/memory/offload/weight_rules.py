@@ -33,7 +33,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that several data-parallel ranks shard parameters as in ZeRO-3, because each rank keeps its shards."""
+    """Check that parameters are sharded as in ZeRO-3 if there are several data-parallel ranks. Each rank keeps its own
+    shards."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
         yield Problem.exclusive(NAME, None, instances, "the gradients of several instances are summed on the device")

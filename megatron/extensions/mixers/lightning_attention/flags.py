@@ -26,7 +26,7 @@ class LightningFlags:
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("lightning_attention", "L")
 
     lightning_chunk_size: int = flag(256, above=0, without_effect=True)
-    """Lightning attention: chunk size in tokens. It affects speed and memory, not results."""
+    """Lightning attention: chunk size in tokens. The chunk size affects speed and memory, not results."""
 
 
 def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:

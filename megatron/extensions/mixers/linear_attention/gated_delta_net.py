@@ -154,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """Return the operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the
+        """Return the operands of the gated delta rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the
         convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)

@@ -208,8 +208,8 @@ class DecayedContext(AutogradContext):
 
 
 class _Decayed(torch.autograd.Function):
-    """Autograd function of `decayed`. The gradient of G_i is the sum over j of R_ij - R_ji, where R is the product of
-    the result and its gradient."""
+    """Autograd function that implements `decayed`. The gradient of G_i is the sum over j of R_ij - R_ji, where R is the
+    product of the result and its gradient."""
 
     @staticmethod
     def forward(ctx: DecayedContext, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ class MambaFlags:
     scaling."""
 
     mamba_chunk_size: int = flag(128, above=0, without_effect=True)
-    """Mamba-2: chunk size in tokens. It affects speed and memory, not results."""
+    """Mamba-2: chunk size in tokens. The chunk size affects speed and memory, not results."""
 
 
 def num_heads(config: TransformerConfig) -> int:

@@ -131,7 +131,7 @@ def bounded_root(x: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """Autograd function of `recurrence`, which saves the decays and the results for the backward pass."""
+    """Autograd function that implements `recurrence`. It saves the decays and the results for the backward pass."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

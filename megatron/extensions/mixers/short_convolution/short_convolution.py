@@ -88,8 +88,8 @@ class ShortConvolution(BetweenProjections):
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution with a bias, which does not cross document borders. 16-bit inputs are computed in
-    fp32.
+    """Depthwise causal convolution with a bias. The convolution does not cross document borders. 16-bit inputs are
+    computed in fp32.
 
     Args:
         x: [s, b, c], inputs.

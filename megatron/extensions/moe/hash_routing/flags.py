@@ -41,8 +41,8 @@ class HashRoutingFlags:
 
     moe_n_hash_layers: int = flag(0, at_least=0)
     """Number of layers at the beginning of the model that select experts by token id, using a fixed table. A new model
-    has a random table. The router's scores weight the expert outputs. These layers have no balancing loss and no expert
-    bias."""
+    has a random table. The router's scores weight the expert outputs. Layers with hash routing have no balancing loss
+    and no expert bias."""
 
 
 ROUTERS.register(

@@ -90,8 +90,8 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Fill `box`, the slice of a parameter that begins at `offset`. States, and parameters that only the MoE model
-        has, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
+        """Fill `box`, the slice of a parameter that begins at `offset`. Optimizer states, and parameters that only the
+        MoE model has, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -125,7 +125,7 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Return initial values of the router. All parts of an MLP have the same values as its first part."""
+        """Return initial values of the router. All parts of an MLP have the same values as the first part."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)

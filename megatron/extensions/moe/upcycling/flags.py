@@ -24,7 +24,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(SWITCH, None, "starts from a dense model", "add --load with the folder of the model")
     elif options.save == options.load:
         rule = "is the folder of the dense model in --load, but checkpoints of this run contain a different model"
-        yield Problem("--save", options.save, rule, "give another folder")
+        yield Problem("--save", options.save, rule, "use a different folder")
     yield from _divided(m, own.moe_upcycling_granularity)
     for flag_name, value, given, why in _different(config):
         if given:
@@ -101,7 +101,7 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
     yield "--moe-output-norm", None, m.moe_output_norm, "the sum of outputs is normalized"
     parts, groups = config.options(UpcyclingFlags).moe_upcycling_granularity, m.moe_router_num_groups
     cut = bool(groups) and m.moe_choices // (groups or 1) % parts != 0
-    yield "--moe-router-num-groups", groups, cut, "a group of experts holds only some parts of an MLP"
+    yield "--moe-router-num-groups", groups, cut, "a group of experts contains only some parts of an MLP"
     forced = bool(named_value(config, "moe_router_force_load_balancing")) and parts > 1
     yield "--moe-router-force-load-balancing", None, forced, "random scores choose only some parts of an MLP"
 

@@ -90,7 +90,7 @@ class MovingAverages(Callback):
         if options.load is None:
             why = "without --load there are no averages; add --load with a checkpoint of a run that kept averages"
         elif options.anew:
-            why = "--finetune and --reset-iteration load no averages; leave them out"
+            why = "--finetune and --reset-iteration load no averages; remove these flags"
         elif there:
             why = f"the checkpoint has no {wanted}, but {there}; select one of these with {AVERAGES}"
         else:

@@ -87,7 +87,7 @@ def averages_of(config: RunConfig) -> tuple[Average, ...]:
 
 
 def stored(config: RunConfig) -> Stored:
-    """Describe how the averages are stored."""
+    """Return the number format and the location in which averages are stored."""
     flags = config.options(AveragedWeightsFlags)
     return Stored(DTYPES[flags.ema_dtype] if flags.ema_dtype else None, flags.ema_on_host)
 

@@ -1,4 +1,4 @@
-"""muP and CompleteP: hyperparameters tuned on a small model transfer to a wider and deeper one (arXiv 2203.03466,
+"""muP and CompleteP: hyperparameters tuned on a small model transfer to a wider and deeper model (arXiv 2203.03466,
 2505.01618).
 
 Flags: `--use-mup`, `--mup-*`. Start with `factors.py`, the table of factors by role. `rule.py` applies the factors to

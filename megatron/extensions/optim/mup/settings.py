@@ -36,7 +36,7 @@ def ratios(model: TransformerConfig) -> tuple[float, float]:
 
 
 def with_multipliers(c: RunConfig) -> RunConfig:
-    """Fill in the multipliers that are not given. The function is idempotent."""
+    """Fill in the multipliers that are not set. The function is idempotent."""
     m = c.model
     own = m.options(MupFlags)
     if not own.use_mup:

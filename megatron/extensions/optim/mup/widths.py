@@ -1,9 +1,9 @@
 """Widths of the base model, and how each parameter's inputs and outputs grow from it.
 
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
-ratio, such as an expert width that stays constant while the hidden size grows. A matrix with such a width has its own
-factors, which follow from its shapes in both models (table 8 of arXiv 2203.03466 uses each matrix's own fan-in). Only
-`own_ratios` imports torch, and only if there is such a width.
+ratio, such as an expert width that stays constant while the hidden size grows. A matrix with a width in
+--mup-base-widths has its own factors, which follow from the shapes of the matrix in both models (table 8 of arXiv
+2203.03466 uses each matrix's own fan-in). Only `own_ratios` imports torch, and only if a width is in --mup-base-widths.
 """
 
 from __future__ import annotations

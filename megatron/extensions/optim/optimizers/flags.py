@@ -160,10 +160,10 @@ class NamedParameterFlags:
     param_group: tuple[str, ...] | None = flag(None, repeats=True)
     """'REGEX key=value ...': learning rate and weight decay of the parameters whose names match the regular expression.
     Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (replaces the weight
-    decay). May be given more than once; if several expressions match, the last one takes precedence."""
+    decay). The flag may be repeated; if several expressions match, the last expression takes precedence."""
 
     freeze: tuple[str, ...] | None = flag(None, repeats=True, chooses_trained=True)
-    """Freeze the parameters whose names match this regular expression. May be given more than once."""
+    """Freeze the parameters whose names match this regular expression. The flag may be repeated."""
 
 
 def whole_roles(optimizer: OptimizerConfig) -> frozenset[str]:

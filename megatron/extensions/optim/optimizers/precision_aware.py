@@ -39,7 +39,7 @@ SMALLEST = -126
 
 @dataclass(frozen=True)
 class StateFormat:
-    """A number format of optimizer states."""
+    """Number format of optimizer states."""
 
     dtype: torch.dtype
     mantissa: int
@@ -49,7 +49,7 @@ class StateFormat:
     """Exponent of the smallest normal number."""
 
     largest: float | None = None
-    """Largest number of the format, for formats with scales."""
+    """Largest number of the format. Only formats with scales use this field."""
 
     exported: torch.dtype | None = None
     """Dtype of a stored state in checkpoints, if the format has scales. This dtype represents every stored value
@@ -133,8 +133,8 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Return the checkpoint contents. For formats without scales, they are the state's own memory; otherwise, they
-        are an exact copy on the host."""
+        """Return the checkpoint contents. For formats without scales, return the state's own memory; otherwise, return
+        an exact copy on the host."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))

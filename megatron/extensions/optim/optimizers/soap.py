@@ -148,8 +148,8 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Return the orthonormal basis of `power`, which is a factor times its old basis, and the order of directions in
-    the new basis. Directions that the factor lacks come last and are derived from the old basis. QR would compute only
-    rounding errors for these directions and for all directions after them.
+    the new basis. Directions that the factor lacks come last and are derived from the old basis. For the missing
+    directions, and for all directions after them, a QR decomposition would compute only rounding errors.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)

@@ -65,18 +65,18 @@ def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[s
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
     if before.branch_from is None:
-        raise ValueError(f"--save {save}: contains checkpoints of a run that is not a branch; give another folder")
+        raise ValueError(f"--save {save}: contains checkpoints of a run that is not a branch; use a different folder")
     for name in ("decay_tokens", "decay_shape"):
         was, now = getattr(before, name), getattr(options, name)
         if was != now:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {now}: the branch in --save began with {was}; use the same value, or another --save"
+                f"{flag} {now}: the branch in --save began with {was}; use the same value, or a different --save"
             )
     origin, given = saved.get("callbacks", {}).get("branch"), options.branch_from
     if isinstance(origin, dict) and given is not None and not _is_origin(origin, given):
         begun = f"the branch in --save {save} began from {origin['from']}, at iteration {origin['iteration']}"
-        raise ValueError(f"--branch-from {given}: {begun}; use the same value, or another --save")
+        raise ValueError(f"--branch-from {given}: {begun}; use the same value, or a different --save")
     return {name: named_value(config, name) for name in FIELDS}
 
 
@@ -103,7 +103,7 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))
     if metadata is None:
-        raise ValueError(f"{where}: holds no checkpoint; give a checkpoint, or the --save of a run")
+        raise ValueError(f"{where}: contains no checkpoint; pass a checkpoint, or the --save folder of a run")
     begun = int(metadata["consumed_samples"])
     if begun == 0:
         raise ValueError(f"{where}: its run has not trained yet; give a later checkpoint")
@@ -137,7 +137,7 @@ def _rate(metadata: dict[str, Any]) -> float:
 class BranchOrigin(Callback):
     """Callback that records, in the branch's checkpoints, the checkpoint from which the branch started."""
 
-    to_continue = "start another branch with more --decay-tokens and another --save"
+    to_continue = "start another branch with a larger --decay-tokens and a different --save"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -24,7 +24,7 @@ REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 rate."""
 
 NOT_ROUNDED = 0.01
-"""Largest fraction of a schedule without a piece that rounding can explain."""
+"""Largest fraction of a schedule that may have no piece because of rounding."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 """Warm-up fields that a piecewise schedule replaces."""
@@ -39,7 +39,7 @@ def reads(config: RunConfig) -> RunConfig:
         text = Path(options.lr_schedule_file).read_text(encoding="utf-8")
         pieces = parse(text)
     except ValueError as error:
-        rule = "is not UTF-8 text; give a file of pieces" if isinstance(error, UnicodeDecodeError) else error
+        rule = "is not UTF-8 text; use a text file of pieces" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"--lr-schedule-file {options.lr_schedule_file}: {rule}") from None
     text = ", ".join(map(str, pieces))
     if options.lr_schedule not in (None, text):
@@ -127,7 +127,9 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if save is None:
         yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
     elif is_source(save, source):
-        yield Problem("--save", save, f"is the folder of --branch-from {source}", "give the branch another folder")
+        yield Problem(
+            "--save", save, f"is the folder of --branch-from {source}", "use a different folder for the branch"
+        )
     if ramp != OptimizerConfig.weight_decay_incr_style:
         why = "a branch can continue only a constant weight decay"
         yield Problem.exclusive("--branch-from", source, f"--weight-decay-incr-style {ramp}", why)

@@ -83,7 +83,7 @@ def parse(text: str) -> tuple[Piece, ...]:
     lines = [line.partition("#")[0] for line in text.splitlines()]
     pieces = tuple(_piece(" ".join(each.split())) for line in lines for each in line.split(",") if each.strip())
     if not pieces:
-        raise ValueError(f"contains no piece; give at least one, {EXAMPLE}")
+        raise ValueError(f"contains no piece; write at least one, {EXAMPLE}")
     if sum(piece.length.unit == REST for piece in pieces) > 1:
         raise ValueError(f"has more than one piece with the length `{REST}`; give the others a length")
     return pieces
@@ -95,7 +95,7 @@ def _piece(text: str) -> Piece:
         raise ValueError(f"`{text}` has no shape; begin it with one of {', '.join(SHAPES)}")
     found = LENGTH.match(rest)
     if found is None:
-        raise ValueError(f"`{text}` has no length; give it as 20%, 5e6 samples, 2B tokens or {REST}")
+        raise ValueError(f"`{text}` has no length; write for example 20%, 5e6 samples, 2B tokens or {REST}")
     words: dict[str, str] = {}
     for more in re.finditer(r"(\S+)\s+([^a-z\s]\S*(?:\s+(?:samples|tokens))?)\s*|\S+", rest[found.end() :].strip()):
         if more[1] not in ("to", "exponent", "after") or more[1] in words:
@@ -118,7 +118,7 @@ def _length(found: re.Match[str]) -> Length:
     try:
         return Length(float(found[1]) * SUFFIXES[found[2]], found[3])
     except ValueError:
-        raise ValueError(f"`{found[0]}` is not a length; give it as 20%, 5e6 samples or 2B tokens") from None
+        raise ValueError(f"`{found[0]}` is not a length; write for example 20%, 5e6 samples or 2B tokens") from None
 
 
 def _number(text: str, words: dict[str, str], key: str) -> float | None:
@@ -135,13 +135,13 @@ def _check(text: str, piece: Piece) -> None:
     if piece.to is not None and not 0 <= piece.to < math.inf:
         raise ValueError(f"`{text}`: to must be a factor of --lr of at least 0; for example to 0.1")
     if piece.to is not None and (power or piece.shape == "hold"):
-        raise ValueError(f"`{text}`: {piece.shape} takes no `to`; remove it")
+        raise ValueError(f"`{text}`: {piece.shape} does not accept `to`; remove it")
     if power != (piece.exponent is not None) or (piece.exponent or -1.0) >= 0:
         raise ValueError(
-            f"`{text}`: power needs an exponent below 0, and other shapes take none; for example exponent -0.51"
+            f"`{text}`: power needs an exponent below 0, and other shapes accept none; for example exponent -0.51"
         )
     if piece.after is not None and not power:
-        raise ValueError(f"`{text}`: {piece.shape} takes no `after`; remove it")
+        raise ValueError(f"`{text}`: {piece.shape} does not accept `after`; remove it")
 
 
 def without_tokens(text: str, seq_length: int) -> str:
@@ -169,7 +169,7 @@ def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Boundary rates of a schedule."""
+    """Learning rates at the boundaries of a schedule."""
 
     first: float
     """Rate at the start of the first piece."""

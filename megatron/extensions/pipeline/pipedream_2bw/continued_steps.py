@@ -26,7 +26,7 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
     of each pass."""
 
     optimizer: LateOptimizer
-    """Owner of both versions of the weights."""
+    """Optimizer that owns both versions of the weights."""
 
     _microbatches = 0
     """First micro-batch that belongs to the next step."""

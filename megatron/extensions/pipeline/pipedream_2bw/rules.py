@@ -22,7 +22,7 @@ def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:
-        rule = f"adds gradients in forward passes, and with {NAME} a step begins before the previous one has ended"
+        rule = f"adds gradients in forward passes, but with {NAME}, a step begins before the previous step ends"
         yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     yield from _microbatches(c)
     yield from _no_use(c)

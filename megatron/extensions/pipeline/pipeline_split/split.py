@@ -62,15 +62,15 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
     except ValueError as error:
         raise ValueError(f"{named}: {error}") from None
     if len(layers) % pp:
-        rule = f"has {len(layers)} stages, which must be a multiple of --pipeline-model-parallel-size {pp}"
+        rule = f"has {len(layers)} stages, but the number must be a multiple of --pipeline-model-parallel-size {pp}"
         near = max(1, len(layers) // pp) * pp
         raise ValueError(f"{named}: {rule}; nearest: {near} stages")
     if sum(layers) != model.num_layers:
-        rule = f"has {sum(layers)} layers, which must be --num-layers {model.num_layers}"
+        rule = f"has {sum(layers)} layers, but --num-layers is {model.num_layers}"
         raise ValueError(f"{named}: {rule}; add or remove t, or use --num-layers {sum(layers)}")
     depths = multi_token_depths(text)
     if depths != model.mtp_depths:
-        rule = f"has m {depths} times, which must be --mtp-num-layers {model.mtp_depths}"
+        rule = f"has m {depths} times, but --mtp-num-layers is {model.mtp_depths}"
         raise ValueError(f"{named}: {rule}; write {'m' * model.mtp_depths}L for L, or use --mtp-num-layers {depths}")
     return layers
 

@@ -29,9 +29,7 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return
     if size := c.parallel.loss_chunk_tokens:
-        rule = (
-            "adds gradients in forward passes, and with post-validation a step begins before the previous one has ended"
-        )
+        rule = "adds gradients in forward passes, but with post-validation, steps begin before the previous step ends"
         yield Problem("--loss-chunk-tokens", size, rule, "remove one of them")
     if c.logging.log_interval == 1:
         rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"

@@ -31,8 +31,8 @@ def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
 
     With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
     initial forward pass. A message to a neighbour takes one turn, and the answer takes another turn. Each rank
-    therefore runs two more initial forward passes than the next rank. With one more instead of two, as in ZB-H1, ranks
-    would wait for each other.
+    therefore runs two more initial forward passes than the next rank. If each rank ran only one more initial forward
+    pass than the next rank, as in ZB-H1, ranks would wait for each other.
     """
     return _zero_bubble(p, m, 2, in_turns)
 

@@ -1,7 +1,7 @@
 """Chat templates: render messages to a prompt with the tokenizer's Jinja template.
 
-A template may come from an untrusted checkpoint. It therefore runs in a sandbox, in a process with time and memory
-limits.
+A template may come from an untrusted checkpoint. Templates therefore run in a sandbox, in a process with time and
+memory limits.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Check messages and return them. Raises ValueError unless `messages` is a list of messages with roles and
-    contents."""
+    """Return the chat messages of a request after checking them. Raises ValueError unless `messages` is a list of
+    messages with roles and contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):

@@ -25,8 +25,8 @@ FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class KeptTokenizer(Callback):
-    """Callback that copies the tokenizer files to --save. An evaluation-only run does not copy them if --save already
-    contains checkpoints."""
+    """Callback that copies the tokenizer files to --save. An evaluation-only run does not copy these files if --save
+    already contains checkpoints."""
 
     def on_start(self, run: RunView) -> None:
         assert isinstance(run, TrainingRun)

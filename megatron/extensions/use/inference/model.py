@@ -45,8 +45,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
-    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, it contains only the model,
-    tokenizer and number format."""
+    """Configuration of the run that saved the checkpoint. For a Hugging Face folder, the configuration contains only
+    the model, tokenizer and number format."""
 
     layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     """Parallel layout for generation."""
@@ -69,7 +69,7 @@ class LoadedModel:
         ids = tokenize_beginning(self.tokenizer, prompt)
         start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
         if not ids and start is None:
-            raise ValueError("the prompt is empty, and the tokenizer has no token that begins a document")
+            raise ValueError("the prompt is empty, but the tokenizer has no token that begins a document")
         return ids or [int(start or 0)]
 
 

@@ -1,8 +1,8 @@
 """OpenAI API for completions and chat completions: conversion of JSON requests to `Request`s, and of generations to
 JSON.
 
-https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, it also supports top_k,
-min_p, repetition_penalty and stop_token_ids.
+https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, this API also supports
+top_k, min_p, repetition_penalty and stop_token_ids.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class OpenAIApi:
     # Answers
 
     def answer(self, call: Call, found: Sequence[Generation]) -> dict[str, object]:
-        """Return the whole answer."""
+        """Return the complete answer to a request."""
         choices = []
         for index, each in enumerate(found):
             text = (call.prompts[index] if call.echo else "") + each.text

@@ -258,7 +258,7 @@ SCAN = 1024
 
 
 def tiling(device: torch.device) -> Tiling:
-    """Return the block sizes for a GPU. Raises RuntimeError if its compute capability is below 8.0."""
+    """Return the block sizes for a GPU. Raises RuntimeError if the GPU's compute capability is below 8.0."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise RuntimeError(f"no kernel for compute capability {capability[0]}.{capability[1]}")

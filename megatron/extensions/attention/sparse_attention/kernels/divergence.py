@@ -39,7 +39,8 @@ SLOW_ADDITIONS = 150
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return True if the kernels support this loss. They need selected keys and the log-sum-exps of attention."""
+    """Return True if the kernels support this loss. The kernels need selected keys and the log-sum-exps of
+    attention."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -89,7 +90,8 @@ def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
 
 
 def _results(index: Index) -> tuple[Tensor, Index]:
-    """Allocate the sum of divergences and the gradients. The sum and the key gradients, which are in fp32, are zero."""
+    """Allocate the sum of divergences and the gradients. The sum of divergences and the fp32 key gradients are
+    initialized to zero."""
     of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
     found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
     return torch.zeros((), dtype=torch.float64, device=index.k.device), found

@@ -1,12 +1,12 @@
 """Triton kernels for the gradients of the indexer loss (`divergence.py`).
 
-A program computes one query for all indexer heads at once. It gathers the query's keys twice: first to compute the
-log-sum-exp of their scores, then the gradients of the query and of the head weights. Products are stored transposed,
-[keys, heads], as in `attention_triton.py`.
+A program computes one query for all indexer heads at once. The program gathers the query's keys twice: first to compute
+the log-sum-exp of their scores, then to compute the gradients of the query and of the head weights. Products are stored
+transposed, [keys, heads], as in `attention_triton.py`.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel. A
-program of the second kernel processes a block of keys and visits the queries in order. It multiplies each query by all
-keys of the block; the gradient of a score is zero if the query did not select the key.
+program of the second kernel processes a block of keys and visits the queries in order. The program multiplies each
+query by all keys of the block. The gradient of a score is zero if the query did not select the key.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,7 +1,7 @@
 """Triton kernels for key selection, which replace `scores_of_keys` and `largest_scores`.
 
-The kernels store neither the products of individual heads nor sorted rows. Scores equal those of plain PyTorch up to
-rounding; plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
+The kernels store neither the products of individual heads nor sorted rows. Scores equal the scores of plain PyTorch up
+to rounding. Plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
 plain PyTorch select the later ones.
 """
 

@@ -164,7 +164,7 @@ class Engine:
         """Return the reason why the model cannot process a request; None if it can."""
         if (count := len(request.prompt)) >= self.longest:
             return (
-                f"has {count} tokens, and the model reads at most {self.longest} (--max-position-embeddings): shorten "
+                f"has {count} tokens, but the model reads at most {self.longest} (--max-position-embeddings): shorten "
                 f"it to {self.longest - 1} or fewer"
             )
         wrong = [token for token in request.prompt if not 0 <= token < self.vocab_size]
@@ -248,7 +248,7 @@ class Engine:
                 place = len(generation.request.prompt) + len(generation.tokens)
                 generation.error = (
                     f"the model's logits after token {place} are not finite: the checkpoint is damaged, or the run "
-                    "that saved it has diverged"
+                    "that saved it diverged"
                 )
                 self._end(generation, "error")
             elif not generation.budget:

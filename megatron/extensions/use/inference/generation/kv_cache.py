@@ -21,7 +21,7 @@ GROWTH = 64
 
 class KeyValueCache:
     """Cache of a model: keys and values by layer, or the latents from which keys and values are projected, and the
-    states of linear attention layers. Memory grows with the texts."""
+    states of linear attention layers. Memory use grows with the number and the length of texts."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

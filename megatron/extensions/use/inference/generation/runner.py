@@ -36,7 +36,7 @@ class Pass:
     """Number of the first row."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
-    """New tokens of each row. A pass without tokens only checks that all ranks are alive."""
+    """Token ids that the pass appends to each row. A pass without tokens only checks that all ranks are alive."""
 
     drop: tuple[int, ...] = ()
     """Rows to remove before the pass, one after another."""
@@ -128,7 +128,7 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed it
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed the limit
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
