@@ -98,8 +98,8 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
-    """Return linear_gate; None if the head outputs have no gates. Its weight is [heads, h] for one gate per head, or
-    [heads, v_head_dim, 2 * q_lora_rank] for one gate per channel of each head."""
+    """Return linear_gate; None if the head outputs have no gates. The weight of linear_gate is [heads, h] for one gate
+    per head, or [heads, v_head_dim, 2 * q_lora_rank] for one gate per channel of each head."""
     own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
     if own.mla_latent_gate and own.q_lora_rank:
         return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
@@ -232,7 +232,7 @@ class MultiLatentAttention(nn.Module):
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:
-    """Rotate x [s, b, heads, r] by the cosines and sines; return x unchanged if there are none."""
+    """Rotate x [s, b, heads, r] by the cosines and sines; return x unchanged if there are no cosines and sines."""
     return apply_rotary_interleaved(x, *tables) if tables else x
 
 

@@ -55,7 +55,7 @@ def source_of(config: TransformerConfig, number: int) -> int | None:
 
 
 def _shared_layers(c: RunConfig) -> Iterator[Problem]:
-    """Check that an earlier layer provides the keys and values of each layer that projects none."""
+    """Check that an earlier layer provides keys and values for each layer that does not project them."""
     m, count = c.model, c.options(NormedValuesFlags).kv_shared_layers
     if any(getattr(each, "qk_clip", False) for each in c.extension_options):
         yield Problem.exclusive(SHARED, count, "--qk-clip", "several layers with different scores share the same keys")

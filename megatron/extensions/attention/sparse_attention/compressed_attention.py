@@ -227,9 +227,9 @@ class CompressedKeys(SelectedKeys):
         Args:
             q: [s, b, heads/tp, d], rotated.
             kv: [s, b, d], rotated.
-            more: If the layer has compressed keys, their inputs. If the layer has an indexer, the inputs of the indexer
-                keys, then the indexer queries and head weights. Last, the context. Under sequence parallelism, the
-                indexer queries and head weights cover only this rank's tokens.
+            more: If the layer has compressed keys, the inputs of these keys. If the layer has an indexer, the inputs of
+                the indexer keys, then the indexer queries and head weights. Last, the context. Under sequence
+                parallelism, the indexer queries and head weights cover only this rank's tokens.
         """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]

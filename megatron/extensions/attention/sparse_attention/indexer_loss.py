@@ -1,10 +1,10 @@
 """The indexer loss, computed in chunks of queries. GPU kernels compute the loss over selected keys
 (`kernels/divergence.py`).
 
-The equations are those of DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
-The target p is the mean of the attention weights over heads. It covers the selected keys or all keys that the query may
-attend to (equations 3 and 4). If attention has several key sets, p consists of the weights of the selected keys,
-divided by their sum.
+Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
+The target p is the mean of the attention weights over heads. The mean covers the selected keys or all keys that the
+query may attend to (equations 3 and 4). If attention has several key sets, p consists of the weights of the selected
+keys, divided by their sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Key selection by an indexer, in chunks of queries.
 
-The equations are those of DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key
-k per token, and head weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih ·
-k_j) (equation 1).
+Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k
+per token, and head weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih · k_j)
+(equation 1).
 
 Only one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
 """
@@ -122,7 +122,7 @@ def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
 
 def largest(scores: Tensor, topk: int) -> Tensor:
     """Return the keys with the largest scores, in ascending order: scores [rows, b, keys] -> [rows, b, topk] int32. -1
-    replaces keys with a score of -inf. Among keys with equal scores, the later ones are selected: ReLU makes many
+    replaces keys with a score of -inf. Among keys with equal scores, the later keys are selected: ReLU makes many
     scores equal, and the selection must not depend on how queries are divided."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least

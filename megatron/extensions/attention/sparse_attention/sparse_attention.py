@@ -69,8 +69,8 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
-    """Return a configuration for the LayerNorm of indexer keys, which does not depend on the model's norms. The epsilon
-    of this LayerNorm equals the epsilon of the latent norms."""
+    """Return a configuration for the LayerNorm of indexer keys. This LayerNorm does not depend on the model's norms,
+    and has the epsilon of the latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 

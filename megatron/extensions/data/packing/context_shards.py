@@ -13,7 +13,7 @@ short documents;
 - whole documents, assigned by their work. Only documents above a length limit, and documents that fit on no rank, are
 divided.
 
-Keys are sent to other ranks only if their document is divided.
+The keys of a document are sent to other ranks only if the document is divided.
 """
 
 from __future__ import annotations

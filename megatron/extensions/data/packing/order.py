@@ -55,8 +55,8 @@ class Rounds:
 
     documents: range
     epochs: int
-    """Number of epochs in each round except the first, which is one epoch. The number is above 1 if the data set is
-    small."""
+    """Number of epochs in each round except the first round, which has one epoch. Small data sets have several epochs
+    per round."""
 
     windows: int
     """Number of windows in a round."""

@@ -35,7 +35,7 @@ class EpochLines(Callback):
 
 
 def epochs_so_far(run: TrainingRun) -> str:
-    """Describe the epochs over each data set so far; empty if there are none."""
+    """Describe the epochs over each data set so far; empty if no data set was used."""
     counting = (callback.counted(run) for callback in run.callbacks if isinstance(callback, EpochLines))
     return next((epochs.line(run.progress.consumed_samples) for epochs in counting), "")
 

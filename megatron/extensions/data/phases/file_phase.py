@@ -55,7 +55,8 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """Return `DocumentSamples.rest` as pieces. One process per node computes the pieces, and index files store them."""
+    """Return `DocumentSamples.rest` as pieces. One process per node computes the pieces and stores them in index
+    files."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -198,7 +199,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """Return the run's configuration with the changes of a phase, except its learning rate."""
+    """Return the run's configuration with the changes of a phase, except the phase's learning rate."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")

@@ -26,8 +26,8 @@ class PhasedDataset(SampleOrder):
         self.fingerprint = parts[0].fingerprint
 
     def place(self, index: int) -> tuple[Dataset, int]:
-        """Return the data set of a sample's phase, and the sample's number in this data set. Raises IndexError if the
-        run has no such sample."""
+        """Return the data set of a sample's phase, and the sample's number in this data set. Raises IndexError if
+        `index` is not a sample number of the run."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         phase = bisect_right(self.firsts, index) - 1

@@ -25,7 +25,7 @@ TOKEN_KEYS = ("input_ids", "tokens")
 
 
 class Documents(ABC):
-    """Documents of a data set, in the order of its files. User errors raise ValueError."""
+    """Documents of a data set, in the order of the data set's files. User errors raise ValueError."""
 
     unit = "row"
     """Name of a record in messages."""

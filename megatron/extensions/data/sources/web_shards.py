@@ -38,7 +38,7 @@ def is_shard(name: str) -> bool:
 
 def shards_of(path: str) -> list[str]:
     """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar; empty if there
-    are none. Files of a range are listed even if they do not exist, so that a missing shard is noticed."""
+    are no shards. Files of a range are listed even if they do not exist, so that a missing shard is noticed."""
     place = located(path)
     if isinstance(place, UrlPath):
         return _stored_shards(path, place)

@@ -40,7 +40,7 @@ class DifferentIds(Exception):
 
 
 class StandIn:
-    """Gigatoken replacement for a tokenizer, for the texts of one process. Use `stand_in_for` to construct it."""
+    """Gigatoken replacement for a tokenizer, for the texts of one process. `stand_in_for` constructs instances."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken

@@ -1,7 +1,7 @@
 """Readers that yield the documents of a file in chunks, with memory use that does not grow with the file size.
 
-Readers keep most records as bytes; `texts_of` decodes them in the process that tokenizes them. An error in one record
-affects only that record. An error that makes the rest of a file unreadable is reported for the file."""
+Readers keep most records as bytes. `texts_of` decodes the records in the process that tokenizes them. An error in one
+record affects only that record. An error that makes the rest of a file unreadable is reported for the file."""
 
 from __future__ import annotations
 
@@ -218,8 +218,9 @@ LOOKS_LIKE = (
     (rb"\xfd7zXZ\0", "compressed; name it .xz"),
     (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
 )
-"""(Pattern of the beginning of a file, description of its format) pairs. A pattern contains bytes that do not occur in
-text, or the structure of a header, because text may begin with the letters of a format's signature."""
+"""Pairs of a pattern that matches the beginning of a file and a description of the file format. A pattern contains
+bytes that do not occur in text, or the structure of a header, because text may begin with the letters of a format's
+signature."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:

@@ -9,7 +9,7 @@ from decimal import Decimal
 def _integer(digits: str) -> int | Decimal:
     try:
         return int(digits)
-    except ValueError:  # the limit is that of sys.set_int_max_str_digits
+    except ValueError:  # sys.set_int_max_str_digits sets the limit
         return Decimal(digits)
 
 

@@ -121,7 +121,7 @@ class TextData:
             flag: Flag that names the data, for messages.
             value: Path or URL of the data.
             job: Settings of tokenization.
-            source_of: Function that returns the source. Its argument is a folder that may store digests of files.
+            source_of: Function that returns the source, given a folder that may store digests of files.
         """
         folder = self._folder(flag, value)
         try:

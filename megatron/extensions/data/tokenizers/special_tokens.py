@@ -1,6 +1,6 @@
 """Special and added tokens of a Hugging Face folder. The files and their precedence match transformers.
 
-- tokenizer_config.json contains special tokens by role (`eos_token`), and other special tokens. Its
+- tokenizer_config.json contains special tokens by role (`eos_token`), and other special tokens. The key
 `added_tokens_decoder` contains all tokens that are added to the vocabulary.
 - Without `added_tokens_decoder`, special_tokens_map.json overrides the roles, and added_tokens.json adds tokens.
 - Special tokens that are neither in these lists nor in tokenizer.json get the next free ids.

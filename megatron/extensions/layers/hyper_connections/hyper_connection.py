@@ -92,7 +92,7 @@ class HyperConnection(TokenWeights):
             partial_over = sequence_partial(ctx.sequence_parallel)
             return make_parameter(ParamMeta(f"{name}.{key}", shape, {}, init, partial_over, role=role), ctx)
 
-        # Names and initial values are those of Megatron-LM's dev branch.
+        # Names and initial values match the dev branch of Megatron-LM.
         self.mapping_proj = made("mapping_proj.weight", (rows, width), "gate", Init("uniform", low=-bound, high=bound))
         self.alpha_pre, self.alpha_post, self.alpha_res = (
             made(f"alpha_{of}", (1,), "vector", factor) for of in ("pre", "post", "res")

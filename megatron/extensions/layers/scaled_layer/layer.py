@@ -17,7 +17,7 @@ from megatron.core.transformer.layer import TransformerLayer
 
 class ScaledLayer(TransformerLayer):
     """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is initialized to 1, or read from a
-    converted model. It is saved in checkpoints, but not trained."""
+    converted model. The scalar is saved in checkpoints, but not trained."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -60,7 +60,8 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        if layers > longest:  # the average always fits; exact lengths depend on the vocabulary size
+        # The longest stage has at least the average length. Larger numbers need the exact lengths.
+        if layers > longest:
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known
             from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch

@@ -3,11 +3,11 @@
 way.
 
 The first layers of each stage are offloaded, because their activations are kept the longest. A part is one layer, or
-several layers that are recomputed together. Each part copies the tensors that it saves to the host while it computes,
-on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the device
-holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward pass
-of the following part computes. Fetched tensors are written to new device memory, which autograd frees as it would free
-the original tensors.
+several layers that are recomputed together. While a part computes, the tensors that the part saves are copied to the
+host on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the
+device holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward
+pass of the following part computes. Fetched tensors are written to new device memory, which autograd frees as it would
+free the original tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -257,7 +257,8 @@ class _Moved:
         self.host = None
 
     def fetched(self) -> Tensor:
-        """Return the storage on the device, uint8 [bytes]. Kernels that are launched after this call may use it."""
+        """Return the storage on the device, uint8 [bytes]. Kernels that are launched after this call may use the
+        storage."""
         if self.original is not None:
             return self.original
         self.fetch()

@@ -100,7 +100,7 @@ class HostUnitStore(ShardedUnits):
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
         """Start copying a shard from the host, and then gathering `whole` from the shards of all ranks. Kernels
-        launched so far may still use the memory of `whole` for another tensor, so the copy waits for them."""
+        launched so far may still use the memory of `whole` for another tensor, so the copy waits for these kernels."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
         event = self.to_device.copy(shard, part)
@@ -154,8 +154,8 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if the sum is fetched before gradients are added: with one data-parallel rank, after the first
-        micro-batch."""
+        """True if the gradient sum is fetched to the device before gradients are added. This is the case after the
+        first micro-batch if there is only one data-parallel rank."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
@@ -280,8 +280,8 @@ class StreamedUnits(UnitSharding):
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent to the host before the last forward pass. The freed gradients include those of
-        the last unit in a backward pass."""
+        """Free gradients that were sent to the host before the last forward pass. The freed gradients include the
+        gradients of the last unit in a backward pass."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

@@ -66,7 +66,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         # Initial values match Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # one for decays, one for output gates
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # for decays and for output gates
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)

@@ -22,9 +22,10 @@ Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], 
 head are adjacent.
 
 16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
-summed in fp32. One exception is the products of keys and of queries with keys, which are exact. The other two are the
-reads in a chunk: Q S reads the state before the chunk, and (Q Kᵀ * D) (U - W S) reads the chunk's tokens. Each of the
-four operands of the reads has a relative rounding error of u = 2^-8, so an output is off by at most (2 u + u^2) (|Q|
+summed in fp32. One exception is the products of keys and of queries with keys, which are exact. The other two
+exceptions are the reads in a chunk: Q S reads the state before the chunk, and (Q Kᵀ * D) (U - W S) reads the chunk's
+tokens. Each of the four operands of the reads has a relative rounding error of u = 2^-8, so an output is off by at most
+(2 u + u^2) (|Q|
 |S| + |Q Kᵀ * D| |U - W S|), in addition to fp32 rounding. States, and the values that tokens write, are not rounded,
 because rounding errors would accumulate from chunk to chunk.
 """

@@ -131,7 +131,8 @@ def bounded_root(x: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
-    """Autograd function that implements `recurrence`. It saves the decays and the results for the backward pass."""
+    """Autograd function that implements `recurrence`. The function saves the decays and the results for the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

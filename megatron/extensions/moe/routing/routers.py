@@ -100,8 +100,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""Number of Sinkhorn iterations. The number is fixed, because a convergence test would synchronize with the device, and
-could depend on the layout."""
+"""Number of Sinkhorn iterations. The number of iterations is fixed, because a convergence test would synchronize with
+the device, and could depend on the layout."""
 
 
 @torch.no_grad()

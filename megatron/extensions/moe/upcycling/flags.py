@@ -41,7 +41,7 @@ class UpcyclingFlags:
         False,
         needs="--num-experts; add --num-experts, the number of experts made from each MLP",
     )
-    """Start from the dense model in --load. Each expert is a copy of the MLP of its layer, so that the model has the
+    """Start from the dense model in --load. Each expert starts as a copy of the layer's MLP, so that the model has the
     same outputs as the dense model until the first step. Routers are initialized at random."""
 
     moe_upcycling_granularity: int = flag(1, above=0, no_effect_without=SWITCH)

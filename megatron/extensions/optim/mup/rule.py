@@ -49,7 +49,7 @@ class MupRule(ParameterRule):
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """Scale the initial values of the parameter's role.
 
-        If a module sets its own initial values, they already depend on the module's widths.
+        Initial values that a module sets already depend on the module's widths.
         """
         std = self.factors(meta).std
         if meta.init is not None or std == 1:

@@ -134,7 +134,8 @@ def _held(flat: Tensor, part: Part) -> Tensor:
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Bring the singular values of each matrix in x [n, rows, columns] close to 1, and keep its singular vectors.
 
-    The matrix is divided by its norm. Then each step applies the quintic polynomial aX + (bA + cA^2) X with A = X X^T.
+    The matrix is divided by its norm. Each step of the iteration then applies the quintic polynomial aX + (bA + cA^2) X
+    with A = X X^T.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

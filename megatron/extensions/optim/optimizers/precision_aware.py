@@ -341,7 +341,7 @@ class PrecisionAwareAdam(FusedTransform):
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
         packed = [shard for shard in shards if isinstance(shard, PackedShard)]
-        assert len(packed) == len(shards), "states are stored in other formats"
+        assert len(packed) == len(shards), "states are stored in different formats"
         return PackedKernel(self.config, packed, stage.compiled)
 
 

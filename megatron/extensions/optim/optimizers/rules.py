@@ -91,7 +91,9 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
     sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
     if not flags or not m.vocab_size or max(sizes.values()) == 1:
         return
-    from megatron.core.pipeline_parallel.stage_parameters import stage_metas  # imported here because it imports torch
+    from megatron.core.pipeline_parallel.stage_parameters import (
+        stage_metas,
+    )  # imported here because the module imports torch
 
     try:
         metas = stage_metas(m)

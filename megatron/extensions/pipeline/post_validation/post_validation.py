@@ -157,7 +157,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 class StaleForwards(Exception):
     """Raised if parameters have changed since the forward passes of an action list. The caller must run the list again
-    from the start. Either all ranks or no ranks raise this exception, and no message is in flight when they do."""
+    from the start. Either all ranks or no ranks raise this exception, and no message is in flight at that time."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):

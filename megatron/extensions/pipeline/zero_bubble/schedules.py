@@ -57,8 +57,8 @@ def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
 def zb_v(p: int, m: int) -> Schedule:
     """Return ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p - 1 - r, so that rank 0 computes the loss.
 
-    There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals that of 1F1B. If m is
-    smaller, the schedule for 2p - 1 microbatches is used, without the microbatches beyond m.
+    There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals the peak memory of 1F1B.
+    If m is smaller, the schedule for 2p - 1 microbatches is used, without the microbatches beyond m.
     """
     n = max(m, 2 * p - 1)
     lists = []

@@ -197,7 +197,7 @@ class ApiServer:
 
     async def _body(self, request: Request) -> bytes:
         """Read the body of a request. Raises ApiError if the body is too long or arrives too late, ClientDisconnect if
-        it is incomplete."""
+        the body is incomplete."""
         size = int(request.headers.get("Content-Length", 0))
         most = self.limits.body_bytes
         parts = list[bytes]()

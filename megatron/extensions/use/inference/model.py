@@ -63,7 +63,7 @@ class LoadedModel:
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt, which may already be token ids. An empty text is converted to the token
-        that begins a document. Raises ValueError if the tokenizer has no such token."""
+        that begins a document. Raises ValueError if the tokenizer has no token that begins a document."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)

@@ -282,8 +282,8 @@ class OpenAIApi:
 
 
 def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
-    """Return the number of prompt tokens (each prompt counted once, even with n > 1), of generated tokens, and their
-    sum."""
+    """Return the number of prompt tokens, the number of generated tokens, and the sum of both. Each prompt is counted
+    once, even if n > 1."""
     prompts = sum(len(request.prompt) for request in call.requests[:: call.n])
     return {"prompt_tokens": prompts, "completion_tokens": sum(counts), "total_tokens": prompts + sum(counts)}
 
@@ -291,5 +291,5 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
 def choice(
     index: int, said: Mapping[str, object], logprobs: Mapping[str, object] | None, reason: str | None
 ) -> dict[str, object]:
-    """Format one text of an answer, or a part of it."""
+    """Format one text of an answer, or a part of a text."""
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

@@ -89,7 +89,7 @@ class EngineLoop:
         return self._pending
 
     def run(self) -> None:
-        """Run until `stop`. If the engine fails, inform all jobs and raise its error."""
+        """Run until `stop`. If the engine fails, inform all jobs and raise the engine's error."""
         try:
             while not self.stopping.is_set():
                 self._turn(HEARTBEAT)

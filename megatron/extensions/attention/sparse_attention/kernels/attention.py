@@ -2,8 +2,8 @@
 `selected_attention_gradients`.
 
 All keys are concatenated into one tensor. Each query has one list of indices into this tensor: the concatenation of its
-lists for all key sets. Keys that are not selected, such as those of a window, are listed too. An index of -1 marks an
-unused entry.
+lists for all key sets. Keys that are attended to without selection, such as the keys of a window, are also listed. An
+index of -1 marks an unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
@@ -244,8 +244,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan. The other arguments equal
-    those of `attend`."""
+    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan. All other arguments are the
+    same as for `attend`."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -296,8 +296,8 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan. The other arguments equal
-    those of `weights`."""
+    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan. All other arguments are the
+    same as for `weights`."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())

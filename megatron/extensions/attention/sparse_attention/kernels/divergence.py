@@ -1,4 +1,5 @@
-"""Indexer loss over selected keys, and its gradients, with Triton kernels, which replace `divergence`.
+"""Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. They replace
+`divergence`.
 
 Each query is multiplied by its selected keys only. Plain PyTorch stores the products of all indexer heads and all keys
 for a chunk of queries.

@@ -64,8 +64,8 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """Load the channels that follow the value channels of rows. The result is arbitrary if there are no such
-    channels."""
+    """Load the channels that follow the value channels of rows. If no channels follow the value channels, the result is
+    arbitrary."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])

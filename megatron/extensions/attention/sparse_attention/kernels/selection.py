@@ -2,7 +2,7 @@
 
 The kernels store neither the products of individual heads nor sorted rows. Scores equal the scores of plain PyTorch up
 to rounding. Plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
-plain PyTorch select the later ones.
+plain PyTorch select the later keys.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan. The other arguments equal those
-    of `scores`."""
+    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan. All other arguments are the
+    same as for `scores`."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -95,7 +95,7 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Allocate the tensors of `largest` and record its kernel, for a plan. The other arguments equal those of
+    """Allocate the tensors of `largest` and record its kernel, for a plan. All other arguments are the same as for
     `largest`. The first read of a row is from memory; later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
@@ -105,8 +105,8 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan. The other arguments equal those
-    of `keys`."""
+    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan. All other arguments are the same
+    as for `keys`."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 

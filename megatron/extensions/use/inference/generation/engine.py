@@ -25,7 +25,7 @@ class Request:
     """Request to continue a text. Raises ValueError with every problem if a field is invalid."""
 
     prompt: Sequence[int]
-    """Token ids of the prompt, at least one."""
+    """Token ids of the prompt, which must not be empty."""
 
     max_new_tokens: int = 64
     """Maximum number of new tokens. The model's maximum sequence length also limits the text."""
@@ -219,7 +219,7 @@ class Engine:
         return dropped
 
     def _admit(self) -> list[Generation]:
-        """Read the first prompts of the queue, as many as fit into one pass."""
+        """Read as many prompts from the front of the queue as fit into one pass."""
         taken = [self.waiting.popleft()]
         longest, free = len(taken[0].request.prompt), self.rows - len(self.growing)
         while self.waiting and len(taken) < free and not taken[0].request.prompt_logprobs:
