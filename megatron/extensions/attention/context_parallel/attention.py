@@ -40,7 +40,7 @@ def gathered_attention(
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
         cp: Context-parallel ranks.
-        causal: Mask of attention, and the sequence shards of the ranks.
+        causal: Attention mask, and the sequence shards of the ranks.
         sinks: [heads], logits of attention sinks.
 
     Returns:
@@ -106,8 +106,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
         cp: Context-parallel ranks.
-        causal: Mask of attention.
-        sinks: [heads / cp], logits of attention sinks of the heads that this rank computes.
+        causal: Attention mask.
+        sinks: [heads / cp], attention sink logits of the heads that this rank computes.
 
     Returns:
         [s/cp, b, heads, dv]
@@ -125,8 +125,8 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
         cp: Context-parallel ranks; `cp.levels` are the inner and the outer ranks.
-        causal: Mask of attention, and the sequence shards of the ranks.
-        sinks: [heads / inner], logits of attention sinks of the heads that this rank computes.
+        causal: Attention mask, and the sequence shards of the ranks.
+        sinks: [heads / inner], attention sink logits of the heads that this rank computes.
 
     Returns:
         [s/cp, b, heads, dv]

@@ -13,7 +13,7 @@ from megatron.training.config.run_config import RunConfig
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that context-parallel ranks can share heads. With a2a, all context-parallel ranks share the heads of a
-    tensor-parallel rank; with a2a+p2p, groups of context-parallel ranks do."""
+    tensor-parallel rank. With a2a+p2p, the ranks of each group share these heads."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:

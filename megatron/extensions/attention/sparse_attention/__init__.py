@@ -2,9 +2,9 @@
 Compressed attention of DeepSeek-V4 (CSA and HCA): queries attend to a window of recent tokens, and to compressed keys,
 each of which summarizes several earlier tokens.
 
-Flags: --experimental-attention-variant dsa, on top of --multi-latent-attention, or D in --hybrid-layer-pattern. The
+Flags: --experimental-attention-variant dsa together with --multi-latent-attention, or D in --hybrid-layer-pattern. The
 flags --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk set the shape of the indexer;
---dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss control its loss. With --dsa-indexer-topk-freq and
+--dsa-indexer-loss-coeff and --dsa-indexer-use-sparse-loss control the indexer loss. With --dsa-indexer-topk-freq and
 --dsa-indexer-skip-topk-offset, layers share the selected keys. Compressed attention is --experimental-attention-variant
 dsv4_hybrid, with --csa-compress-ratios, --csa-window-size, --csa-compress-rotary-base, --o-groups and --o-lora-rank.
 

@@ -1,4 +1,4 @@
-"""Compressed attention of DeepSeek-V4: sections 2.3.1 (CSA) and 2.3.2 (HCA) of its technical report.
+"""Compressed attention of DeepSeek-V4: sections 2.3.1 (CSA) and 2.3.2 (HCA) of the technical report.
 
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
 consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
@@ -106,7 +106,7 @@ def _windows_of_documents(documents: Documents, length: int, ratio: int, device:
 
 
 class Compressor(nn.Module):
-    """Compute weighted means over windows of tokens, normalized and rotated."""
+    """Module that computes weighted means over windows of tokens, and normalizes and rotates these means."""
 
     def __init__(
         self,

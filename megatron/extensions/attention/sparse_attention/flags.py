@@ -53,7 +53,7 @@ class SparseAttentionFlags:
     rotated, or the last channels if keys are compressed."""
 
     dsa_indexer_topk: int = flag(2048, above=0, may_change=True)
-    """DSA: number of keys that each query attends to. These are the keys with the largest indexer scores."""
+    """DSA: number of keys that each query attends to. A query attends to the keys with the largest indexer scores."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
     """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
@@ -90,7 +90,7 @@ class CompressedAttentionFlags:
 
     csa_compress_ratios: str | None = None
     """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries attend
-    to the last tokens only. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA). With
+    only to the last tokens. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA). With
     any other number, queries attend to all earlier keys (HCA). Entries for multi-token prediction modules may follow;
     by default, these entries equal the last layer's entry."""
 

@@ -36,7 +36,7 @@ class Loss(NamedTuple):
     queries: Queries
     scale: float
     heads: Axis
-    """Ranks that hold the other heads."""
+    """Ranks that compute the other heads."""
     own: range
     """Query rows that belong to this rank's indexer."""
     beside: Tensor | None = None
@@ -49,9 +49,9 @@ class Loss(NamedTuple):
 @operation
 @torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Return the sum of KL(p, softmax(scores)) over this rank's queries, and its gradients. With G = softmax(scores) -
-    p, the gradients of the weights are G ReLU(q · k). The gradients of q · k are G w where q · k > 0, and 0
-    elsewhere."""
+    """Return the sum of KL(p, softmax(scores)) over this rank's queries, and the gradients of this sum. With G =
+    softmax(scores) - p, the gradients of the weights are G ReLU(q · k). The gradients of q · k are G w where q · k > 0,
+    and 0 elsewhere."""
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))

@@ -1,7 +1,7 @@
 """Attention to selected keys, in chunks of queries.
 
-Attention has one key group, and the first channels of its keys are its values, as in multi-latent attention over
-latents. Several key sets, such as the tokens and the compressed keys of DeepSeek-V4, may share one softmax.
+Attention has one key group. As in multi-latent attention over latents, the first channels of a key are its value.
+Several key sets, such as the tokens and the compressed keys of DeepSeek-V4, may share one softmax.
 
 GPU kernels (`kernels/attention.py`) compute the forward and backward passes if they are faster. Shapes: n queries of b
 samples, s keys, h heads.

@@ -92,7 +92,7 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
         """Return the operands of the scores before rotation. x is [s, b, h], and q is [s, b, q_lora_rank], or x if
-        there is no query latent. Under sequence parallelism, both are [s/tp, ...]."""
+        there is no query latent. Under sequence parallelism, x and q are [s/tp, ...]."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -142,7 +142,7 @@ class SelectedKeys(CoreAttention):
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
-        """Ranks with the other rows of the indexer's operands."""
+        """Ranks over which the rows of the indexer's operands are sharded."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)

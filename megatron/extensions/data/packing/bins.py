@@ -35,7 +35,7 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
 
 
 class _Room:
-    """Open bins, grouped by their remaining room."""
+    """Open bins, grouped by remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -81,7 +81,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
     Args:
         lengths: Lengths of all documents of the data set.
-        rounds: Rounds of some or all of these documents.
+        rounds: Rounds of the data set, which may use only some of its documents.
         seq_length: Tokens per sample, without the last label.
         seed: Seed of the order.
         number: Number of the round.
@@ -109,7 +109,7 @@ def cut(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Divide documents into parts of at most seq_length + 1 tokens. Return the document, first token and length of each
-    part. Only longer documents are divided."""
+    part. Documents with at most this many tokens are not divided."""
     parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length

@@ -25,8 +25,8 @@ SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Parse a schedule such as `0:384 200B:768` into (tokens, batch size) pairs. The batch size applies after this
-    number of consumed tokens. Spaces or commas separate the entries.
+    """Parse a schedule such as `0:384 200B:768` into (tokens, batch size) pairs. Each batch size applies after the
+    given number of consumed tokens. Spaces or commas separate the entries.
 
     Raises ValueError if the text is invalid, does not begin at 0 tokens, or has token counts that do not increase.
     """

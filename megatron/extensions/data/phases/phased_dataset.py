@@ -13,9 +13,9 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
 class PhasedDataset(SampleOrder):
-    """Training samples of a run, indexed by sample number in the run. If sample i of the run is in phase k, it is
-    sample i - `firsts[k]` of `parts[k]`. If `numbered_by_run` is True, the sample has number i in `parts[k]`, too.
-    Samples of different phases may have different lengths. `end` is the number of samples of the run."""
+    """Training samples of a run, indexed by sample number in the run. Sample i of the run, in phase k, is sample i -
+    `firsts[k]` of `parts[k]`. If `numbered_by_run` is True, sample i of the run is sample i of `parts[k]`. Samples of
+    different phases may have different lengths. `end` is the number of samples of the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)

@@ -30,7 +30,7 @@ def findings(
     """Return the problems with the flags, with each phase, and with the file.
 
     Args:
-        config: Configuration as given by the flags.
+        config: Configuration that the flags specify.
         resolved: Resolved configuration.
         judge: Function that returns the problems with a configuration.
         phases: Phases of the file; None if they cannot be determined.

@@ -1,4 +1,4 @@
-"""Converts documents that a library reads to a cached indexed dataset.
+"""Convert documents that a library reads to a cached indexed dataset.
 
 The cache, its locks and its checks are the same as for text files (`megatron.extensions.data.text_data.tokenized`).
 """

@@ -54,7 +54,7 @@ class TextDataConfig:
     """End each document of text files with the end-of-document token, if the tokenizer has one."""
 
     max_bad_lines: int = flag(0, at_least=0)
-    """Largest number of unreadable records in text files to skip; more than this number is an error."""
+    """Largest number of unreadable records to skip in text files. More unreadable records are an error."""
 
     tokenizer_workers: int | None = flag(None, above=0)
     """Number of processes per node that tokenize text files. Default: one per core for large files."""

@@ -41,7 +41,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def state_of(path: str) -> list[int]:
-    """Return the state of a local file, which changes whenever the file's content changes."""
+    """Return a value that changes whenever the content of a local file changes."""
     state = os.stat(path)
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
 
@@ -55,7 +55,7 @@ class Digests:
     def of(self, files: Sequence[TextFile]) -> dict[str, str]:
         """Return a content hash for each path; for a remote file, return the state that the store reports.
 
-        If several processes share the folder, one of them reads the files while the others wait."""
+        If several processes share the folder, one process reads the files while the other processes wait."""
         local = {file.path: state_of(file.path) for file in files if not file.remote}
         found = {file.path: f"{file.size} {file.modified}" for file in files if file.remote}
         if local.keys() - (known := self._known(local)).keys():

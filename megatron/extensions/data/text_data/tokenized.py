@@ -2,9 +2,9 @@
 
 The dataset equals the dataset that tools/preprocess_data.py writes for the same files, so samples are bit-equal. The
 dataset name contains a hash of everything that determines the dataset: the content of the files, the tokenizer (see
-`identity`), and the options for reading documents. If several processes share a folder, one of them tokenizes while the
-others wait. The file made_from.json, next to the tokens, describes the inputs of the tokens and contains checksums. If
-the tokens have changed, the files are tokenized again.
+`identity`), and the options for reading documents. If several processes share a folder, one process tokenizes while the
+other processes wait. The file made_from.json, next to the tokens, describes the inputs of the tokens and contains
+checksums. If the tokens have changed, the files are tokenized again.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Llama2Tokenizer(_OverModel):
 class SentencePieceTokenizer(_OverModel):
     """SentencePiece tokenizer whose documents end with <EOD>.
 
-    If the model lacks the piece <EOD>, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never
-    encoded as a special token.
+    If the model lacks the piece <EOD>, the pieces <CLS>, <SEP>, <EOD> and <MASK> are added after the last piece. Text
+    is never encoded as a special token.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:

@@ -56,7 +56,7 @@ class SpecialTokens:
         return None if token is None else _text(token)
 
     def add_to(self, tokenizer: Tokenizer) -> None:
-        """Add the tokens that a `tokenizers.Tokenizer` lacks, in the order of transformers."""
+        """Add the tokens that a `tokenizers.Tokenizer` lacks, in the same order as transformers."""
         from tokenizers import AddedToken
 
         known = tokenizer.get_added_tokens_decoder().values()

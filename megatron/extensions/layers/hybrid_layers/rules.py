@@ -15,10 +15,10 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 
     Args:
         c: Configuration.
-        flag: Flag of the number.
-        value: Value of the flag; None if it is not given.
+        flag: Name of the flag that sets the number.
+        value: Value of the flag; None if the flag is not set.
         what: Description of what is shared.
-        default: Number if the flag is not given.
+        default: Number that applies if the flag is not set.
     """
     tp = c.parallel.tensor_model_parallel_size
     cp = c.parallel.context_parallel_size
@@ -35,15 +35,15 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a flag whose number gives a rank matrices without the alignment that the linear format needs.
+    """Report a flag that gives the matrices of a rank dimensions without the alignment that the linear format needs.
 
     Args:
         c: Configuration.
-        flag: Flag of the number.
-        value: Value of the flag; None if it is not given.
+        flag: Name of the flag that sets the number.
+        value: Value of the flag; None if the flag is not set.
         each: Number of rows or columns per unit of the number.
         what: Description of the rows or columns.
-        default: Number if the flag is not given.
+        default: Number that applies if the flag is not set.
         cut: True if the number is divided over tensor-parallel ranks.
     """
     tp, count = c.parallel.tensor_model_parallel_size, value or default

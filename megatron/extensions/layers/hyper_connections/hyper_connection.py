@@ -134,7 +134,7 @@ class HyperConnection(TokenWeights):
 
 
 class MeanOfStreams(TokenWeights):
-    """Mean of the streams after the last layer."""
+    """Module that returns the mean of the streams after the last layer."""
 
     def forward(self, x: Stream) -> Tensor:
         """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
@@ -142,7 +142,7 @@ class MeanOfStreams(TokenWeights):
 
 
 class SumOfStreams(TokenWeights):
-    """Sum of the streams after the last layer, with token-dependent weights."""
+    """Module that returns the sum of the streams after the last layer, with token-dependent weights."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)

@@ -29,7 +29,7 @@ from megatron.extensions.layers.per_layer_embeddings.flags import GATES, size_of
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Residual connection of a sublayer. The connection of the MLP also adds the layer's embeddings."""
+    """Residual connection of a sublayer. The residual connection of the MLP also adds the layer's embeddings."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class HiddenStates(nn.Module):
-    """Hidden states after the last layer."""
+    """Module that returns the hidden states after the last layer."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

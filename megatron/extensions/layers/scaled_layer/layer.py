@@ -28,8 +28,8 @@ class ScaledLayer(TransformerLayer):
         residual = None if config.residual is None else RESIDUALS[config.residual]
         of_stream = getattr(residual, "scaled", None)
         self.scaled = None if of_stream is None else partial(of_stream, config=config)
-        """Function that multiplies the hidden states of a stream with additional channels; None if all channels are
-        hidden states."""
+        """Function that scales the hidden states in a stream that also has other channels; None if all channels of the
+        stream are hidden states."""
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""

@@ -166,8 +166,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the number of documents that began at or before each token, [s, b], not counting the first document. The
-    samples are whole samples of `length` tokens. All layers and passes of a micro-batch share the result."""
+    """Return the number of documents that began at or before each token, [s, b], not counting the first document. All
+    samples have `length` tokens. All layers and passes of a micro-batch share the result."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1

@@ -185,8 +185,8 @@ def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return decays within chunks, for g [..., chunk] and number [..., 1 + chunk]. The first result is the sum of g up
-    to token i [..., i]. The second is the fraction of the state before the chunk that remains at token i [..., i, 1].
-    The third is the fraction of token i's write that remains at the chunk's end [..., i, 1]."""
+    to token i [..., i]. The second result is the fraction of the state before the chunk that remains at token i [...,
+    i, 1]. The third result is the fraction of token i's write that remains at the chunk's end [..., i, 1]."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
     total = g @ earlier  # torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()

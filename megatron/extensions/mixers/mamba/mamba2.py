@@ -1,9 +1,9 @@
 """Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
 One projection produces gates, inputs x, B, C and step sizes dt. A short convolution and SiLU are applied to x, B and C.
-The state-space model mixes tokens. The output of the model is multiplied by the SiLU of the gates, normalized within
-each group of heads, and projected to hidden states. Groups, together with their heads, are sharded over the
-tensor-parallel ranks.
+The state-space model mixes tokens. The output of the state-space model is multiplied by the SiLU of the gates,
+normalized within each group of heads, and projected to hidden states. Groups, together with their heads, are sharded
+over the tensor-parallel ranks.
 
 Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks,
 sequence shards are exchanged for heads of a group, and several ranks receive the group's B and C. A second all-to-all

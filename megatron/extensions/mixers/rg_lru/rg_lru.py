@@ -125,7 +125,7 @@ def gated_inputs(
 
 
 def bounded_root(x: Tensor) -> Tensor:
-    """Return the square root, with a derivative of at most `STEEPEST`."""
+    """Return the square root. Its derivative is limited to `STEEPEST`."""
     value = x.detach()
     return value.sqrt() + (x - value) * (4 * value).clamp(min=STEEPEST**-2).rsqrt()
 

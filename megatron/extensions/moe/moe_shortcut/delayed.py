@@ -1,7 +1,8 @@
 """Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. This output is added to
-the hidden states after the next MLP. Each token is computed independently, so no layout needs additional communication.
+The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. The expert output is
+added to the hidden states after the next MLP. Each token is computed independently, so no layout needs additional
+communication.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class DelayedExperts(nn.Module):
 
 
 class SumOfBoth(nn.Module):
-    """Computes the hidden states after the last layer: the sum of both halves of the stream."""
+    """Module that returns the hidden states after the last layer, which are the sum of both halves of the stream."""
 
     def forward(self, stream: Tensor) -> Tensor:
         """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""

@@ -52,8 +52,8 @@ class SpecialRouter(TopKRouter):
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
     """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. Experts are
-    weighted in the order in which they were chosen. The weight of an expert is its softmax over the experts that were
-    not chosen before and whose logits are near the largest remaining logit."""
+    weighted in the order in which they were chosen. The weight of an expert is a softmax over the experts that were not
+    chosen before and whose logits are near the largest remaining logit."""
 
     eps: float
 
@@ -87,7 +87,7 @@ class RandomLogits(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return the second operand. The backward pass passes the gradient of the result to the first operand."""
+    """Return the second operand. In the backward pass, the first operand receives the gradient of the result."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:

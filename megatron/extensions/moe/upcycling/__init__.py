@@ -1,5 +1,5 @@
 """Upcycling: MoE models that start from a dense model, with the same outputs at step 0. The dense model may be a
-checkpoint of this program or of Hugging Face.
+checkpoint of this program or a Hugging Face model.
 
 Enabled by --moe-use-upcycling. Read `flags.py`, then `dense_start.py`, which loads the weights.
 """

@@ -54,9 +54,9 @@ class AveragedWeightsFlags:
     """Steps between updates of the averages. An update applies the decay of all steps since the previous update."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
-    """Weights used in evaluations: the trained weights, or the first average (of --ema-decay if it is given). Before
-    the first update of the average, a run evaluates the trained weights and logs a message, whereas --skip-train
-    reports an error."""
+    """Weights used in evaluations: the trained weights, or the first average. Averages of --ema-decay precede averages
+    of --ema-half-life-tokens. Before the first update of the average, a run evaluates the trained weights and logs a
+    message, whereas --skip-train reports an error."""
 
 
 @dataclass(frozen=True)

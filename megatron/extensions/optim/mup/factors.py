@@ -9,8 +9,8 @@ All rules follow from two numbers, both relative to the base model. `change` is 
 that changes outputs as much as in the base model. `gradient` is the size of one gradient element. Adam's updates are
 proportional to the learning rate. Adam's learning rate is therefore multiplied by `change`. Adam's epsilon is added to
 gradient magnitudes, and is therefore multiplied by `gradient`. SGD's updates are proportional to learning rate times
-gradient, so its learning rate is multiplied by `change / gradient`. The weight decay of one step, learning rate times
-decay, equals the base model's.
+gradient, so its learning rate is multiplied by `change / gradient`. The weight decay of one step (learning rate times
+decay) is the same as in the base model.
 """
 
 from __future__ import annotations

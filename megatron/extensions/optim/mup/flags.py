@@ -46,7 +46,7 @@ class MupFlags:
     """--use-mup: factor of word embeddings."""
 
     mup_output_mult: float = flag(1.0, above=0, no_effect_without=SWITCH, training_only=True)
-    """--use-mup: additional factor of the logits, which are multiplied by base / hidden size."""
+    """--use-mup: factor of the logits, in addition to the base hidden size / --hidden-size."""
 
     mup_attn_scale_power: float = flag(1.0, at_least=0, no_effect_without=SWITCH, training_only=True)
     """--use-mup: scores are divided by the number of a head's channels to this power; 0.5 without muP. No effect with

@@ -1,4 +1,4 @@
-"""Widths of the base model, and how each parameter's inputs and outputs grow from it.
+"""Widths of the base model, and the growth of each parameter's inputs and outputs relative to the base model.
 
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
 ratio, such as an expert width that stays constant while the hidden size grows. A matrix with a width in

@@ -38,7 +38,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
 }
 """Coefficients of each step, by the name of the set.
 
-"simple" is by K. Jordan (Muon, 2024) and used by Moonlight (arXiv 2502.16982). "quintic" is by F. L. Cesista, optimized
+"simple" is from Muon (Jordan, 2024), and is also used by Moonlight (arXiv 2502.16982). "quintic" (Cesista) is optimized
 for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with the paper's safety factor 1.01. "cans" is from
 arXiv 2506.10935.
 """

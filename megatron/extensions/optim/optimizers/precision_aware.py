@@ -215,7 +215,7 @@ CHUNK = 2**18
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salts of each state's random bits."""
+"""Salts for the random bits of each state."""
 
 
 class PackedShard(Shard):

@@ -145,7 +145,8 @@ def _check(text: str, piece: Piece) -> None:
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """Convert all token counts in the text to samples of `seq_length` tokens. Raises ValueError like `parse`."""
+    """Convert all token counts in the text to samples of `seq_length` tokens. Raises ValueError in the same cases as
+    `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length

@@ -34,9 +34,9 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
-        """Run one step, together with passes of the next step's micro-batches `following` that are in `actions`. The
-        next call runs the remaining passes of these micro-batches. Return the loss sums of this step's micro-batches,
-        as `run` does."""
+        """Run one step. `actions` may also contain passes of `following`, the micro-batches of the next step. The next
+        call runs the remaining passes of these micro-batches. Return the loss sums of this step's micro-batches, as
+        `run` does."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)

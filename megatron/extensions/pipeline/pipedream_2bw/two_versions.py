@@ -11,8 +11,8 @@ norm. Each rank performs the update of step t before its first pass of step t+2 
 step t+1 continue.
 
 Each parameter has two memory locations. The newest version is in the parameter buffers, which are gathered and saved.
-All passes that use the other location have ended when an update writes to it. The two locations are then swapped.
-Tensors that a forward pass saved for its backward pass therefore stay in place."""
+An update writes to the other location after all passes that use that location have ended. The two locations are then
+swapped. Tensors that a forward pass saved for its backward pass therefore stay in place."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class LateOptimizer(DistributedOptimizer):
 
     def use_for(self, of_next_step: bool) -> None:
         """Choose the weights of a pass: the weights before the last update or, for a pass of the next step, the newest
-        weights. Until the update of the previous step is performed, the newest weights are used as the weights before
-        the last update."""
+        weights. While the update of the previous step is pending, the newest weights serve as the weights before the
+        last update."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:

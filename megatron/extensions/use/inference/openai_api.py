@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """Parsed API request for a completion or a chat completion. Choice i answers requests[i]."""
+    """Parsed API request for a completion or a chat completion. requests[i] is the generation request for choice i."""
 
     requests: list[Request]
     chat: bool

@@ -60,8 +60,9 @@ class EngineLoop:
         """Reason why the engine ended; None while it runs."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
-        """Submit a job. May be called from any thread. Raises Busy if too many texts are waiting, or if the server is
-        shutting down."""
+        """Submit a job. This method may be called from any thread.
+
+        Raises Busy if too many texts are waiting, or if the server is shutting down."""
         with self._lock:
             if self.stopping.is_set():
                 raise Busy("the server is shutting down")
@@ -75,11 +76,11 @@ class EngineLoop:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job whose result is no longer needed. May be called from any thread."""
+        """Cancel a job whose result is no longer needed. This method may be called from any thread."""
         self._inbox.put(("cancel", job))
 
     def stop(self) -> None:
-        """Stop the loop. May be called from any thread or from a signal handler."""
+        """Stop the loop. This method may be called from any thread or from a signal handler."""
         self.stopping.set()
         self._inbox.put(None)
 

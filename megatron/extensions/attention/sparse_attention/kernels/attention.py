@@ -1,9 +1,9 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-All keys are concatenated into one tensor. Each query has one list of indices into this tensor: the concatenation of its
-lists for all key sets. Keys that are attended to without selection, such as the keys of a window, are also listed. An
-index of -1 marks an unused entry.
+All keys are concatenated into one tensor. Each query has one list of indices into this tensor: the concatenation of the
+query's lists for all key sets. Keys that are attended to without selection, such as the keys of a window, are also
+listed. An index of -1 marks an unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
@@ -40,8 +40,8 @@ WIDEST_VALUES, WIDEST_REST = 512, 64
 
 DENSE = 0.16
 """A second pass sums the gradients of keys if lists contain at least this fraction of all keys. At this fraction, both
-methods take the same time at the rates assumed for an H200 in `plan/planner/devices/h200.yaml`. These rates are not
-measured."""
+methods take the same time at the rates assumed for an H200 in `plan/planner/devices/h200.yaml`. The assumed rates are
+not measurements."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 

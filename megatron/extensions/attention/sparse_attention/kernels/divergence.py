@@ -112,9 +112,9 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` keys of k in fp32.
-`attended` [n, b, count] contains the attention weights of the listed keys, summed over heads. If `adds` is True, the
-gradients of keys are accumulated by atomic additions."""
+"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` keys in k. Key gradients
+are fp32. `attended` [n, b, count] contains the attention weights of the listed keys, summed over heads. If `adds` is
+True, the gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:

@@ -115,9 +115,9 @@ class Generation:
 class Engine:
     """Engine that runs requests on the leader of a `StageRunner`.
 
-    At most `rows` texts grow at the same time. A waiting request receives the first row that becomes free. A forward
-    pass reads at most `prefill_tokens` prompt tokens, including padding, unless it reads only one prompt. `detokenize`
-    is required for text and stop strings.
+    At most `rows` texts are generated at the same time. A waiting request receives the first row that becomes free. A
+    forward pass reads at most `prefill_tokens` prompt tokens, including padding, unless it reads only one prompt.
+    `detokenize` is required for text and stop strings.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ class KeyValueCache:
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
-        """Begin a forward pass over counts[i] new tokens of row first + i. By default, the pass covers all rows. Rows
-        beyond the current number are added. The tokens are padded to the largest count, rounded up to a multiple of
-        `multiple`."""
+        """Begin a forward pass over counts[i] new tokens of row first + i. By default, the pass covers all rows. If the
+        pass needs more rows than the cache has, rows are added. The tokens are padded to the largest count, rounded up
+        to a multiple of `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
         self.lengths += [0] * (first + len(counts) - len(self.lengths))

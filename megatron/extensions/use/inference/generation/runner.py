@@ -140,7 +140,7 @@ class StageRunner:
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
-        """Compute the outputs from hidden [s, b, h] after the last stage."""
+        """Compute the outputs from the hidden states [s, b, h] after the last stage."""
         last = torch.tensor(counts, device=self.device) - 1
         logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None

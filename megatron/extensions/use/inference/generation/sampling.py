@@ -87,7 +87,7 @@ class Sampling:
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
-        logits = logits.to(torch.float64, copy=True)  # fp64 holds every product of a logit and a penalty
+        logits = logits.to(torch.float64, copy=True)  # fp64 represents every product of a logit and a penalty
         for row, text in zip(logits, earlier, strict=True):
             tokens = torch.tensor(sorted(set(text)), device=row.device)
             values = row[tokens]
