@@ -10,10 +10,10 @@
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
 program runs its forward and backward pass in one process, first in fp64 and then in the other program's number format.
-A gradient may differ from the fp64 gradient by four times as much as this program's gradient in that format. For each
-gradient that differs by more, in the order of the backward pass, the table describes the difference: a factor such as
-1/2 from an axis that was averaged twice, a missing sum over an axis, a single shard or expert, swapped or transposed
-blocks.
+A gradient may differ from the fp64 gradient by four times as much as this program's gradient in that format. The table
+lists each gradient that differs by more than that, in the order of the backward pass, and describes the difference.
+Examples are a factor such as 1/2 from an axis that was averaged twice, a missing sum over an axis, a difference in a
+single shard or expert, and swapped or transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
 or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
@@ -38,7 +38,7 @@ from pathlib import Path
 
 import torch
 
-if not __package__:  # run as a file in a clone
+if not __package__:  # executed as a script in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

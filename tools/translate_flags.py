@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file in a clone
+if not __package__:  # executed as a script in a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 from megatron.extensions.interop import megatron_flags
@@ -49,7 +49,7 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""Tables of flags without a configuration field. The command line also reads these tables."""
+"""Tables of flags without a configuration field. The parser of the command line also reads these tables."""
 
 TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
 """sbatch options for the number of processes."""

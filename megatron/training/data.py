@@ -239,8 +239,8 @@ def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
         raise ValueError(
-            f"the training data is not the same on all hosts: {different} found other data than rank 0 under the same "
-            "paths; copy one version to all, with its index files, or read it from a file system that they share"
+            f"the training data is not the same on all hosts: {different} found different data from rank 0 under the "
+            "same paths; copy one version with its index files to all hosts, or read it from a shared file system"
         )
 
 

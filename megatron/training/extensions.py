@@ -2,7 +2,7 @@
 contains the registry of callbacks. This module itself does not import torch.
 
 An extension is imported before flags are parsed, so that its registrations appear in `--help` and are validated like
-built-in ones. The saved configuration and checkpoints contain the extension's path. A path in such a file alone does
+built-in ones. The saved configuration and checkpoints contain the extension's path. A path in a saved file alone does
 not make the extension run. The command line must also name the extension, unless the file belongs to one of the user's
 own runs (`code_record`).
 """
@@ -164,7 +164,8 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 
     An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. An extension
     in `given`, which the command line names, replaces an extension that has the same file name or whose file is
-    missing. Raises ExtensionError if others remain. The message lists each of them with the flag that permits it.
+    missing. Raises ExtensionError if some named extensions are neither permitted nor replaced. The message lists each
+    of these extensions with the flag that permits it.
 
     Args:
         names: Extensions that the file names.

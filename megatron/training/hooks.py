@@ -55,7 +55,7 @@ class RunView:
     def stop(self, why: str) -> None:
         """Request the end of the run. A request on one rank suffices. All ranks save and stop together at the current
         or next log line or evaluation."""
-        self.stop_reason = str(why or "a callback asks for it")
+        self.stop_reason = str(why or "a callback requests it")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Verdict:
     def __str__(self) -> str:
         total, tokens = self.result.sums
         values = f"loss {total / max(tokens, 1.0):.6g}, gradient norm {self.result.grad_norm:.6g}"
-        how = "not finite" if self.nan else "far above the mean of the steps before"
+        how = "not finite" if self.nan else "far above the mean of earlier steps"
         return f"iteration {self.step.iteration} is {how} ({values})"
 
 

@@ -86,7 +86,7 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""Names of work between steps that is timed."""
+"""Names of the timed parts of a run between steps."""
 
 
 class BegunRun(Protocol):

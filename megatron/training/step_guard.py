@@ -21,7 +21,7 @@ ADVICE_NAN = (
     "--max-skipped-iterations; if the loss or the gradient norm had grown before, lower --lr or lengthen the warm-up, "
     "and resume from an earlier checkpoint"
 )
-ADVICE_SPIKE = "look at the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
+ADVICE_SPIKE = "check the data and the learning rate; a larger --max-skipped-iterations continues from the checkpoint"
 
 
 class BadStepError(Exception):

@@ -64,7 +64,7 @@ def test_hosts_without_a_shared_disk_train_the_same(
         shutil.copytree(text.parent, box.disk_of(0) / "data", ignore=shutil.ignore_patterns("cache"))
         (box.disk_of(1) / "data").mkdir()
         write_other_data(box.disk_of(1) / "data/text")
-        assert "not the same on all hosts: rank 1 (on host1) found other data than rank 0" in run(code=1)
+        assert "not the same on all hosts: rank 1 (on host1) found different data from rank 0" in run(code=1)
 
         shutil.rmtree(box.disk_of(1) / "data")
         shutil.copytree(text.parent, box.disk_of(1) / "data", ignore=shutil.ignore_patterns("cache"))

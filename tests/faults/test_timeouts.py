@@ -100,7 +100,7 @@ def test_another_program_at_the_port_of_another_host_is_reported_in_time(tmp_pat
         with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
             assert join([ranks[1]], 60) == [1]
     text = (tmp_path / "screen").read_text()
-    assert "what listens there does not answer as a store does" in text and "Traceback" not in text
+    assert "the program at the port does not answer like a store" in text and "Traceback" not in text
     assert text.count("waited for --startup-timeout-minutes") == 1, text
 
 
@@ -110,7 +110,7 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
         assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
         greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
         greeter.start()  # this is not the first connection
-        with pytest.raises(ForeignPortError, match=r"another program has the port: it says b'SSH-2\.0"):
+        with pytest.raises(ForeignPortError, match=r"another program uses the port: it sends b'SSH-2\.0"):
             describe_port("127.0.0.1", port)
         greeter.join()
     assert describe_port("127.0.0.1", port).startswith("nothing listens there yet")

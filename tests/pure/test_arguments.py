@@ -133,7 +133,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
         f"--pipeline-schedule 1f1: must be one of {', '.join(PIPELINE_SCHEDULES)}; nearest: 1f1b",
-        "--swiglu yes: takes no value except true or false; give the flag alone",
+        "--swiglu yes: takes no value except true or false; write the flag alone",
         f"--gibberish: unknown flag; {nobody} has this flag; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a, a2a+p2p; pick one of them",
@@ -277,9 +277,9 @@ def test_one_source_may_not_set_a_value_in_two_units(tmp_path: Path) -> None:
         ("train-tokens: 1e30", "train-tokens 1e30: must not be larger than 2^53, about 9e15"),
         ("seed: true", "seed True: must be a whole number"),
         ("swiglu: 1", "swiglu 1: must be true or false"),
-        ("model: {hidden-size: 3}", "model: must be a value, or a list of values; write names flat"),
-        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file has it twice, as --lr too"),
-        ("lr: 1\nlr: 2", "lr 2: the file has it twice"),
+        ("model: {hidden-size: 3}", "model: must be a value, or a list of values; write flat names"),
+        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file contains it twice, as --lr too"),
+        ("lr: 1\nlr: 2", "lr 2: the file contains it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
         ("world-size: 2", "world-size: is not configuration"),
@@ -378,7 +378,7 @@ def test_switches_may_say_true_or_false() -> None:
     assert parse_args(["--mock-data=true", "--swiglu", "false"]).data.mock_data
     assert not parse_args(["--swiglu", "--swiglu=False"]).model.swiglu
     assert parse_args(["--no-async-save=true"]).checkpoint.async_save is False
-    with pytest.raises(ValueError, match="--mock-data 1: takes no value except true or false; give the flag alone"):
+    with pytest.raises(ValueError, match="--mock-data 1: takes no value except true or false; write the flag alone"):
         parse_args(["--mock-data=1"])
 
 

@@ -88,7 +88,7 @@ def test_without_a_checkpoint_the_flags_apply(tmp_path: Path) -> None:
     assert config == given and "so the flags apply" in notes[0]
     for damaged in ("{", "[1, 2]", '{"config": {"num_layers": 3}}'):
         (tmp_path / "metadata.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"metadata.json is damaged: it holds no configuration"):
+        with pytest.raises(ValueError, match=r"metadata.json is damaged: it contains no configuration"):
             with_saved_flags(given)
 
 

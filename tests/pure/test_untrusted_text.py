@@ -94,7 +94,7 @@ def test_json_without_a_value_is_a_value_error(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     (folder / "metadata.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is damaged: it holds no configuration"):
+    with pytest.raises(ValueError, match="is damaged: it contains no configuration"):
         saved_metadata(tmp_path)
 
 

@@ -220,7 +220,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Make tensors fake, make `cuda:0` the given device, and make attention use cuDNN.
 
     Use this context in a separate process, because the autograd engine keeps the first value that it reads. Raises
-    RuntimeError if `unavailable`.
+    RuntimeError if `unavailable` returns a reason.
     """
     if (problem := unavailable()) is not None:
         raise RuntimeError(problem)

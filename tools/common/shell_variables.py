@@ -102,7 +102,7 @@ class ShellVariables:
         return [] if absent else [self.tested_text(word)]
 
     def tested_text(self, word: str, quoted: bool = False) -> str:
-        """Return a word of a test, with unset variables removed."""
+        """Return a word that a test compares, with unset variables removed."""
         return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
 
     def _tested_number(self, name: str) -> str | None:
@@ -234,7 +234,8 @@ class ShellVariables:
         return value if isinstance(value, str) else found[0]
 
     def _counted(self, name: str, value: str | list[str] | None) -> str | list[str] | None:
-        """Return the value of a variable. Raises ExpansionError if the values so far are too long in total."""
+        """Return the value of a variable. Raises ExpansionError if all values so far have too many characters in
+        total."""
         self._expanded += 1 + sum(1 + len(text) for text in listed(value or ""))
         if self._expanded > MOST:
             raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")

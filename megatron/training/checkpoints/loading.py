@@ -183,19 +183,19 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
             )
         if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
             problems.append(
-                f"--seed is {saved.training.seed} in the checkpoint but {config.training.seed} in the run, which gives "
-                "other dropout and data order: give that seed, or --no-load-rng to continue with the new one"
+                f"--seed is {saved.training.seed} in the checkpoint but {config.training.seed} in the run, which "
+                "changes dropout and data order: use that seed, or --no-load-rng to continue with the new seed"
             )
         # different data do not matter if nothing is trained, or if training starts over
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem + _new_phase(config))
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
-        problems.append("it has no optimizer state: give --no-load-optim to continue with fresh moments, or --finetune")
+        problems.append("it has no optimizer state: add --no-load-optim to continue with fresh moments, or --finetune")
     elif load_optimizer:
         fields = OPTIMIZERS.facts(config.optimizer.optimizer).fields
         problems += [
-            f"--{field.replace('_', '-')} is {before} in the checkpoint but {now} in the run: give that value, "
+            f"--{field.replace('_', '-')} is {before} in the checkpoint but {now} in the run: use that value, "
             "or --no-load-optim to start with new optimizer states"
             for field in ("optimizer", *fields)
             for before, now in [(named_value(saved, field), named_value(config, field))]
@@ -289,7 +289,7 @@ def mismatch_remedy(keys: Sequence[str]) -> str:
     updated some parameters with another optimizer. Empty otherwise."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
-    return "; another optimizer updated these parameters: give --no-load-optim to start with new optimizer states"
+    return "; a different optimizer updated these parameters: add --no-load-optim to start with new optimizer states"
 
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:

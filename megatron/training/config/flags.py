@@ -60,7 +60,7 @@ def parse_window(text: str) -> int:
         return parse_int(parts[0])
     left, right = (parse_int(part) for part in parts)
     if left < 0 or right != 0:
-        raise ValueError("a window reaches back only: (left, 0) with left >= 0")
+        raise ValueError("a window can only reach back: (left, 0) with left >= 0")
     return left + 1
 
 

@@ -53,7 +53,7 @@ class Problem:
     rule: str
     remedy: str
     harmless: bool = False
-    """True if the run can start regardless, because the flag merely has no effect."""
+    """True if the problem does not prevent the run from starting, because the flag only lacks an effect."""
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
@@ -105,7 +105,7 @@ def problems_of(found: Iterable[object]) -> Iterator[Problem]:
     object."""
     for problem in found:
         if not isinstance(problem, Problem):
-            raise TypeError(f"rules must yield Problem, and yield {problem!r}")
+            raise TypeError(f"rules must yield Problem, but yield {problem!r}")
         yield problem
 
 

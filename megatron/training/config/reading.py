@@ -145,7 +145,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # most runs never import the other programs
+            self.read_field(name, texts, texts)  # most runs never import code for other programs
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
@@ -165,7 +165,7 @@ class FlagReader(GivenOptions):
         elif len(texts) == 1 and texts[0].lower() in SAID_OF_SWITCHES:
             self.set(flag, name, on == SAID_OF_SWITCHES[texts[0].lower()])
         elif texts:
-            self.wrong(flag, name, texts, "takes no value except true or false", "give the flag alone")
+            self.wrong(flag, name, texts, "takes no value except true or false", "write the flag alone")
         else:
             self.set(flag, name, on)
         why = "; ".join(map(str, self.problems[before:])) or ("" if texts == given else "another name for the value")
@@ -289,7 +289,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
         elif isinstance(value, dict):
-            rule, remedy = "must be a value, or a list of values", "write names flat, without sections"
+            rule, remedy = "must be a value, or a list of values", "write flat names, without sections"
             self.problems.append(Problem(where, None, rule, remedy))
         elif flag is None:
             if value not in (None, False):  # a switch that is off requests nothing
@@ -298,7 +298,7 @@ class FlagReader(GivenOptions):
                 new = self.problems[before:]
                 self.problems[before:] = [replace(p, flag=where) if p.flag == name else p for p in new]
         elif flag.field in self.given:
-            rule = f"the file has it twice, as {self.given[flag.field]} too"
+            rule = f"the file contains it twice, as {self.given[flag.field]} too"
             self.wrong(flag, where, texts_of(value), rule, "drop one")
         elif value is not None:
             if flag.kind is not bool:

@@ -254,7 +254,7 @@ def _read(metadata: PurePath) -> dict[str, Any]:
         if not all(isinstance(values["config"][name], dict) for name in ("model", "optimizer", "training")):
             raise TypeError
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{metadata} is damaged: it holds no configuration") from None
+        raise ValueError(f"{metadata} is damaged: it contains no configuration") from None
     check_types(values, metadata)
     return values
 

@@ -21,7 +21,7 @@ class LogLines:
     """Names of the metrics that callbacks and the program itself define."""
 
     place: str | None = None
-    """Folder of checkpoints, if it differs from --save."""
+    """Checkpoint folder, if it differs from --save."""
 
     def __init__(self, config: RunConfig, train_iters: int) -> None:
         self.config, self.train_iters = config, train_iters

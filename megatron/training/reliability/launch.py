@@ -102,7 +102,7 @@ class Launch:
             given = " ".join(f"{name}={environ[name]}" for name in half)
             missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
             raise ValueError(
-                f"{given} without {missing}: a process of a launch has both RANK and WORLD_SIZE; start the ranks with "
+                f"{given} without {missing}: a launched process needs both RANK and WORLD_SIZE; start the ranks with "
                 f"torchrun or srun, which set them, or unset {' '.join(half)} to run alone"
             )
         return cls()

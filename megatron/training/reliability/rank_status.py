@@ -25,7 +25,7 @@ class Standing:
 
     stack: str = ""
     evidence: object = None
-    """Data of the rank for a hang analysis, in JSON types."""
+    """Data that the rank provides for a hang analysis, in JSON types."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

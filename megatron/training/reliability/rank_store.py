@@ -186,7 +186,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
     if errors:
         raise errors[0]
     if not stores:
-        raise TimeoutError("what listens there does not answer as a store does; does another program have the port?")
+        raise TimeoutError("the program at the port does not answer like a store; does another program use the port?")
     return stores[0]
 
 

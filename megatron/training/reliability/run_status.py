@@ -117,7 +117,7 @@ class ExitCode(IntEnum):
     """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
-    """Trained and saved as for DONE, but a callback raised an exception in `on_end`."""
+    """Ended like DONE, trained and saved, but a callback raised an exception in `on_end`."""
 
     TO_BE_RESUMED = 75
     """Stopped after saving, because of a signal or the end of the SLURM job. The same command resumes the run."""

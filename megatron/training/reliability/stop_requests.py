@@ -27,8 +27,8 @@ UNANSWERED = 5.0
 
 
 class StopRequests:
-    """Holder of one request at a time. The training thread calls `tick` and `done`; the watchdog calls `ask` and
-    `look`."""
+    """Current request to stop or save, and this rank's queue of further requests. The training thread calls `tick` and
+    `done`; the watchdog calls `ask` and `look`."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
@@ -121,7 +121,7 @@ class StopRequests:
                 self._change.notify_all()
         unanswered = self._asked is not None and self._after is None and self._ticks == 0
         late = bool(signal_at) and time.monotonic() - (signal_at or 0.0) > UNANSWERED
-        return "ending though not all ranks have come up" if unanswered and late and not self._waits(board) else None
+        return "ending although some ranks have not started" if unanswered and late and not self._waits(board) else None
 
     def _waits(self, board: Board) -> bool:
         """Return True if this rank may have to save a state together with other ranks that have started or will start
@@ -160,8 +160,8 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Wait for signals. Returns (signal, whether it is a second signal), without repetitions of the first
-        signal."""
+        """Wait for signals. Returns (signal, whether a second one) for each signal. Repetitions of the first signal are
+        omitted."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)
         found = []

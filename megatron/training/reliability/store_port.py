@@ -85,7 +85,7 @@ def describe_port(address: str, port: int) -> str:
             except TimeoutError:
                 said = b""
             if said:
-                raise ForeignPortError(f"another program has the port: it says {said!r}")
+                raise ForeignPortError(f"another program uses the port: it sends {said!r}")
             return "a program listens there, and has not answered as the store yet"
     except ConnectionRefusedError:
         return "nothing listens there yet; rank 0 opens it once it has started"

@@ -89,7 +89,7 @@ class Ignored:
         """Count a message: `what` is the location of the message, and `why` is the error."""
         self.count += 1
         if self.count == 1:
-            self._say(f"ignored {what}: {why}. Further ones are ignored and counted")
+            self._say(f"ignored {what}: {why}. Further messages are ignored and counted")
 
     def close(self) -> None:
         """Report how many messages were ignored, if there were several."""

@@ -145,7 +145,7 @@ class ForeignFlags:
             self._read_as(reader, name, texts, entry)
         elif isinstance(entry, Exchange):
             if texts:
-                reader.refuse(name, texts, "takes no value", "give the flag alone")
+                reader.refuse(name, texts, "takes no value", "write the flag alone")
             reader.exchanges.append(partial(_exchange, reader, name, entry))
         elif isinstance(entry, NotBuilt):
             if entry.switch or entry.beside:

@@ -135,7 +135,7 @@ class Ignored:
         self.count += 1
         if self.count == 1:
             place = f"{sender[0]} port {sender[1]}"
-            self._say(f"ignored a UDP datagram from {place}: {why}. Further ones are ignored and counted")
+            self._say(f"ignored a UDP datagram from {place}: {why}. Further messages are ignored and counted")
 
     def close(self) -> None:
         """Report the number of ignored datagrams if there is more than one."""

@@ -118,7 +118,7 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "the MLP reads the norm of the sum with attention's output"
         yield Problem.exclusive("--parallel-residual", None, "--norm-placement sum", why)
     if m.norms_sums and m.mtp_depths:
-        why = "its modules end in their own norm"
+        why = "its modules end with a norm of their own"
         yield Problem.exclusive(DEPTHS, m.mtp_depths, "--norm-placement sum", why)
     if not m.qk_layernorm or scope == "head":
         return
@@ -150,7 +150,7 @@ def _activation(m: TransformerConfig) -> Iterator[Problem]:
 
 
 def _divisors(heads: int, groups: int) -> str:
-    """Return the divisors of `heads` that are nearest to `groups`, as a remedy."""
+    """Return a remedy that names the divisors of `heads` nearest to `groups`."""
     legal = [n for n in range(1, heads + 1) if heads % n == 0]
     near = sorted(sorted(legal, key=lambda n: abs(n - groups))[:2])
     return f"nearest: {' or '.join(map(str, near))}"
@@ -214,7 +214,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return  # which another rule reports
     for variant in variants if cp > 1 else ():
         if not MIXERS.facts(variant).whole_sequences:
-            why = "its layers see the tokens of their own rank only"
+            why = "its layers use only the tokens of their own rank"
             yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
     if m.num_layers < 1 or not variants or m.pattern is not None:
         return
@@ -290,7 +290,7 @@ def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive(facts.switch, value, streams[0].switch, "a model has one residual stream")
     for facts in streams:
         if facts.layers is not None and module not in facts.layers:
-            why = "such a layer may add outputs to hidden states by itself"
+            why = "such a layer may add its outputs to hidden states itself"
             yield Problem.exclusive(facts.switch, _value_of_switch(c, facts.switch), f"--layer-module {module}", why)
 
 

@@ -117,7 +117,7 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(flag, part, RECOMPUTED_PARTS.needs(part))
         elif part in ("mlp", "mlp_act") and not dense:
             use = f"use {part.replace('mlp', 'moe')}, or " if m.num_experts is not None else ""
-            rule = "has no effect where no layer has an MLP without experts"
+            rule = "has no effect, because no layer has an MLP without experts"
             yield Problem(flag, part, rule, f"{use}remove {part}", harmless=True)
         elif within in named:
             rule = f"has no effect with {within}, which includes it"
@@ -139,7 +139,7 @@ def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.ddp.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
-        why = "every rank updates whole parameters, so that there is nothing to gather"
+        why = "every rank updates whole parameters, so there is nothing to gather"
         flag, other = unsharded_by(c)
         rule, remedy = f"cannot be combined with {flag}: {why}", f"add --no-overlap-param-gather, or {other}"
         yield Problem("--overlap-param-gather", None, rule, remedy)
